@@ -1,0 +1,89 @@
+"""Typed errors: one stable code each, the same in REST bodies, stream messages, RPC results, logs and conditions."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
+    """Stable error codes. A code is never renamed; a new cause gets a new code."""
+
+    # The request cannot be understood.
+    INVALID_BODY = "invalid_body"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    BODY_TOO_LARGE = "body_too_large"
+    # The observation does not fit the policy.
+    UNKNOWN_POLICY = "unknown_policy"
+    CAMERA_MISSING = "camera_missing"
+    CAMERA_UNKNOWN = "camera_unknown"
+    IMAGE_CORRUPT = "image_corrupt"
+    IMAGE_TOO_LARGE = "image_too_large"
+    STATE_INVALID = "state_invalid"
+    INSTRUCTION_INVALID = "instruction_invalid"
+    # Time.
+    BUDGET_INVALID = "budget_invalid"
+    DEADLINE_EXPIRED = "deadline_expired"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"
+    # Traffic.
+    ROBOT_CONFLICT = "robot_conflict"
+    SUPERSEDED = "superseded"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    # The platform.
+    WORKER_UNAVAILABLE = "worker_unavailable"
+    WORKER_FAILED = "worker_failed"
+    CHECKPOINT_INVALID = "checkpoint_invalid"
+    CONFIG_INVALID = "config_invalid"
+    INTERNAL = "internal"
+
+
+HTTP_STATUS: dict[ErrorCode, int] = {
+    ErrorCode.INVALID_BODY: 400,
+    ErrorCode.UNSUPPORTED_MEDIA_TYPE: 415,
+    ErrorCode.BODY_TOO_LARGE: 413,
+    ErrorCode.UNKNOWN_POLICY: 404,
+    ErrorCode.CAMERA_MISSING: 422,
+    ErrorCode.CAMERA_UNKNOWN: 422,
+    ErrorCode.IMAGE_CORRUPT: 422,
+    ErrorCode.IMAGE_TOO_LARGE: 422,
+    ErrorCode.STATE_INVALID: 422,
+    ErrorCode.INSTRUCTION_INVALID: 422,
+    ErrorCode.BUDGET_INVALID: 422,
+    ErrorCode.DEADLINE_EXPIRED: 504,
+    ErrorCode.DEADLINE_UNREACHABLE: 503,
+    ErrorCode.ROBOT_CONFLICT: 409,
+    ErrorCode.SUPERSEDED: 409,
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.DRAINING: 503,
+    ErrorCode.WORKER_UNAVAILABLE: 503,
+    ErrorCode.WORKER_FAILED: 502,
+    ErrorCode.CHECKPOINT_INVALID: 500,
+    ErrorCode.CONFIG_INVALID: 500,
+    ErrorCode.INTERNAL: 500,
+}
+
+
+class TaktlineError(Exception):
+    """An error with a stable code, a sentence for a person, and the next step.
+
+    Attributes:
+        code: stable identifier, never localised.
+        message: what went wrong, with the values that matter.
+        next_step: what the reader can do about it.
+        retry_after_ms: when a retry may succeed; None when the same request never will.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, next_step: str, *, retry_after_ms: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.next_step = next_step
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        return f"{self.code.value}: {self.message} ({self.next_step})"
+
+    @property
+    def http_status(self) -> int:
+        """HTTP status of this error's code."""
+        return HTTP_STATUS[self.code]

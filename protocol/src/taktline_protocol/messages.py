@@ -1,0 +1,162 @@
+"""Typed messages between robot and gateway: one schema, encoded as JSON (bytes in base64) or msgpack."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+DType = Literal["uint8", "int32", "int64", "float32", "float64"]
+
+
+class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A C-contiguous little-endian array: `data` holds prod(shape) * itemsize(dtype) bytes."""
+
+    dtype: DType
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=4)]
+    data: bytes
+
+    @classmethod
+    def from_numpy(cls, value: NDArray[np.generic]) -> Array:
+        """Copies `value` into its wire form. Raises KeyError for a dtype that is not on the wire."""
+        array = np.ascontiguousarray(value)
+        dtype = _DTYPES[array.dtype.newbyteorder("=").name]
+        return cls(dtype, array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+
+    def to_numpy(self) -> NDArray[np.generic]:
+        """A read-only view on the bytes. Raises ValueError where shape, dtype and byte count disagree."""
+        return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+
+
+_DTYPES: dict[str, DType] = {
+    "uint8": "uint8",
+    "int32": "int32",
+    "int64": "int64",
+    "float32": "float32",
+    "float64": "float64",
+}
+
+
+class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One camera frame. JPEG and PNG stay encoded until the worker; `raw` is uint8 RGB of `shape` (H, W, 3)."""
+
+    encoding: Literal["jpeg", "png", "raw"]
+    data: bytes
+    shape: tuple[int, int, int] | None = None
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One robot request.
+
+    Attributes:
+        robot_id: name of the robot, unique in the fleet.
+        session_id: drawn once by each client process; two live sessions of one robot_id are a conflict.
+        seq: grows by at least one with each observation of a session; a newer one supersedes a queued older one.
+        captured_at: robot clock in seconds when the cameras were read. The gateway only echoes it and takes
+            differences with `sent_at`, so the clock may be any monotonic one.
+        sent_at: same clock, when the request left the robot; L_observe = sent_at - captured_at.
+        budget_ms: time left until the hand-off deadline at `sent_at` (relative, so clock skew costs nothing).
+        actuate_ms: the robot's own L_actuate, subtracted from the budget.
+        images: camera name -> frame.
+        state: proprioceptive state in robot units, list of numbers or a float Array of shape (D,).
+        instruction: task in words.
+        seed: fixes the sampler's noise; None draws fresh noise.
+    """
+
+    robot_id: Name
+    seq: Annotated[int, Meta(ge=0)]
+    captured_at: float
+    budget_ms: float
+    images: dict[str, Image]
+    state: list[float] | Array
+    instruction: str
+    session_id: str = ""
+    sent_at: float | None = None
+    actuate_ms: Annotated[float, Meta(ge=0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, lt=2**63)] | None = None
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """The five terms of the critical path, in ms; their sum is L_critical.
+
+    `transfer_ms` as sent by the gateway covers the hops it sees (body read, worker RPC); the SDK adds the rest of the
+    round trip, which only the robot can measure.
+    """
+
+    observe_ms: float
+    transfer_ms: float
+    queue_ms: float
+    inference_ms: float
+    actuate_ms: float
+
+    @property
+    def critical_ms(self) -> float:
+        """L_critical, the sum of the five terms."""
+        return self.observe_ms + self.transfer_ms + self.queue_ms + self.inference_ms + self.actuate_ms
+
+
+class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to one observation.
+
+    Attributes:
+        actions: float32 Array of shape (H, D), robot units.
+        dt_s: control period between two rows of `actions`.
+        captured_at: echoed; row i is meant for captured_at + i * dt_s.
+        valid_until: robot clock, captured_at + H * dt_s; later rows do not exist.
+        margin_ms: control margin B_ctrl - L_critical; negative is a deadline miss.
+        batch_size: how many observations shared the engine call.
+    """
+
+    request_id: str
+    policy: str
+    revision: str
+    robot_id: str
+    seq: int
+    actions: Array
+    dt_s: float
+    captured_at: float
+    valid_until: float
+    timings: Timings
+    margin_ms: float
+    batch_size: int
+    worker: str = ""
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A typed error on the wire; `code` is a value of `ErrorCode`."""
+
+    code: str
+    message: str
+    next_step: str
+    request_id: str = ""
+    retry_after_ms: float | None = None
+
+
+class BucketTime(msgspec.Struct, frozen=True, kw_only=True):
+    """T_sync of one batch bucket on one worker: median and p99 in ms."""
+
+    batch: int
+    median_ms: float
+    p99_ms: float
+
+
+class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client must know to speak to a policy."""
+
+    policy: str
+    family: str
+    revision: str
+    ready: bool
+    cameras: tuple[str, ...] = ()
+    optional_cameras: tuple[str, ...] = ()
+    state_dim: int = 0
+    action_dim: int = 0
+    horizon: int = 0
+    dt_s: float = 0.0
+    control_budget_ms: float = 0.0
+    workers: int = 0
+    t_sync: tuple[BucketTime, ...] = ()
