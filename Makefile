@@ -1,0 +1,43 @@
+# The README's commands. `make demo` and `make test` are all a new machine needs.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+UV = $$$$(tools/find-uv)
+PYTEST_ARGS ?=
+
+.PHONY: help
+help: ## show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+.PHONY: setup
+setup: ## install everything into .venv (uv itself too, by pip, where it is absent)
+	@tools/find-uv >/dev/null || tools/install-uv
+	@$(UV) sync --all-packages --frozen --quiet
+	@tools/install-rendering
+
+.PHONY: demo
+demo: setup ## four simulated robots finish a task through gateway and workers, on this machine's CPU
+	$(UV) run --no-sync taktline up deploy/examples/demo-reach.yaml
+
+.PHONY: cluster-demo
+cluster-demo: setup control-plane ## the same through kubectl against a real local Kubernetes control plane
+	$(UV) run --no-sync python -m taktline_local cluster-demo
+
+.PHONY: control-plane
+control-plane: setup ## build kube-apiserver and its companions from pinned Go modules (once, cached outside the repository)
+	$(UV) run --no-sync python tools/k8s/build.py
+
+.PHONY: lint
+lint: setup ## ruff (lint and format) and mypy --strict
+	$(UV) lock --check
+	$(UV) run --no-sync ruff check .
+	$(UV) run --no-sync ruff format --check .
+	$(UV) run --no-sync mypy
+
+.PHONY: test
+test: setup ## all tests; those that need a control plane or a GPU say what is missing when they skip
+	$(UV) run --no-sync pytest $(PYTEST_ARGS)
+
+.PHONY: clean
+clean: ## remove the virtual environment and local outputs
+	rm -rf .venv .taktline .pytest_cache .mypy_cache .ruff_cache .hypothesis
