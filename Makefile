@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-UV = $$$$(tools/find-uv)
+UV = $$(tools/find-uv)
 PYTEST_ARGS ?=
 
 .PHONY: help
