@@ -1,0 +1,144 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape", "data")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("encoding", "data", "shape")
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    encoding: str
+    data: bytes
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, encoding: _Optional[str] = ..., data: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BucketTime(_message.Message):
+    __slots__ = ("batch", "median_ms", "p99_ms")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_MS_FIELD_NUMBER: _ClassVar[int]
+    P99_MS_FIELD_NUMBER: _ClassVar[int]
+    batch: int
+    median_ms: float
+    p99_ms: float
+    def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
+
+class InfoResponse(_message.Message):
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CAMERAS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONAL_CAMERAS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIM_FIELD_NUMBER: _ClassVar[int]
+    ACTION_DIM_FIELD_NUMBER: _ClassVar[int]
+    HORIZON_FIELD_NUMBER: _ClassVar[int]
+    DT_S_FIELD_NUMBER: _ClassVar[int]
+    T_SYNC_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    family: str
+    revision: str
+    precision: str
+    device: str
+    cameras: _containers.RepeatedScalarFieldContainer[str]
+    optional_cameras: _containers.RepeatedScalarFieldContainer[str]
+    state_dim: int
+    action_dim: int
+    horizon: int
+    dt_s: float
+    t_sync: _containers.RepeatedCompositeFieldContainer[BucketTime]
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ...) -> None: ...
+
+class InferItem(_message.Message):
+    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms")
+    class ImagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Image
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROBOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    robot_id: str
+    seq: int
+    images: _containers.MessageMap[str, Image]
+    state: Tensor
+    instruction: str
+    seed: int
+    budget_ms: float
+    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ...) -> None: ...
+
+class InferRequest(_message.Message):
+    __slots__ = ("policy", "revision", "items")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    revision: str
+    items: _containers.RepeatedCompositeFieldContainer[InferItem]
+    def __init__(self, policy: _Optional[str] = ..., revision: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InferItem, _Mapping]]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "message", "next_step")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    next_step: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., next_step: _Optional[str] = ...) -> None: ...
+
+class InferResult(_message.Message):
+    __slots__ = ("request_id", "actions", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    actions: Tensor
+    error: Error
+    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class InferResponse(_message.Message):
+    __slots__ = ("results", "preprocess_ms", "engine_ms", "postprocess_ms", "total_ms", "bucket", "revision")
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    PREPROCESS_MS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_MS_FIELD_NUMBER: _ClassVar[int]
+    POSTPROCESS_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[InferResult]
+    preprocess_ms: float
+    engine_ms: float
+    postprocess_ms: float
+    total_ms: float
+    bucket: int
+    revision: str
+    def __init__(self, results: _Optional[_Iterable[_Union[InferResult, _Mapping]]] = ..., preprocess_ms: _Optional[float] = ..., engine_ms: _Optional[float] = ..., postprocess_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., bucket: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
