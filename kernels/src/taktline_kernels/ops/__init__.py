@@ -1,0 +1,32 @@
+"""The operations: each is one function with a torch reference and accelerated implementations beside it."""
+
+from taktline_kernels.ops.activations import geglu
+from taktline_kernels.ops.attention import attention_prefix, attention_suffix, attention_vision
+from taktline_kernels.ops.linear import linear
+from taktline_kernels.ops.norms import (
+    ada_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    gated_add_ada_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+from taktline_kernels.ops.rope import rope, rope_table
+from taktline_kernels.ops.solver import euler_update
+
+__all__ = [
+    "ada_rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention_prefix",
+    "attention_suffix",
+    "attention_vision",
+    "euler_update",
+    "gated_add_ada_rms_norm",
+    "geglu",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rope",
+    "rope_table",
+]

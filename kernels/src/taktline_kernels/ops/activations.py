@@ -1,0 +1,30 @@
+"""Gated activation of the Gemma MLP."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_kernels.ops.dispatch import register
+
+
+def _geglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+_GEGLU = register("geglu", _geglu_reference, {"triton": "taktline_kernels.triton_impl.activations:geglu"})
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up with the tanh form of gelu, in fp32, rounded once.
+
+    Args:
+        gate_up: (..., 2 * width): the gate in the first half, up in the second.
+
+    Returns:
+        (..., width) in the dtype of gate_up.
+    """
+    width = gate_up.shape[-1] // 2
+    result: Tensor = _GEGLU.run({"rows": gate_up.numel() // (2 * width), "width": width}, gate_up, gate_up)
+    return result

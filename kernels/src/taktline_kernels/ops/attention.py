@@ -1,0 +1,111 @@
+"""The three attentions of a π policy: inside one image, inside the prefix, and from the action chunk to both.
+
+Logits and softmax are fp32; the scale is head_dim ** -0.5. Key/value heads may be fewer than query heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from taktline_kernels.ops.dispatch import register
+
+_TRITON = "taktline_kernels.triton_impl.attention"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+    """q (b, s, h, d), k and v (b, t, g, d), valid (b, t) or None -> (b, s, h, d)."""
+    batch, rows, heads, width = q.shape
+    groups = k.shape[2]
+    grouped = q.reshape(batch, rows, groups, heads // groups, width)
+    logits = torch.einsum("bsgnd,btgd->bgnst", grouped.float(), k.float()) * width**-0.5
+    if valid is not None:
+        logits = logits.masked_fill(~valid[:, None, None, None, :], torch.finfo(torch.float32).min)
+    weights = logits.softmax(dim=-1)
+    out = torch.einsum("bgnst,btgd->bsgnd", weights, v.float())
+    return out.reshape(batch, rows, heads, width).to(q.dtype)
+
+
+def _valid(lengths: Tensor, columns: int) -> Tensor:
+    return torch.arange(columns, device=lengths.device)[None, :] < lengths[:, None]
+
+
+def _vision_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _attend(q, k, v, None)
+
+
+def _prefix_reference(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    return _attend(q, k, v, _valid(lengths, k.shape[1]))
+
+
+def _suffix_reference(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, prefix_lengths: Tensor, suffix_k: Tensor, suffix_v: Tensor
+) -> Tensor:
+    valid = _valid(prefix_lengths, prefix_k.shape[1])
+    valid = torch.cat((valid, valid.new_ones(q.shape[0], suffix_k.shape[1])), dim=1)
+    return _attend(q, torch.cat((prefix_k, suffix_k), dim=1), torch.cat((prefix_v, suffix_v), dim=1), valid)
+
+
+_VISION = register("attention_vision", _vision_reference, {"triton": f"{_TRITON}:attention_vision"})
+_PREFIX = register("attention_prefix", _prefix_reference, {"triton": f"{_TRITON}:attention_prefix"})
+_SUFFIX = register("attention_suffix", _suffix_reference, {"triton": f"{_TRITON}:attention_suffix"})
+
+
+def attention_vision(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Full attention inside each image.
+
+    Args:
+        q: (images, tokens, heads, head_dim), any strides with a contiguous last dimension.
+        k: likewise.
+        v: likewise.
+
+    Returns:
+        (images, tokens, heads, head_dim) in the dtype of q.
+    """
+    shape = {"batch": q.shape[0], "tokens": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3]}
+    result: Tensor = _VISION.run(shape, q, q, k, v)
+    return result
+
+
+def attention_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """Bidirectional attention over the valid prefix tokens, which come first in each row.
+
+    Args:
+        q: (batch, tokens, heads, head_dim).
+        k: (batch, tokens, kv_heads, head_dim).
+        v: likewise.
+        lengths: (batch,) int32, valid tokens, at least 1.
+
+    Returns:
+        (batch, tokens, heads, head_dim); rows from `lengths` on are finite and mean nothing.
+    """
+    shape = {"batch": q.shape[0], "tokens": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3]}
+    result: Tensor = _PREFIX.run(shape, q, q, k, v, lengths)
+    return result
+
+
+def attention_suffix(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, prefix_lengths: Tensor, suffix_k: Tensor, suffix_v: Tensor
+) -> Tensor:
+    """Attention of the action tokens over the valid prefix and all of the suffix.
+
+    Args:
+        q: (batch, suffix, heads, head_dim).
+        prefix_k: (batch, prefix, kv_heads, head_dim).
+        prefix_v: likewise.
+        prefix_lengths: (batch,) int32, valid prefix tokens.
+        suffix_k: (batch, suffix, kv_heads, head_dim).
+        suffix_v: likewise.
+
+    Returns:
+        (batch, suffix, heads, head_dim) in the dtype of q.
+    """
+    shape = {
+        "batch": q.shape[0],
+        "rows": q.shape[1],
+        "heads": q.shape[2],
+        "head_dim": q.shape[3],
+        "prefix": prefix_k.shape[1],
+    }
+    result: Tensor = _SUFFIX.run(shape, q, q, prefix_k, prefix_v, prefix_lengths, suffix_k, suffix_v)
+    return result

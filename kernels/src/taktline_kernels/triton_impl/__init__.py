@@ -1,0 +1,1 @@
+"""Triton implementations; imported only when a table asks for them."""

@@ -1,0 +1,88 @@
+"""The selector: rules, bounds, fall-back and what it says about them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from taktline_kernels.ops.dispatch import REGISTRY, Op
+from taktline_kernels.selector import KernelSelector, parse_table
+
+TABLE = """
+[[rule]]
+op = "linear"
+kernel = "small"
+dtype = "bfloat16"
+bounds = { m = [1, 64] }
+config = { block = 16 }
+measured = "3 us"
+
+[[rule]]
+op = "linear"
+kernel = "large"
+"""
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> KernelSelector:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    return KernelSelector({"h200": parse_table(TABLE)})
+
+
+def test_first_covering_rule_wins(h200: KernelSelector) -> None:
+    cuda = torch.device("cuda", 0)
+    small = h200.choose("linear", {"m": 64}, torch.bfloat16, cuda)
+    assert (small.kernel, dict(small.config)) == ("small", {"block": 16})
+    assert h200.choose("linear", {"m": 65}, torch.bfloat16, cuda).kernel == "large"
+    assert h200.choose("linear", {"m": 64}, torch.float32, cuda).kernel == "large"
+    assert [row[0] for row in h200.explain()] == ["linear"] * 3
+    assert any("3 us" in row[3].reason for row in h200.explain())
+
+
+def test_unknown_op_falls_back_and_says_so_once(h200: KernelSelector, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for rows in (1, 2):
+            assert h200.choose("geglu", {"rows": rows}, torch.bfloat16, torch.device("cuda", 0)).kernel == "torch"
+    assert len(caplog.records) == 1
+
+
+def test_unknown_gpu_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
+    with caplog.at_level(logging.WARNING):
+        choice = KernelSelector().choose("linear", {"m": 1}, torch.bfloat16, torch.device("cuda", 0))
+    assert choice.kernel == "torch"
+    assert "no kernel table for this GPU" in caplog.records[0].message
+
+
+def test_cpu_runs_the_reference() -> None:
+    assert KernelSelector().choose("linear", {"m": 1}, torch.float32, torch.device("cpu")).kernel == "torch"
+
+
+@pytest.mark.parametrize("text", ['[[rule]]\nop = "x"', '[[rule]]\nop = "x"\nkernel = "y"\nbounds = { m = 3 }'])
+def test_bad_table_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="rule needs op and kernel|must be"):
+        parse_table(text)
+
+
+def test_packaged_tables_name_known_kernels() -> None:
+    from importlib import resources
+
+    for file in resources.files("taktline_kernels").joinpath("tables").iterdir():
+        if file.name.endswith(".toml"):
+            for rule in parse_table(file.read_text(encoding="utf-8")):
+                assert rule.kernel in REGISTRY[rule.op].implementations(), rule
+
+
+def test_missing_module_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    op = Op("probe", lambda x: x + 1, {"gone": "taktline_kernels.no_such_module:probe"})
+    selector = KernelSelector({"h200": parse_table('[[rule]]\nop = "probe"\nkernel = "gone"')})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("taktline_kernels.ops.dispatch.default_selector", lambda: selector)
+
+    class Like:
+        dtype, device = torch.float32, torch.device("cuda", 0)
+
+    with caplog.at_level(logging.WARNING):
+        assert op.run({"m": 1}, Like(), 1) == 2
+    assert "cannot be loaded" in caplog.records[0].message
