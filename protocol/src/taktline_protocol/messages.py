@@ -61,6 +61,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         sent_at: same clock, when the request left the robot; L_observe = sent_at - captured_at.
         budget_ms: time left until the hand-off deadline at `sent_at` (relative, so clock skew costs nothing).
         actuate_ms: the robot's own L_actuate, subtracted from the budget.
+        network_ms: the robot's estimate of the round trip that the gateway cannot see; reserved in the budget, so that
+            an answer leaves early enough. The SDK keeps it from its last round trips.
         images: camera name -> frame.
         state: proprioceptive state in robot units, list of numbers or a float Array of shape (D,).
         instruction: task in words.
@@ -71,13 +73,14 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seq: Annotated[int, Meta(ge=0)]
     captured_at: float
     budget_ms: float
-    images: dict[str, Image]
+    images: dict[Name, Image]
     state: list[float] | Array
     instruction: str
     session_id: str = ""
     sent_at: float | None = None
     actuate_ms: Annotated[float, Meta(ge=0)] = 0.0
-    seed: Annotated[int, Meta(ge=0, lt=2**63)] | None = None
+    network_ms: Annotated[float, Meta(ge=0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,3 +163,9 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     control_budget_ms: float = 0.0
     workers: int = 0
     t_sync: tuple[BucketTime, ...] = ()
+
+
+class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of GET /v1/policies."""
+
+    policies: tuple[PolicyInfo, ...]

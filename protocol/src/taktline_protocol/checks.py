@@ -1,0 +1,156 @@
+"""Semantic checks of an observation: against the limits, and against the policy that is to serve it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_protocol.images import check_image
+from taktline_protocol.limits import Limits
+from taktline_protocol.messages import Array, Observation, PolicyInfo
+
+_ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4, "float64": 8}
+
+
+def check_array(name: str, array: Array, code: ErrorCode = ErrorCode.INVALID_BODY) -> None:
+    """Raises `code` where shape, dtype and byte count of `array` disagree."""
+    expected = math.prod(array.shape) * _ITEM_BYTES[array.dtype]
+    if expected != len(array.data):
+        raise TaktlineError(
+            code,
+            f"{name}: {array.dtype} of shape {list(array.shape)} needs {expected} bytes, not {len(array.data)}",
+            "send C-contiguous little-endian data of exactly that shape",
+        )
+
+
+def check_observation(observation: Observation, limits: Limits) -> None:
+    """Checks what needs no knowledge of the policy. No image is decoded.
+
+    Raises:
+        TaktlineError: `budget_invalid`, `deadline_expired`, `invalid_body`, `instruction_invalid`, `state_invalid`,
+            `camera_unknown` (too many), `image_corrupt`, `image_too_large`.
+    """
+    _check_time(observation, limits)
+    _check_instruction(observation.instruction, limits)
+    state_length(observation.state, limits)
+    if len(observation.images) > limits.cameras:
+        raise TaktlineError(
+            ErrorCode.CAMERA_UNKNOWN,
+            f"the observation has {len(observation.images)} images; at most {limits.cameras} are read",
+            "send only the cameras that the policy names (GET /v1/policies/{policy})",
+        )
+    for camera, image in observation.images.items():
+        check_image(camera, image, limits)
+
+
+def check_policy_fit(observation: Observation, info: PolicyInfo) -> None:
+    """Checks cameras and state length against what `info` says the policy reads.
+
+    Raises:
+        TaktlineError: `camera_missing`, `camera_unknown` or `state_invalid`.
+    """
+    sent = observation.images
+    missing = [camera for camera in info.cameras if camera not in sent]
+    if missing:
+        raise TaktlineError(
+            ErrorCode.CAMERA_MISSING,
+            f"policy {info.policy!r} needs {_names(missing)}; the observation has {_names(list(sent))}",
+            f"send an image for each of {_names(list(info.cameras))}",
+        )
+    if len(sent) != len(info.cameras):
+        known = {*info.cameras, *info.optional_cameras}
+        unknown = [camera for camera in sent if camera not in known]
+        if unknown:
+            raise TaktlineError(
+                ErrorCode.CAMERA_UNKNOWN,
+                f"policy {info.policy!r} has no {_names(unknown)}",
+                f"send only {_names(sorted(known))}, or map the name in spec.model.cameras",
+            )
+    state = observation.state
+    length = len(state) if isinstance(state, list) else state.shape[0]
+    if info.state_dim and length != info.state_dim:
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID,
+            f"the state has {length} numbers; policy {info.policy!r} reads {info.state_dim}",
+            "send the state in the order and length that the policy was trained on",
+        )
+
+
+def state_length(state: list[float] | Array, limits: Limits) -> int:
+    """Length of a state vector after checking form, length and finiteness. Raises `state_invalid`."""
+    length = len(state_vector(state, limits))
+    if length == 0:
+        raise _state("the state is empty")
+    return length
+
+
+def state_vector(state: list[float] | Array, limits: Limits) -> NDArray[np.float64]:
+    """The state as float64 (D,), checked. Raises `state_invalid`."""
+    if isinstance(state, Array):
+        if state.dtype not in ("float32", "float64") or len(state.shape) != 1:
+            raise _state(f"the state is {state.dtype} of shape {list(state.shape)}")
+        check_array("state", state, ErrorCode.STATE_INVALID)
+        values = state.to_numpy().astype(np.float64)
+    else:
+        values = np.asarray(state, dtype=np.float64)
+    if len(values) > limits.state_length:
+        raise _state(f"the state has {len(values)} numbers; at most {limits.state_length} are read")
+    if not np.isfinite(values).all():
+        where = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise _state(f"state[{where}] is {values[where]}")
+    return values
+
+
+def _state(message: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.STATE_INVALID, message, "send a flat vector of finite float32 or float64 numbers")
+
+
+def _check_time(observation: Observation, limits: Limits) -> None:
+    budget = observation.budget_ms
+    if not math.isfinite(budget) or budget < 0 or budget > limits.budget_ms:
+        raise TaktlineError(
+            ErrorCode.BUDGET_INVALID,
+            f"budget_ms is {budget}",
+            f"send the milliseconds left until the hand-off deadline, above 0 and at most {limits.budget_ms:g}",
+        )
+    times = (observation.captured_at, observation.actuate_ms, observation.network_ms)
+    if not all(math.isfinite(value) for value in times) or (
+        observation.sent_at is not None and not math.isfinite(observation.sent_at)
+    ):
+        raise TaktlineError(ErrorCode.INVALID_BODY, "a time of the observation is not finite", "send finite numbers")
+    if observation.sent_at is not None and observation.sent_at < observation.captured_at:
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY,
+            f"sent_at {observation.sent_at} is before captured_at {observation.captured_at}",
+            "read both from one monotonic clock of the robot, in seconds",
+        )
+    reserved = observation.actuate_ms + observation.network_ms
+    if budget <= reserved:
+        raise TaktlineError(
+            ErrorCode.DEADLINE_EXPIRED,
+            f"the control budget is spent: {budget:g} ms left when sent, {reserved:g} ms of it reserved by the robot",
+            "send the observation earlier: ask for the next chunk while the buffer still holds actions",
+        )
+
+
+def _check_instruction(instruction: str, limits: Limits) -> None:
+    if not instruction.strip():
+        raise TaktlineError(ErrorCode.INSTRUCTION_INVALID, "the instruction is empty", "say the task in words")
+    if len(instruction) > limits.instruction_chars:
+        raise TaktlineError(
+            ErrorCode.INSTRUCTION_INVALID,
+            f"the instruction has {len(instruction)} characters; the limit is {limits.instruction_chars}",
+            "shorten it: policies are trained on a sentence or two",
+        )
+
+
+def _names(cameras: Sequence[str]) -> str:
+    if not cameras:
+        return "no camera"
+    shown = ", ".join(repr(camera[:64]) for camera in cameras[:8])
+    more = f" and {len(cameras) - 8} more" if len(cameras) > 8 else ""
+    return f"camera{'s' if len(cameras) > 1 else ''} {shown}{more}"

@@ -1,0 +1,188 @@
+"""Limits of one request: what is refused before it is decoded, so that a bomb costs no memory and no time."""
+
+from __future__ import annotations
+
+import msgspec
+
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
+MIB = 1024 * 1024
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Upper bounds of an observation; the defaults suit robots with up to 16 cameras of up to 4K.
+
+    Attributes:
+        body_bytes: whole request body, encoded.
+        items: values and keys in the body, counted before decoding; bounds the memory that tiny elements unfold to.
+        depth: nesting of maps and arrays in the body.
+        image_bytes: one encoded image.
+        image_pixels: height x width of one image, read from its header.
+        cameras: images in one observation.
+        state_length: numbers in the state vector.
+        instruction_chars: characters of the instruction.
+        budget_ms: longest control budget that makes sense.
+    """
+
+    body_bytes: int = 16 * MIB
+    items: int = 8192
+    depth: int = 8
+    image_bytes: int = 8 * MIB
+    image_pixels: int = 4096 * 2160
+    cameras: int = 16
+    state_length: int = 1024
+    instruction_chars: int = 2000
+    budget_ms: float = 600_000.0
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def check_body_size(size: int, limits: Limits) -> None:
+    """Raises `body_too_large` where `size` bytes are over the limit; call it while the body still streams in."""
+    if size > limits.body_bytes:
+        raise TaktlineError(
+            ErrorCode.BODY_TOO_LARGE,
+            f"the body is over {limits.body_bytes} bytes",
+            "send fewer or smaller images: JPEG at the policy's own resolution loses nothing",
+        )
+
+
+def check_structure_json(body: bytes, limits: Limits) -> None:
+    """Bounds how many values a JSON text can hold, from counts that never unfold it.
+
+    Commas and opening brackets bound the values from above (those inside strings count too, which errs on the side of
+    refusal and does not matter at these limits); base64 has neither. Nesting needs no bound of its own: the typed
+    decoder goes only as deep as the schema.
+
+    Raises:
+        TaktlineError: `invalid_body`.
+    """
+    count = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if count > limits.items:
+        raise _too_many(count, limits)
+
+
+def check_structure_msgpack(body: bytes, limits: Limits) -> None:
+    """Walks the msgpack structure without building it: every declared size fits, few items, shallow, one value.
+
+    The walk touches at most `limits.items` headers and skips payloads, so it costs microseconds whatever is declared.
+
+    Raises:
+        TaktlineError: `invalid_body`.
+    """
+    size = len(body)
+    position = 0
+    items = 0
+    open_containers: list[int] = []  # values still to come in each open container
+    while True:
+        if position >= size:
+            raise _truncated(position)
+        items += 1
+        if items > limits.items:
+            raise _too_many(items, limits)
+        lead = body[position]
+        position += 1
+        children = 0
+        if lead <= 0x7F or lead >= 0xE0:  # fixint
+            payload = 0
+        elif 0xA0 <= lead <= 0xBF:  # fixstr
+            payload = lead & 0x1F
+        elif lead <= 0x8F:  # fixmap
+            payload, children = 0, 2 * (lead & 0x0F)
+        elif lead <= 0x9F:  # fixarray
+            payload, children = 0, lead & 0x0F
+        elif lead in _FIXED:
+            payload = _FIXED[lead]
+        elif lead in _SIZED:
+            width, extra = _SIZED[lead]
+            payload = int.from_bytes(body[position : position + width], "big") + extra
+            position += width
+        elif lead in _CONTAINERS:
+            width, factor = _CONTAINERS[lead]
+            payload, children = 0, factor * int.from_bytes(body[position : position + width], "big")
+            position += width
+        else:
+            raise TaktlineError(
+                ErrorCode.INVALID_BODY,
+                f"byte {position - 1} (0x{lead:02x}) is not msgpack",
+                "encode the body as msgpack",
+            )
+        position += payload
+        if position > size or children > size - position:
+            raise _truncated(min(position, size))
+        if children:
+            open_containers.append(children)
+            if len(open_containers) > limits.depth:
+                raise TaktlineError(
+                    ErrorCode.INVALID_BODY,
+                    f"the body nests deeper than {limits.depth} levels",
+                    "send the observation schema of the OpenAPI document, nothing around it",
+                )
+            continue
+        while open_containers:
+            open_containers[-1] -= 1
+            if open_containers[-1]:
+                break
+            open_containers.pop()
+        if not open_containers:
+            if position != size:
+                raise TaktlineError(
+                    ErrorCode.INVALID_BODY,
+                    f"{size - position} bytes follow the message",
+                    "send one message per body",
+                )
+            return
+
+
+# Payload bytes after the lead byte: nil, bool, floats, ints, fixext (type byte included).
+_FIXED = {
+    0xC0: 0,
+    0xC2: 0,
+    0xC3: 0,
+    0xCA: 4,
+    0xCB: 8,
+    0xCC: 1,
+    0xCD: 2,
+    0xCE: 4,
+    0xCF: 8,
+    0xD0: 1,
+    0xD1: 2,
+    0xD2: 4,
+    0xD3: 8,
+    0xD4: 2,
+    0xD5: 3,
+    0xD6: 5,
+    0xD7: 9,
+    0xD8: 17,
+}
+# (bytes of the length field, bytes that follow it besides the payload): bin, ext, str.
+_SIZED = {
+    0xC4: (1, 0),
+    0xC5: (2, 0),
+    0xC6: (4, 0),
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),
+}
+# (bytes of the count field, values per entry): array, map.
+_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+
+
+def _too_many(count: int, limits: Limits) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.INVALID_BODY,
+        f"the body holds {count} or more values; at most {limits.items} are read",
+        "send arrays as raw little-endian bytes (Array), not as lists of numbers",
+    )
+
+
+def _truncated(position: int) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.INVALID_BODY,
+        f"the msgpack body ends early: at byte {position} it declares more than it holds",
+        "send the whole message, with Content-Length equal to its size",
+    )

@@ -1,0 +1,140 @@
+"""The worker RPC's messages to and from the typed schema, and the settings that both ends of the channel share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taktline_protocol import worker_pb2
+from taktline_protocol.checks import check_array
+from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_protocol.limits import MIB
+from taktline_protocol.messages import Array, BucketTime, Image, Observation, PolicyInfo
+
+SERVICE_NAME = "taktline.worker.v1.Worker"
+MAX_MESSAGE_BYTES = 512 * MIB
+"""One batch: 32 observations at the body limit of 16 MiB."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A worker that restarts on the same address must be found again within a second, not after minutes of backoff.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+"""For the gateway's channels."""
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # The gateway's keepalive pings are welcome at their own rate, with or without a call in flight.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""For the worker's server."""
+
+
+def to_item(request_id: str, observation: Observation, budget_ms: float) -> worker_pb2.InferItem:
+    """One member of a batch; `budget_ms` is what is left when the batch is sent. Image bytes stay encoded."""
+    state = observation.state if isinstance(observation.state, Array) else _list_array(observation.state)
+    item = worker_pb2.InferItem(
+        request_id=request_id,
+        robot_id=observation.robot_id,
+        seq=observation.seq,
+        state=worker_pb2.Tensor(dtype=state.dtype, shape=state.shape, data=state.data),
+        instruction=observation.instruction,
+        seed=observation.seed,
+        budget_ms=budget_ms,
+    )
+    for camera, image in observation.images.items():
+        wire = item.images[camera]
+        wire.encoding = image.encoding
+        wire.data = image.data
+        if image.shape is not None:
+            wire.shape.extend(image.shape)
+    return item
+
+
+def item_images(item: worker_pb2.InferItem) -> dict[str, Image]:
+    """Camera name -> frame of one batch member. Raises TaktlineError `image_corrupt` on an unknown encoding."""
+    images = {}
+    for camera, wire in item.images.items():
+        if wire.encoding not in ("jpeg", "png", "raw"):
+            raise TaktlineError(
+                ErrorCode.IMAGE_CORRUPT,
+                f"the image of camera {camera!r} has encoding {wire.encoding[:32]!r}",
+                "send jpeg, png or raw",
+            )
+        shape = None
+        if len(wire.shape) == 3:
+            shape = (wire.shape[0], wire.shape[1], wire.shape[2])
+        images[camera] = Image(wire.encoding, wire.data, shape)  # type: ignore[arg-type]
+    return images
+
+
+def to_tensor(value: NDArray[np.generic]) -> worker_pb2.Tensor:
+    """Copies an array of a wire dtype. Raises KeyError for another dtype."""
+    array = Array.from_numpy(value)
+    return worker_pb2.Tensor(dtype=array.dtype, shape=array.shape, data=array.data)
+
+
+def from_tensor(name: str, tensor: worker_pb2.Tensor, code: ErrorCode = ErrorCode.INVALID_BODY) -> Array:
+    """The Array of a received tensor, byte count checked. Raises TaktlineError with `code`."""
+    if tensor.dtype not in ("uint8", "int32", "int64", "float32", "float64"):
+        raise TaktlineError(code, f"{name} has dtype {tensor.dtype[:32]!r}", "send one of the wire dtypes")
+    array = Array(tensor.dtype, tuple(tensor.shape), tensor.data)  # type: ignore[arg-type]
+    check_array(name, array, code)
+    return array
+
+
+def to_error(error: TaktlineError) -> worker_pb2.Error:
+    """The wire form of a typed error."""
+    return worker_pb2.Error(code=error.code.value, message=error.message, next_step=error.next_step)
+
+
+def from_error(error: worker_pb2.Error) -> TaktlineError:
+    """The exception of an error that a worker gave one item; an unknown code becomes `worker_failed`."""
+    try:
+        return TaktlineError(ErrorCode(error.code), error.message, error.next_step)
+    except ValueError:
+        return TaktlineError(ErrorCode.WORKER_FAILED, f"{error.code}: {error.message}", error.next_step)
+
+
+def bucket_times(times: Iterable[worker_pb2.BucketTime]) -> tuple[BucketTime, ...]:
+    """T_sync of each bucket, in the order of batch size."""
+    found = (BucketTime(batch=time.batch, median_ms=time.median_ms, p99_ms=time.p99_ms) for time in times)
+    return tuple(sorted(found, key=lambda time: time.batch))
+
+
+def policy_info(response: worker_pb2.InfoResponse) -> PolicyInfo:
+    """What one worker says of the policy it serves, as a client reads it (`workers` = 1)."""
+    return PolicyInfo(
+        policy=response.policy,
+        family=response.family,
+        revision=response.revision,
+        ready=True,
+        cameras=tuple(response.cameras),
+        optional_cameras=tuple(response.optional_cameras),
+        state_dim=response.state_dim,
+        action_dim=response.action_dim,
+        horizon=response.horizon,
+        dt_s=response.dt_s,
+        workers=1,
+        t_sync=bucket_times(response.t_sync),
+    )
+
+
+def to_bucket_times(times: Sequence[BucketTime]) -> list[worker_pb2.BucketTime]:
+    """The wire form of a T_sync table."""
+    return [worker_pb2.BucketTime(batch=time.batch, median_ms=time.median_ms, p99_ms=time.p99_ms) for time in times]
+
+
+def _list_array(values: list[float]) -> Array:
+    # float64 keeps every bit of a JSON number; the worker rounds once, to the model's own precision.
+    return Array.from_numpy(np.asarray(values, dtype=np.float64))
