@@ -1,0 +1,178 @@
+"""The runner of π0 and π0.5: buckets, buffers, and the solver loop; eager here, over the same modules everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from taktline_kernels import ops
+from torch import Tensor
+
+from taktline_worker.models.pi import modules
+from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.models.pi.weights import PiWeights
+
+# Prefix lengths are rounded up to a multiple of this, so that nearly equal prompts share one shape.
+SLOT_STEP = 16
+
+StepObserver = Callable[[int, Tensor, Tensor], None]
+"""Called with (step, x_t before the step, velocity), for tests that compare step by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PiRow:
+    """One observation, ready for the network.
+
+    Attributes:
+        pixels: fp32 (cameras present, 3, size, size) in [-1, 1], in the checkpoint's camera order.
+        tokens: int64 (prompt tokens,), BOS included, no padding.
+        noise: fp32 (H, action width), the row's own x at t = 1.
+        state: π0: fp32 (action width,), normalised and zero-padded; None for π0.5.
+    """
+
+    pixels: Tensor
+    tokens: NDArray[np.int64]
+    noise: Tensor
+    state: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PiBatch:
+    """Rows laid out for one call. Shapes: N images, P prompt slots, S prefix slots.
+
+    Attributes:
+        pixels: fp32 (N, 3, size, size), the cameras of row 0, then of row 1, and so on.
+        tokens: int64 (B, P), zero beyond a row's prompt.
+        source: int64 (B, S), where each prefix slot comes from (`modules.assemble_prefix`).
+        lengths: int32 (B,), valid prefix slots.
+        noise: fp32 (B, H, action width).
+        state: fp32 (B, action width), or None.
+    """
+
+    pixels: Tensor
+    tokens: Tensor
+    source: Tensor
+    lengths: Tensor
+    noise: Tensor
+    state: Tensor | None
+
+    def to(self, device: torch.device) -> PiBatch:
+        """The same batch on `device`."""
+        return PiBatch(
+            pixels=self.pixels.to(device),
+            tokens=self.tokens.to(device),
+            source=self.source.to(device),
+            lengths=self.lengths.to(device),
+            noise=self.noise.to(device),
+            state=None if self.state is None else self.state.to(device),
+        )
+
+
+def collate(rows: Sequence[PiRow], tokens_per_image: int, *, min_slots: int = 0) -> PiBatch:
+    """Packs rows: each row's valid tokens first, padding only at the end of its slots.
+
+    Args:
+        rows: at least one.
+        tokens_per_image: T.
+        min_slots: lower bound of S, for callers that want one shape whatever the prompts.
+    """
+    prompt_slots = max(len(row.tokens) for row in rows)
+    lengths = [row.pixels.shape[0] * tokens_per_image + len(row.tokens) for row in rows]
+    slots = max(min_slots, -(-max(lengths) // SLOT_STEP) * SLOT_STEP)
+    images = sum(row.pixels.shape[0] for row in rows)
+    tokens = torch.zeros(len(rows), prompt_slots, dtype=torch.int64)
+    source = torch.zeros(len(rows), slots, dtype=torch.int64)
+    text_base, image = images * tokens_per_image, 0
+    for index, row in enumerate(rows):
+        count = len(row.tokens)
+        tokens[index, :count] = torch.from_numpy(row.tokens)
+        visual = row.pixels.shape[0] * tokens_per_image
+        source[index, :visual] = torch.arange(visual) + image * tokens_per_image
+        source[index, visual : visual + count] = torch.arange(count) + text_base + index * prompt_slots
+        image += row.pixels.shape[0]
+    return PiBatch(
+        pixels=torch.cat([row.pixels for row in rows]),
+        tokens=tokens,
+        source=source,
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        noise=torch.stack([row.noise for row in rows]),
+        state=None if rows[0].state is None else torch.stack([row.state for row in rows if row.state is not None]),
+    )
+
+
+class PiRunner:
+    """Runs batches eagerly on one device.
+
+    One call at a time: the key and value buffers are reused. They grow to the largest (rows, slots) seen, so after a
+    warm-up with the largest bucket and the longest prompt nothing is allocated for them any more. Their content is
+    valid for one call (one observation of each row).
+
+    Attributes:
+        keys: (depth, B, S + 1, d) of the last call, after RoPE; π0's state token is at slot lengths[b].
+        values: likewise.
+        prefix: (B, S, W) of the last call, the input of the first prefix layer.
+    """
+
+    def __init__(self, weights: PiWeights, architecture: PiArchitecture) -> None:
+        self.weights = weights
+        self.architecture = architecture
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._steps = int(weights.times.shape[0])
+        self._key_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
+        self._value_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
+        self.keys = self._key_buffer
+        self.values = self._value_buffer
+        self.prefix = self._key_buffer
+
+    @torch.inference_mode()
+    def run(self, batch: PiBatch, observer: StepObserver | None = None) -> Tensor:
+        """Actions of each row.
+
+        Returns:
+            fp32 (B, H, action width) on the CPU, normalised units, all padded dimensions included.
+        """
+        batch = batch.to(self.device)
+        self.encode(batch)
+        return self.solve(batch, observer).cpu()
+
+    @torch.inference_mode()
+    def encode(self, batch: PiBatch) -> None:
+        """Fills `prefix`, `keys` and `values` from cameras, prompt and (π0) state."""
+        a = self.architecture
+        images = modules.image_features(self.weights.vision, batch.pixels, a.vision_heads)
+        text = modules.text_features(self.weights.embedding, batch.tokens)
+        self.prefix = modules.assemble_prefix(images, text, batch.source)
+        self._reserve(batch.source.shape[0], batch.source.shape[1] + 1)
+        modules.prefix_pass(self.weights.prefix, self.prefix, batch.lengths, self.keys, self.values, a.heads)
+        if batch.state is not None:
+            modules.state_pass(self.weights, batch.state, batch.lengths, self.keys, self.values, a.heads)
+
+    @torch.inference_mode()
+    def solve(self, batch: PiBatch, observer: StepObserver | None = None) -> Tensor:
+        """The Euler loop over the keys and values that `encode` left: x_t stays fp32 from noise to action."""
+        a = self.architecture
+        lengths = batch.lengths if batch.state is None else batch.lengths + 1
+        horizon = batch.noise.shape[1]
+        positions = lengths[:, None] + torch.arange(horizon, device=self.device)
+        cos, sin = ops.rope_table(positions, a.head_dim)
+        x = batch.noise
+        for step in range(self._steps):
+            v = modules.velocity(self.weights, step, x, self.keys, self.values, lengths, cos, sin, a.heads)
+            if observer is not None:
+                observer(step, x, v)
+            x = ops.euler_update(x, v, -1.0 / self._steps)
+        return x
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        a = self.architecture
+        needed = a.depth * rows * slots * a.head_dim
+        if self._key_buffer.numel() < needed:
+            self._key_buffer = torch.zeros(needed, device=self.device, dtype=self.dtype)
+            self._value_buffer = torch.zeros(needed, device=self.device, dtype=self.dtype)
+        shape = (a.depth, rows, slots, a.head_dim)
+        self.keys = self._key_buffer[:needed].view(shape)
+        self.values = self._value_buffer[:needed].view(shape)
