@@ -61,7 +61,7 @@ def test_cpu_runs_the_reference() -> None:
 
 @pytest.mark.parametrize("text", ['[[rule]]\nop = "x"', '[[rule]]\nop = "x"\nkernel = "y"\nbounds = { m = 3 }'])
 def test_bad_table_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="rule needs op and kernel|must be"):
+    with pytest.raises(ValueError, match=r"rule needs op and kernel|must be"):
         parse_table(text)
 
 

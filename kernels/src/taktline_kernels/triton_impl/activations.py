@@ -1,0 +1,43 @@
+"""Triton kernel of the gated gelu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from taktline_kernels.triton_impl.launch import launch, power_of_two
+
+
+@triton.jit
+def gelu_tanh(x):
+    """gelu(x), tanh form: 0.5 x (1 + tanh(u)) = x sigmoid(2u)."""
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2.0 * u)
+
+
+@triton.jit
+def _geglu_kernel(source_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(source_ptr + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source_ptr + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + columns, (gelu_tanh(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def geglu(gate_up: Tensor, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.geglu`."""
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(config.get("block", 2048), power_of_two(width))
+    grid = (gate_up.numel() // (2 * width), triton.cdiv(width, block))
+    launch(_geglu_kernel, grid, gate_up, out, WIDTH=width, BLOCK=block, num_warps=config.get("num_warps", 8))
+    return out

@@ -1,0 +1,340 @@
+"""Triton attention: inside an image (any head width), and many query heads over one cached key/value head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from taktline_kernels.triton_impl.launch import launch, power_of_two
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _vision_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    image_stride,
+    token_stride,
+    head_stride,
+    out_image_stride,
+    out_token_stride,
+    out_head_stride,
+    scale_log2,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # A head width such as 72 is read as MAIN = 64 and a REST padded to 16, so little is multiplied by zero.
+    image = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    main = tl.arange(0, MAIN)
+    base = image * image_stride + head * head_stride
+    row_inside = rows < TOKENS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row_offsets = base + rows[:, None] * token_stride
+    q_main = tl.load(q_ptr + row_offsets + main[None, :], mask=row_inside[:, None] & (main[None, :] < WIDTH), other=0.0)
+    if REST > 0:
+        rest = MAIN + tl.arange(0, REST)
+        rest_inside = rest < WIDTH
+        q_rest = tl.load(
+            q_ptr + row_offsets + rest[None, :], mask=row_inside[:, None] & rest_inside[None, :], other=0.0
+        )
+        out_rest = tl.zeros((BLOCK_M, REST), dtype=tl.float32)
+    out_main = tl.zeros((BLOCK_M, MAIN), dtype=tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in tl.range(0, TOKENS, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        column_inside = columns < TOKENS
+        column_offsets = base + columns[:, None] * token_stride
+        main_mask = column_inside[:, None] & (main[None, :] < WIDTH)
+        k_main = tl.load(k_ptr + column_offsets + main[None, :], mask=main_mask, other=0.0)
+        logits = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
+        if REST > 0:
+            rest_mask = column_inside[:, None] & rest_inside[None, :]
+            k_rest = tl.load(k_ptr + column_offsets + rest[None, :], mask=rest_mask, other=0.0)
+            logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+        logits = tl.where(column_inside[None, :], logits * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, axis=1)
+        top = new_top
+        v_main = tl.load(v_ptr + column_offsets + main[None, :], mask=main_mask, other=0.0)
+        out_main = out_main * decay[:, None] + tl.dot(weights.to(v_main.dtype), v_main, input_precision="ieee")
+        if REST > 0:
+            v_rest = tl.load(v_ptr + column_offsets + rest[None, :], mask=rest_mask, other=0.0)
+            out_rest = out_rest * decay[:, None] + tl.dot(weights.to(v_rest.dtype), v_rest, input_precision="ieee")
+    out_offsets = image * out_image_stride + rows[:, None] * out_token_stride + head * out_head_stride
+    out_main = (out_main / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offsets + main[None, :], out_main, mask=row_inside[:, None] & (main[None, :] < WIDTH))
+    if REST > 0:
+        out_rest = (out_rest / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_offsets + rest[None, :], out_rest, mask=row_inside[:, None] & rest_inside[None, :])
+
+
+def _split_width(width: int) -> tuple[int, int]:
+    """Split a head width in a power of two and a padded rest (0: none)."""
+    main = power_of_two(width)
+    if main == width:
+        return max(main, 16), 0
+    half = main // 2
+    rest = max(power_of_two(width - half), 16)
+    return (half, rest) if half >= 16 and half + rest < main else (max(main, 16), 0)
+
+
+def attention_vision(q: Tensor, k: Tensor, v: Tensor, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.attention_vision`; q, k and v may be slices of one fused projection."""
+    images, tokens, heads, width = q.shape
+    if not (q.stride() == k.stride() == v.stride() and q.stride(3) == 1):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty((images, tokens, heads, width), dtype=q.dtype, device=q.device)
+    main, rest = _split_width(width)
+    block_m = min(config.get("block_m", 128), max(power_of_two(tokens), 16))
+    block_n = min(config.get("block_n", 128), max(power_of_two(tokens), 16))
+    launch(
+        _vision_kernel,
+        (triton.cdiv(tokens, block_m), heads, images),
+        q,
+        k,
+        v,
+        out,
+        *q.stride()[:3],
+        *out.stride()[:3],
+        width**-0.5 * _LOG2E,
+        TOKENS=tokens,
+        WIDTH=width,
+        MAIN=main,
+        REST=rest,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=config.get("num_warps", 8),
+        num_stages=config.get("num_stages", 2),
+    )
+    return out
+
+
+@triton.jit
+def _cached_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    top_ptr,
+    total_ptr,
+    lengths_ptr,
+    extra,
+    rows,
+    cache_rows,
+    q_batch_stride,
+    q_token_stride,
+    cache_batch_stride,
+    out_batch_stride,
+    scale_log2,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # All query heads share the one key/value head, so a token's heads are rows: row = token * HEADS + head.
+    batch = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    width = tl.arange(0, WIDTH)
+    inside = row < rows
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(lengths_ptr + batch) + extra
+    q_offsets = batch * q_batch_stride + (row // HEADS) * q_token_stride + (row % HEADS) * WIDTH
+    q = tl.load(q_ptr + q_offsets[:, None] + width[None, :], mask=inside[:, None], other=0.0)
+    out = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    share = tl.cdiv(tl.cdiv(count, BLOCK_N), SPLITS) * BLOCK_N
+    first = split * share
+    last = tl.minimum(first + share, count)
+    cache = batch * cache_batch_stride
+    for start in tl.range(first, last, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        offsets = cache + column[:, None] * WIDTH + width[None, :]
+        if BOUNDED:
+            k = tl.load(k_ptr + offsets, mask=column[:, None] < cache_rows, other=0.0)
+        else:
+            k = tl.load(k_ptr + offsets)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        logits = tl.where((column < count)[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, axis=1)
+        top = new_top
+        if BOUNDED:  # noqa: SIM108
+            v = tl.load(v_ptr + offsets, mask=column[:, None] < count, other=0.0)
+        else:
+            v = tl.load(v_ptr + offsets)
+        out = out * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    if SPLITS == 1:
+        target = batch * out_batch_stride + row[:, None] * WIDTH + width[None, :]
+        tl.store(out_ptr + target, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        part = (batch * SPLITS + split) * rows + row
+        tl.store(partial_ptr + part[:, None] * WIDTH + width[None, :], out, mask=inside[:, None])
+        tl.store(top_ptr + part, top, mask=inside)
+        tl.store(total_ptr + part, total, mask=inside)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr,
+    top_ptr,
+    total_ptr,
+    out_ptr,
+    rows,
+    out_batch_stride,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0)
+    splits = tl.arange(0, PADDED)
+    width = tl.arange(0, WIDTH)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    part = (batch * SPLITS + splits) * rows + row
+    tops = tl.load(top_ptr + part, mask=splits < SPLITS, other=float("-inf"))
+    totals = tl.load(total_ptr + part, mask=splits < SPLITS, other=0.0)
+    factors = tl.exp2(tops - tl.max(tops, axis=0))
+    partial = tl.load(partial_ptr + part[:, None] * WIDTH + width[None, :], mask=(splits < SPLITS)[:, None], other=0.0)
+    out = tl.sum(partial * factors[:, None], axis=0) / tl.sum(totals * factors, axis=0)
+    tl.store(out_ptr + batch * out_batch_stride + row * WIDTH + width, out.to(out_ptr.dtype.element_ty))
+
+
+def attention_cached(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    extra: int,
+    *,
+    config: Mapping[str, int],
+    bounded: bool = True,
+) -> Tensor:
+    """Attend over the first lengths + extra rows of a cache with one key/value head.
+
+    Args:
+        q: (batch, tokens, heads, head_dim); heads and head_dim contiguous, tokens at any stride.
+        k_cache: (batch, rows, head_dim), rows contiguous.
+        v_cache: likewise, same strides.
+        lengths: (batch,) int32.
+        extra: rows appended after each row's length; length + extra must be at least 1.
+        config: block_m, block_n, splits, num_warps, num_stages.
+        bounded: check every read against the cache's end. False when the caller's cache is followed by at least
+            block_n rows of finite values.
+
+    Returns:
+        (batch, tokens, heads, head_dim) in the dtype of q.
+    """
+    batch, tokens, heads, width = q.shape
+    rows = tokens * heads
+    splits = config.get("splits", 1)
+    out = torch.empty((batch, tokens, heads, width), dtype=q.dtype, device=q.device)
+    shape = (batch, splits, rows) if splits > 1 else (1,)
+    tops = torch.empty(shape, dtype=torch.float32, device=q.device)
+    totals = torch.empty(shape, dtype=torch.float32, device=q.device)
+    partial = torch.empty((*shape, width) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    block_m = config.get("block_m", 64)
+    launch(
+        _cached_kernel,
+        (triton.cdiv(rows, block_m), splits, batch),
+        q,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        tops,
+        totals,
+        lengths,
+        extra,
+        rows,
+        k_cache.shape[1],
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        out.stride(0),
+        width**-0.5 * _LOG2E,
+        HEADS=heads,
+        WIDTH=width,
+        BLOCK_M=block_m,
+        BLOCK_N=config.get("block_n", 64),
+        SPLITS=splits,
+        BOUNDED=bounded,
+        num_warps=config.get("num_warps", 4),
+        num_stages=config.get("num_stages", 2),
+    )
+    if splits > 1:
+        launch(
+            _combine_kernel,
+            (rows, batch),
+            partial,
+            tops,
+            totals,
+            out,
+            rows,
+            out.stride(0),
+            WIDTH=width,
+            SPLITS=splits,
+            PADDED=power_of_two(splits),
+            num_warps=2,
+        )
+    return out
+
+
+def attention_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.attention_prefix` for one key/value head."""
+    k, v = k[:, :, 0].contiguous(), v[:, :, 0].contiguous()
+    return attention_cached(q.contiguous(), k, v, lengths, 0, config=config)
+
+
+def attention_suffix(
+    q: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    prefix_lengths: Tensor,
+    suffix_k: Tensor,
+    suffix_v: Tensor,
+    config: Mapping[str, int],
+) -> Tensor:
+    """Run `ops.attention_suffix` for one key/value head: the suffix is written behind each row's valid prefix."""
+    batch, prefix = prefix_k.shape[:2]
+    count = suffix_k.shape[1]
+    width = prefix_k.shape[-1]
+    index = prefix_lengths.long()[:, None] + torch.arange(count, device=q.device)[None, :]
+    index = index[:, :, None].expand(batch, count, width)
+    caches = []
+    for before, after in ((prefix_k, suffix_k), (prefix_v, suffix_v)):
+        cache = before.new_zeros((batch, prefix + count, width))
+        cache[:, :prefix] = before[:, :, 0]
+        caches.append(cache.scatter_(1, index, after[:, :, 0]))
+    return attention_cached(q.contiguous(), caches[0], caches[1], prefix_lengths, count, config=config)

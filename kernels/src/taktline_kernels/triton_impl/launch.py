@@ -1,0 +1,29 @@
+"""How the Triton kernels are launched: programmatic dependent launch, and the check that they can run here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+
+
+def pdl() -> bool:
+    """Say whether kernels are launched with programmatic dependent launch: on Hopper and later, not interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    """Launch `kernel`; it waits for its predecessors by itself (argument PDL) where the GPU can overlap launches."""
+    overlap = pdl()
+    if overlap:
+        settings["launch_pdl"] = True
+    kernel[grid](*args, PDL=overlap, **settings)
+
+
+def power_of_two(value: int) -> int:
+    """Return the smallest power of two that is at least `value`."""
+    return int(triton.next_power_of_2(value))

@@ -1,0 +1,132 @@
+"""Triton kernels of the norms: one row a program, the residual add and the modulation in the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from taktline_kernels.triton_impl.launch import launch, power_of_two
+
+_LAYER, _RMS, _ADA = 0, 1, 2
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    y_ptr,
+    gate_ptr,
+    scale_ptr,
+    shift_ptr,
+    sum_ptr,
+    out_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    ADD: tl.constexpr,
+    GATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    # Weights do not depend on the kernel before this one, so they are read before waiting for it.
+    scale = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if KIND != 1:
+        shift = tl.load(shift_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if GATE:
+        gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        y = tl.load(y_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        if GATE:
+            y = y * gate
+        rounded = (x + y).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * WIDTH + columns, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if KIND == 0:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / WIDTH, 0.0)
+    factor = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    if KIND == 0:
+        out = x * factor * scale + shift
+    elif KIND == 1:
+        out = x * factor * (1.0 + scale)
+    else:
+        out = x * factor * (1.0 + scale) + shift
+    tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _run(
+    kind: int,
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    config: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    width = x.shape[-1]
+    out = torch.empty_like(x)
+    total = torch.empty_like(x) if y is not None else x
+    launch(
+        _norm_kernel,
+        (x.numel() // width,),
+        x,
+        x if y is None else y.contiguous(),
+        scale if gate is None else gate,
+        scale,
+        scale if shift is None else shift,
+        total,
+        out,
+        eps,
+        WIDTH=width,
+        BLOCK=power_of_two(width),
+        KIND=kind,
+        ADD=y is not None,
+        GATE=gate is not None,
+        num_warps=config.get("num_warps", 4),
+    )
+    return total, out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.layer_norm`."""
+    return _run(_LAYER, x, None, None, weight, bias, eps, config)[1]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.rms_norm`."""
+    return _run(_RMS, x, None, None, weight, None, eps, config)[1]
+
+
+def ada_rms_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.ada_rms_norm`."""
+    return _run(_ADA, x, None, None, scale, shift, eps, config)[1]
+
+
+def add_layer_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, config: Mapping[str, int]
+) -> tuple[Tensor, Tensor]:
+    """Run `ops.add_layer_norm`."""
+    return _run(_LAYER, x, y, None, weight, bias, eps, config)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, config: Mapping[str, int]) -> tuple[Tensor, Tensor]:
+    """Run `ops.add_rms_norm`."""
+    return _run(_RMS, x, y, None, weight, None, eps, config)
+
+
+def gated_add_ada_rms_norm(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, config: Mapping[str, int]
+) -> tuple[Tensor, Tensor]:
+    """Run `ops.gated_add_ada_rms_norm`."""
+    return _run(_ADA, x, y, gate, scale, shift, eps, config)

@@ -1,0 +1,154 @@
+"""Triton kernels against the torch references: in Triton's interpreter without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # The interpreter is chosen when the kernels are decorated, so the modules are imported under the setting.
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.startswith("taktline_kernels.triton_impl")]:
+        del sys.modules[name]
+    # Its loop bounds are arrays of one element, which NumPy 2.4 no longer turns into an int.
+    scope = importlib.import_module("triton.runtime.interpreter")._LangPatchScope
+    set_attr = scope.set_attr
+
+    def set_attr_of_one_element(self: object, owner: object, attribute: str, value: object) -> None:
+        if attribute == "__index__":
+            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
+        set_attr(self, owner, attribute, value)
+
+    scope.set_attr = set_attr_of_one_element
+norms = importlib.import_module("taktline_kernels.triton_impl.norms")
+activations = importlib.import_module("taktline_kernels.triton_impl.activations")
+attention = importlib.import_module("taktline_kernels.triton_impl.attention")
+rope_module = importlib.import_module("taktline_kernels.triton_impl.rope")
+head = importlib.import_module("taktline_kernels.triton_impl.action_head")
+os.environ.pop("TRITON_INTERPRET", None) if HAS_GPU else None
+
+from taktline_kernels.ops.dispatch import REGISTRY  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+# The interpreter multiplies bf16 matrices as the integers they are stored in: without a GPU the dots run in fp16.
+DOT_DTYPES = DTYPES if HAS_GPU else [torch.float32, torch.float16]
+GENERATOR = torch.Generator().manual_seed(7)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR).to(dtype).to(DEVICE)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error < (3e-6 if dtype == torch.float32 else 6e-3), f"relative error {error:.3e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(3, 72), (5, 1152)])
+def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, y = rand(rows, width, dtype=dtype), rand(rows, width, dtype=dtype)
+    weight, bias, gate = rand(width), rand(width), rand(width)
+    for name, args in {
+        "layer_norm": (x, weight, bias, 1e-6),
+        "rms_norm": (x, weight, 1e-6),
+        "ada_rms_norm": (x, weight, bias, 1e-6),
+        "add_layer_norm": (x, y, weight, bias, 1e-6),
+        "add_rms_norm": (x, y, weight, 1e-6),
+        "gated_add_ada_rms_norm": (x, y, gate, weight, bias, 1e-6),
+    }.items():
+        expected = REGISTRY[name].reference(*args)
+        actual = getattr(norms, name)(*args, config={})
+        for a, e in zip(*(r if isinstance(r, tuple) else (r,) for r in (actual, expected)), strict=True):
+            close(a, e, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_geglu(dtype: torch.dtype) -> None:
+    x = rand(5, 2 * 136, dtype=dtype) * 3
+    close(activations.geglu(x, config={"block": 64}), REGISTRY["geglu"].reference(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(20, 72), (33, 64), (40, 24), (16, 48)])
+def test_attention_vision_reads_slices_of_a_fused_projection(tokens: int, width: int, dtype: torch.dtype) -> None:
+    heads = 3
+    qkv = rand(2, tokens, 3 * heads * width, dtype=dtype)
+    q, k, v = (part.unflatten(-1, (heads, width)) for part in qkv.chunk(3, dim=-1))
+    actual = attention.attention_vision(q, k, v, config={"block_m": 16, "block_n": 16, "num_warps": 4})
+    close(actual, REGISTRY["attention_vision"].reference(q, k, v), dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_attention_prefix_and_suffix(splits: int, dtype: torch.dtype) -> None:
+    config = {"block_m": 16, "block_n": 16, "splits": splits, "num_warps": 4}
+    q, k, v = rand(2, 37, 4, 64, dtype=dtype), rand(2, 37, 1, 64, dtype=dtype), rand(2, 37, 1, 64, dtype=dtype)
+    lengths = torch.tensor([37, 18], dtype=torch.int32, device=DEVICE)
+    actual = attention.attention_prefix(q, k, v, lengths, config=config)
+    expected = REGISTRY["attention_prefix"].reference(q, k, v, lengths)
+    assert actual.isfinite().all()
+    for row, length in enumerate([37, 18]):
+        close(actual[row, :length], expected[row, :length], dtype)
+    queries, more_k, more_v = (rand(2, 5, n, 64, dtype=dtype) for n in (4, 1, 1))
+    args = (queries, k, v, lengths, more_k, more_v)
+    close(attention.attention_suffix(*args, config=config), REGISTRY["attention_suffix"].reference(*args), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("suffix", [False, True])
+@pytest.mark.parametrize("heads", [0, 4])
+def test_rope_cache(heads: int, suffix: bool, dtype: torch.dtype) -> None:
+    from taktline_kernels import ops
+
+    tokens, width = 6, 32
+    qkv = rand(2, tokens, (heads + 2) * width, dtype=dtype)
+    lengths = torch.tensor([9, 4], dtype=torch.int32, device=DEVICE)
+    cos, sin = ops.rope_table(torch.arange(32, device=DEVICE), width)
+    k_cache, v_cache = (torch.zeros(2, 20, width, dtype=dtype, device=DEVICE) for _ in range(2))
+    before = qkv.clone().unflatten(-1, (heads + 2, width))
+    rope_module.rope_cache(qkv, k_cache, v_cache, cos, sin, lengths, heads=heads, suffix=suffix)
+    start = lengths.long() if suffix else torch.zeros(2, dtype=torch.long, device=DEVICE)
+    positions = start[:, None] + torch.arange(tokens, device=DEVICE)[None, :]
+    turned = REGISTRY["rope"].reference(before[:, :, : heads + 1], cos[positions], sin[positions])
+    if heads:
+        close(qkv.unflatten(-1, (heads + 2, width))[:, :, :heads], turned[:, :, :heads], dtype)
+    for row in range(2):
+        close(k_cache[row, positions[row]], turned[row, :, heads], dtype)
+        assert torch.equal(v_cache[row, positions[row]], before[row, :, heads + 1])
+    assert k_cache.abs().sum(-1).count_nonzero() == 2 * tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_action_head(dtype: torch.dtype) -> None:
+    rows, width, dim = 3, 256, 32
+    hidden, update, actions = rand(rows, width, dtype=dtype), rand(rows, width, dtype=dtype), rand(rows, dim)
+    modulation, gate = rand(3, width), rand(width)
+    in_weight, in_bias, out_weight, out_bias = rand(width, dim), rand(width), rand(dim, width) / 16, rand(dim)
+    _, normed = REGISTRY["gated_add_ada_rms_norm"].reference(hidden, update, gate, modulation[0], modulation[1], 1e-6)
+    expected = actions - 0.1 * (normed.float() @ out_weight.T + out_bias)
+    embedded = (expected @ in_weight.T + in_bias).to(dtype)
+    target = torch.full((rows, width), float("nan"), dtype=dtype, device=DEVICE)
+    out = actions.clone()
+    heads = (in_weight, in_bias, out_weight, out_bias)
+    head.action_head(
+        out, target, *heads, hidden=hidden, update=update, modulation=modulation, gate=gate, dt=-0.1, last=False
+    )
+    close(out, expected, dtype)
+    close(target, embedded, dtype)
+    again = actions.clone()
+    head.action_head(
+        again, target, *heads, hidden=hidden, update=update, modulation=modulation, gate=gate, dt=-0.1, last=True
+    )
+    assert torch.equal(again, out)
+    head.action_head(again, target, *heads, hidden=None, update=None, modulation=None, gate=None, dt=-0.1, last=False)
+    assert torch.equal(again, out)
+    close(target, embedded, dtype)
