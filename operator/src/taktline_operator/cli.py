@@ -1,0 +1,93 @@
+"""The `taktline-operator` command: run, plan, crd."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from taktline_protocol.errors import TaktlineError
+
+from taktline_operator import __version__, planfile, schema
+from taktline_operator.plan import Settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Settings()
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--image",
+        default=os.environ.get("TAKTLINE_WORKER_IMAGE", defaults.image),
+        help="worker image of pools that name none (env TAKTLINE_WORKER_IMAGE; default %(default)s)",
+    )
+    shared.add_argument(
+        "--gateway-namespace",
+        metavar="NS",
+        default=os.environ.get("TAKTLINE_GATEWAY_NAMESPACE", defaults.gateway_namespace),
+        help="where the gateways run and read their routes (env TAKTLINE_GATEWAY_NAMESPACE; default %(default)s)",
+    )
+    parser = argparse.ArgumentParser(
+        prog="taktline-operator",
+        description="Turns PolicyDeployments into workers and gateway routes.",
+    )
+    parser.add_argument("--version", action="version", version=f"taktline-operator {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", parents=[shared], help="watch the cluster and reconcile until SIGTERM")
+    scope = run.add_mutually_exclusive_group()
+    scope.add_argument("--namespace", action="append", metavar="NS", help="serve this namespace only; may be repeated")
+    scope.add_argument("--all-namespaces", action="store_true", help="serve every namespace (the default)")
+    run.add_argument("--kubeconfig", type=Path, help="credentials; default: the pod's own, else $KUBECONFIG")
+    run.add_argument(
+        "--health-listen",
+        default="0.0.0.0:8081",  # the kubelet probes the address of the pod
+        metavar="HOST:PORT",
+        help="where /healthz and /readyz answer (default %(default)s)",
+    )
+
+    plan = commands.add_parser(
+        "plan",
+        parents=[shared],
+        help="print what a PolicyDeployment file becomes, as a JSON List; nothing is applied",
+    )
+    plan.add_argument("-f", "--file", type=Path, required=True, help="YAML file with one or more PolicyDeployments")
+    plan.add_argument("--observed", type=Path, metavar="JSON", help="a JSON List of what runs, pods included")
+
+    commands.add_parser("crd", help="print the CustomResourceDefinition as YAML")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 when `run` fails, 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "crd":
+            sys.stdout.write(schema.crd_text())
+            return 0
+        settings = Settings(image=options.image, gateway_namespace=options.gateway_namespace)
+        if options.command == "plan":
+            bodies = planfile.read_policies(options.file)
+            planned = planfile.planned_list(bodies, planfile.read_observed(options.observed), settings)
+            json.dump(planned, sys.stdout, indent=1)
+            sys.stdout.write("\n")
+            return 0
+        from taktline_operator import service  # kopf and the client are slow to import; plan and crd need neither
+
+        return service.run(
+            settings,
+            namespaces=options.namespace or (),
+            kubeconfig=options.kubeconfig,
+            health_listen=options.health_listen,
+        )
+    except TaktlineError as error:
+        sys.stderr.write(f"taktline-operator: {error}\n")
+        return 2
+    except BrokenPipeError:
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

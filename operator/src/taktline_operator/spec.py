@@ -1,0 +1,210 @@
+"""The typed PolicyDeployment that the planner reads: the CRD's spec after validation and defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+import msgspec
+from taktline_protocol.deployment import EngineOptions, ModelConfig
+
+from taktline_operator import schema
+
+Family = Literal["pi0", "pi05", "gr00t-n1.7", "cosmos3-nano", "cosmos3-edge", "minicpm-robot", "vjepa2-ac"]
+Accelerator = Literal["cpu", "jetson-thor", "rtx-5090", "a40", "a100", "h100", "h200"]
+Precision = Literal["fp32", "bf16"]
+
+PVC_MOUNT = "/models"
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """Spelled in camelCase on the wire, as Kubernetes writes fields."""
+
+
+class Claim(_Struct, frozen=True):
+    """A PersistentVolumeClaim and the checkpoint's folder inside it."""
+
+    claim_name: str
+    path: str = ""
+
+
+class Source(_Struct, frozen=True):
+    """Where the checkpoint is: exactly one field is set."""
+
+    path: str | None = None
+    pvc: Claim | None = None
+
+
+class Model(_Struct, frozen=True):
+    """The checkpoint."""
+
+    family: Family
+    source: Source
+    revision: str = ""
+    sha256: dict[str, str] = {}
+    statistics: str = ""
+    cameras: dict[str, str] = {}
+
+
+class Engine(_Struct, frozen=True):
+    """How workers run the checkpoint."""
+
+    precision: Precision = "bf16"
+    buckets: tuple[int, ...] = (1, 2, 4, 8)
+    solver_steps: int | None = None
+    action_horizon: int | None = None
+    control_period_ms: float | None = None
+
+
+class Resources(_Struct, frozen=True):
+    """Requests and limits, quantities as written."""
+
+    requests: dict[str, int | str] = {}
+    limits: dict[str, int | str] = {}
+
+
+class Toleration(_Struct, frozen=True, omit_defaults=True):
+    """One toleration of a pod."""
+
+    key: str = ""
+    operator: Literal["", "Exists", "Equal"] = ""
+    value: str = ""
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
+    toleration_seconds: int | None = None
+
+
+class Pool(_Struct, frozen=True):
+    """A group of like accelerators."""
+
+    name: str
+    accelerator: Accelerator
+    min_replicas: int = 1
+    max_replicas: int | None = None
+    replicas: int | None = None
+    image: str | None = None
+    runtime_class_name: str | None = None
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[Toleration, ...] = ()
+    resources: Resources = Resources()
+
+    @property
+    def ceiling(self) -> int:
+        """Most workers this pool may have."""
+        if self.max_replicas is not None:
+            return self.max_replicas
+        return max(self.min_replicas, self.replicas or 0)
+
+
+class Slo(_Struct, frozen=True):
+    """The time the fleet has."""
+
+    control_budget_ms: float
+    on_time_objective: float = 0.999
+
+
+class Batching(_Struct, frozen=True):
+    """How observations share an inference."""
+
+    max_batch: int | None = None
+    max_wait_ms: float = 5.0
+
+
+class Spec(_Struct, frozen=True):
+    """PolicyDeployment.spec."""
+
+    model: Model
+    pools: tuple[Pool, ...]
+    slo: Slo
+    engine: Engine = Engine()
+    batching: Batching = Batching()
+    replicas: int | None = None
+
+    def desired_replicas(self) -> dict[str, int]:
+        """Workers wanted by pool: each pool's minimum, then spec.replicas filled up in the order of the pools."""
+        wanted = {pool.name: pool.min_replicas if pool.replicas is None else pool.replicas for pool in self.pools}
+        if self.replicas is None:
+            return wanted
+        left = self.replicas - sum(wanted.values())
+        for pool in self.pools:
+            added = max(0, min(left, pool.ceiling - wanted[pool.name]))
+            wanted[pool.name] += added
+            left -= added
+        return wanted
+
+    def model_path(self) -> str:
+        """The checkpoint folder as the worker sees it."""
+        if self.model.source.path is not None:
+            return self.model.source.path
+        assert self.model.source.pvc is not None, "the CRD admits exactly one source"
+        return f"{PVC_MOUNT}/{self.model.source.pvc.path}".rstrip("/")
+
+    def revision(self) -> str:
+        """The revision every chunk carries: the user's name, else one derived from model and engine."""
+        if self.model.revision:
+            return self.model.revision
+        described = msgspec.to_builtins((self.model, self.engine))
+        return f"r-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:10]}"
+
+    def model_config(self) -> ModelConfig:
+        """The model part of engine.json."""
+        return ModelConfig(
+            family=self.model.family,
+            path=self.model_path(),
+            revision=self.revision(),
+            sha256=self.model.sha256,
+            cameras=self.model.cameras,
+            statistics=self.model.statistics,
+        )
+
+    def engine_options(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
+        """The engine part of engine.json on the given device."""
+        return EngineOptions(
+            device=device,
+            precision=self.engine.precision,
+            buckets=self.engine.buckets,
+            solver_steps=self.engine.solver_steps,
+            action_horizon=self.engine.action_horizon,
+            control_period_ms=self.engine.control_period_ms,
+        )
+
+
+class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
+    """One PolicyDeployment as the planner sees it.
+
+    Attributes:
+        uid: empty when the object never met an API server; its children then carry no owner reference.
+        created: metadata.creationTimestamp, RFC 3339; decides who keeps a contested policy name.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    created: str
+    deleting: bool
+    spec: Spec
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return self.namespace, self.name
+
+
+def parse(body: dict[str, Any]) -> PolicyDeployment:
+    """Read a PolicyDeployment from plain JSON data.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID, naming every wrong field.
+    """
+    complete = schema.validated(body)
+    metadata = complete["metadata"]
+    return PolicyDeployment(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", "default"),
+        uid=metadata.get("uid", ""),
+        generation=metadata.get("generation", 1),
+        created=metadata.get("creationTimestamp", ""),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        spec=msgspec.convert(complete["spec"], Spec),
+    )

@@ -1,0 +1,179 @@
+"""Computes PolicyDeployment.status from what is observed: conditions, counts, revisions, endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from taktline_operator import faults, naming, routing
+from taktline_operator.spec import PolicyDeployment
+
+Json = dict[str, Any]
+
+
+def conditions(
+    previous: Sequence[Json], wanted: Mapping[str, tuple[str, str, str]], generation: int, now: str
+) -> list[Json]:
+    """Conditions in metav1 shape. `lastTransitionTime` moves only where the status flips.
+
+    Args:
+        previous: the conditions in the live status.
+        wanted: type -> (status, reason, message).
+        now: RFC 3339 time of this reconciliation.
+    """
+    before = {condition["type"]: condition for condition in previous}
+    result = []
+    for kind, (status, reason, message) in wanted.items():
+        old = before.get(kind)
+        kept = old["lastTransitionTime"] if old and old["status"] == status else now
+        result.append(
+            {
+                "type": kind,
+                "status": status,
+                "reason": reason,
+                "message": message,
+                "observedGeneration": generation,
+                "lastTransitionTime": kept,
+            }
+        )
+    return result
+
+
+def refused(live: Json, generation: int, reason: str, message: str, now: str) -> Json:
+    """Status of a PolicyDeployment that cannot be served: Accepted is False, the rest stays as last observed."""
+    previous = live.get("status", {})
+    kept = {c["type"]: (c["status"], c["reason"], c["message"]) for c in previous.get("conditions", [])}
+    wanted = {"Accepted": ("False", reason, message)} | {k: v for k, v in kept.items() if k != "Accepted"}
+    return dict(previous) | {
+        "observedGeneration": generation,
+        "conditions": conditions(previous.get("conditions", []), wanted, generation, now),
+    }
+
+
+def has_ended(pod: Json) -> bool:
+    """Whether a pod will never run again: evicted, refused by its node, or completed. Such pods linger for reading."""
+    return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
+
+
+def _label(pod: Json, name: str) -> str | None:
+    value: str | None = pod["metadata"].get("labels", {}).get(name)
+    return value
+
+
+def _annotation(pod: Json, name: str) -> str | None:
+    value: str | None = pod["metadata"].get("annotations", {}).get(name)
+    return value
+
+
+class PoolCount:
+    """Workers of one pool: wanted, built from the current spec, serving, and left over from older specs."""
+
+    def __init__(self, name: str, accelerator: str, desired: int, template: str, pods: Sequence[Json]) -> None:
+        alive = [pod for pod in pods if _label(pod, naming.LABEL_POOL) == name and not has_ended(pod)]
+        current = [pod for pod in alive if _annotation(pod, naming.ANNOTATION_TEMPLATE) == template]
+        self.name = name
+        self.accelerator = accelerator
+        self.desired = desired
+        self.updated = len([pod for pod in current if not pod["metadata"].get("deletionTimestamp")])
+        self.ready = len([pod for pod in alive if routing.is_ready(pod)])
+        self.updated_ready = len([pod for pod in current if routing.is_ready(pod)])
+        self.old = len(alive) - len(current)
+
+    @property
+    def settled(self) -> bool:
+        """Whether exactly the wanted workers serve, all built from the current spec."""
+        return self.updated == self.updated_ready == self.ready == self.desired and self.old == 0
+
+    def to_status(self) -> Json:
+        """The pool's entry in status.pools."""
+        return {
+            "name": self.name,
+            "accelerator": self.accelerator,
+            "desired": self.desired,
+            "updated": self.updated,
+            "ready": self.ready,
+        }
+
+
+def observed(
+    policy: PolicyDeployment,
+    live: Json,
+    pools: Sequence[PoolCount],
+    pods: Sequence[Json],
+    deployments: Sequence[Json],
+    gateway_url: str,
+    now: str,
+) -> Json:
+    """Status of an accepted PolicyDeployment.
+
+    Args:
+        live: the PolicyDeployment as read, with its previous status.
+        pods: all its worker pods.
+        deployments: its live Deployments.
+        gateway_url: base URL of the gateway inside the cluster.
+    """
+    previous = live.get("status", {})
+    settled = all(pool.settled for pool in pools)
+    found = [] if settled else faults.find(pods, deployments)  # ended pods linger after their replacement serves
+    endpoints = [target.address for target in routing.targets(pods)]
+    desired, ready = sum(pool.desired for pool in pools), len(endpoints)
+    counts = f"{ready} of {desired} workers serve"
+    revision = policy.spec.revision()
+    current = revision if settled and ready else previous.get("currentRevision", "")
+
+    if desired == 0:
+        available = ("False", "ScaledToZero", "no workers are wanted: every pool's replicas are 0")
+    elif ready:
+        available = ("True", "WorkersReady", counts)
+    else:
+        available = ("False", "NoReadyWorker", f"{counts}; the Degraded and Progressing conditions say why")
+
+    stalled = _stalled(deployments)
+    if settled:
+        progressing = ("False", "Complete", f"revision {revision} runs everywhere")
+    elif stalled:
+        progressing = ("False", "Stalled", stalled)
+    else:
+        updated = sum(pool.updated_ready for pool in pools)
+        progressing = ("True", "RollingOut", f"revision {revision}: {updated} of {desired} workers serve it")
+
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        degraded = ("True", found[0].reason, found[0].message + more)
+    elif stalled:
+        degraded = ("True", "Stalled", stalled)
+    else:
+        degraded = ("False", "AsExpected", "no worker fails")
+
+    status: Json = {
+        "observedGeneration": policy.generation,
+        "conditions": conditions(
+            previous.get("conditions", []),
+            {
+                "Accepted": ("True", "Valid", "the spec can be served"),
+                "Available": available,
+                "Progressing": progressing,
+                "Degraded": degraded,
+            },
+            policy.generation,
+            now,
+        ),
+        "currentRevision": current,
+        "replicas": desired,
+        "readyReplicas": ready,
+        "selector": naming.selector_text(naming.worker_selector(policy.name)),
+        "url": f"{gateway_url}/v1/policies/{policy.name}/act",
+        "endpoints": endpoints,
+        "pools": [pool.to_status() for pool in pools],
+    }
+    if current != revision:
+        status["candidateRevision"] = revision
+    return status
+
+
+def _stalled(deployments: Sequence[Json]) -> str:
+    for workload in sorted(deployments, key=lambda found: str(found["metadata"]["name"])):
+        for condition in workload.get("status", {}).get("conditions", []):
+            if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+                return f"deployment/{workload['metadata']['name']} made no progress before its deadline"
+    return ""

@@ -1,0 +1,227 @@
+"""Builds the objects that run one policy: ConfigMap, Deployment, disruption budget by pool; one headless Service."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from taktline_protocol.deployment import EngineConfig
+
+from taktline_operator import accelerators, naming
+from taktline_operator.spec import PVC_MOUNT, PolicyDeployment, Pool
+
+CONFIG_MOUNT = "/etc/taktline"
+SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
+USER_ID = 10001
+
+# Loading a checkpoint, warming up and calibrating may take this long before a worker counts as broken.
+STARTUP_PERIOD_S = 2
+STARTUP_LIMIT_S = 1800
+DRAIN_S = 60  # a worker finishes what it holds after SIGTERM; observations are far shorter than this
+
+
+def engine_json(policy: PolicyDeployment, pool: Pool) -> str:
+    """The engine.json of a pool: resolved, sorted, one line per key so that `kubectl get -o yaml` reads well."""
+    config = EngineConfig(
+        policy=policy.name,
+        model=policy.spec.model_config(),
+        engine=policy.spec.engine_options(accelerators.CLASSES[pool.accelerator].device),
+    )
+    # Spelled out, also where a value is the protocol's default: what runs must not depend on the reader's version.
+    parts = {
+        "policy": config.policy,
+        "model": msgspec.structs.asdict(config.model),
+        "engine": {name: value for name, value in msgspec.structs.asdict(config.engine).items() if value is not None},
+    }
+    return json.dumps(parts, indent=1, sort_keys=True)
+
+
+def _metadata(policy: PolicyDeployment, name: str, pool: str | None) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
+        "name": name,
+        "namespace": policy.namespace,
+        "labels": naming.labels(policy.name, pool),
+    }
+    if policy.uid:
+        metadata["ownerReferences"] = [
+            {
+                "apiVersion": "taktline.dev/v1alpha1",
+                "kind": "PolicyDeployment",
+                "name": policy.name,
+                "uid": policy.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ]
+    return metadata
+
+
+def config_map(policy: PolicyDeployment, pool: Pool) -> dict[str, Any]:
+    """The immutable ConfigMap with a pool's engine.json."""
+    content = engine_json(policy, pool)
+    name = naming.config_name(policy.name, pool.name, naming.content_hash(content))
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(policy, name, pool.name),
+        "immutable": True,
+        "data": {naming.ENGINE_FILE: content},
+    }
+
+
+def service(policy: PolicyDeployment) -> dict[str, Any]:
+    """The headless Service that names the workers of a policy in DNS."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(policy, naming.service_name(policy.name), None),
+        "spec": {
+            "clusterIP": "None",
+            "selector": naming.worker_selector(policy.name),
+            "ports": [{"name": "grpc", "port": naming.WORKER_PORT, "protocol": "TCP", "targetPort": "grpc"}],
+        },
+    }
+
+
+def disruption_budget(policy: PolicyDeployment, pool: Pool) -> dict[str, Any]:
+    """The PodDisruptionBudget of a pool: node drains take one worker at a time."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(policy, naming.workload_name(policy.name, pool.name), pool.name),
+        "spec": {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
+        },
+    }
+
+
+def pod_template(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
+    """The pod template of a pool, with the hash of its own content. `image` holds where the pool names none."""
+    template: dict[str, Any] = {
+        "metadata": {
+            "labels": naming.labels(policy.name, pool.name),
+            "annotations": {naming.ANNOTATION_REVISION: policy.spec.revision()},
+        },
+        "spec": _pod_spec(policy, pool, pool.image or image),
+    }
+    template["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(template)
+    return template
+
+
+def template_hash(template: dict[str, Any]) -> str:
+    """The hash that every pod built from `template` carries."""
+    return str(template["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE])
+
+
+def deployment(policy: PolicyDeployment, pool: Pool, replicas: int, image: str) -> dict[str, Any]:
+    """The Deployment of a pool. `image` is the operator's default where the pool names none."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(policy, naming.workload_name(policy.name, pool.name), pool.name),
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
+            # A new worker is ready before an old one leaves, also where there is only one.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "progressDeadlineSeconds": STARTUP_LIMIT_S + 300,
+            "revisionHistoryLimit": 2,
+            "template": pod_template(policy, pool, image),
+        },
+    }
+
+
+def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
+    found = accelerators.CLASSES[pool.accelerator]
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": DRAIN_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(policy, pool, image)],
+        "volumes": _volumes(policy, pool),
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
+            }
+        ],
+    }
+    runtime_class = pool.runtime_class_name or found.runtime_class
+    if runtime_class:
+        spec["runtimeClassName"] = runtime_class
+    affinity = accelerators.node_affinity(pool.accelerator)
+    if pool.node_selector:
+        spec["nodeSelector"] = pool.node_selector
+    elif affinity:
+        spec["affinity"] = affinity
+    tolerations = accelerators.tolerations(pool.accelerator) + [msgspec.to_builtins(t) for t in pool.tolerations]
+    if tolerations:
+        spec["tolerations"] = tolerations
+    return spec
+
+
+def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
+    probe = {"grpc": {"port": naming.WORKER_PORT}}
+    return {
+        "name": "worker",
+        "image": image,
+        "command": [
+            "taktline-worker",
+            "serve",
+            "--config",
+            f"{CONFIG_MOUNT}/{naming.ENGINE_FILE}",
+            "--listen",
+            f"0.0.0.0:{naming.WORKER_PORT}",
+        ],
+        # Compilers and libraries cache under HOME and TMPDIR; the root file system is read-only.
+        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}, {"name": "TMPDIR", "value": SCRATCH_MOUNT}],
+        "ports": [{"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"}],
+        "resources": accelerators.resources(pool.accelerator, pool.resources.requests, pool.resources.limits),
+        "startupProbe": probe
+        | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": STARTUP_LIMIT_S // STARTUP_PERIOD_S},
+        "readinessProbe": probe | {"periodSeconds": 2, "failureThreshold": 2},
+        "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 3, "timeoutSeconds": 5},
+        # The last words of a worker that refuses to start become the condition's message.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "engine", "mountPath": CONFIG_MOUNT, "readOnly": True},
+            {"name": "model", "mountPath": _model_mount(policy), "readOnly": True},
+            {"name": "scratch", "mountPath": SCRATCH_MOUNT},
+        ],
+    }
+
+
+def _model_mount(policy: PolicyDeployment) -> str:
+    # A node folder keeps its path inside the pod, so that one engine.json is right with and without mounts.
+    source = policy.spec.model.source
+    return source.path if source.path is not None else PVC_MOUNT
+
+
+def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
+    source = policy.spec.model.source
+    if source.path is not None:
+        model: dict[str, Any] = {"hostPath": {"path": source.path, "type": "Directory"}}
+    else:
+        assert source.pvc is not None, "the CRD admits exactly one source"
+        model = {"persistentVolumeClaim": {"claimName": source.pvc.claim_name, "readOnly": True}}
+    config = naming.config_name(policy.name, pool.name, naming.content_hash(engine_json(policy, pool)))
+    return [
+        {"name": "engine", "configMap": {"name": config}},
+        {"name": "model", **model},
+        {"name": "scratch", "emptyDir": {}},
+    ]
