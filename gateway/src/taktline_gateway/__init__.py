@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The gateway: robots' HTTP requests in, admission, the deadline queue, batches to workers, action chunks out."""

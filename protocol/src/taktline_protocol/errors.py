@@ -9,6 +9,8 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     """Stable error codes. A code is never renamed; a new cause gets a new code."""
 
     # The request cannot be understood.
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
     INVALID_BODY = "invalid_body"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     BODY_TOO_LARGE = "body_too_large"
@@ -38,6 +40,8 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
 
 
 HTTP_STATUS: dict[ErrorCode, int] = {
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.INVALID_BODY: 400,
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: 415,
     ErrorCode.BODY_TOO_LARGE: 413,

@@ -18,3 +18,9 @@ LABEL_CAUSE = "cause"
 
 TERMS = ("observe", "transfer", "queue", "inference", "actuate")
 MISS_CAUSES = ("queue", "inference", "transfer", "refused")
+
+# The worker's own.
+WORKER_ITEMS = "taktline_worker_items_total"
+WORKER_DROPPED = "taktline_worker_dropped_batches_total"
+WORKER_PHASE = "taktline_worker_phase_ms"
+LABEL_PHASE = "phase"

@@ -1,0 +1,61 @@
+"""The `taktline-gateway` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import uvloop
+from taktline_protocol import TaktlineError
+from taktline_protocol.limits import MIB, Limits
+
+from taktline_gateway import logs
+from taktline_gateway.server import serve
+from taktline_gateway.service import Settings
+
+
+def main() -> None:
+    """Entry point. Exits with 2 on a configuration that cannot be served."""
+    arguments = _parser().parse_args()
+    logs.configure(arguments.log_level)
+    settings = Settings(
+        routes=arguments.routes,
+        limits=Limits(body_bytes=int(arguments.max_body_mib * MIB)),
+        max_queued=arguments.max_queued,
+        drain_settle_s=arguments.drain_settle_s,
+        drain_limit_s=arguments.drain_limit_s,
+    )
+    host, port = arguments.listen
+    try:
+        uvloop.run(serve(settings, host, port))
+    except TaktlineError as error:
+        print(f"taktline-gateway: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="taktline-gateway", description="Serves robots' requests for action chunks.")
+    parser.add_argument("--version", action="version", version=version("taktline-gateway"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "serve", help="serve until SIGTERM", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    run.add_argument("--routes", type=Path, required=True, help="routing table, read again when it changes")
+    run.add_argument(
+        "--listen", type=_address, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="where to listen"
+    )
+    run.add_argument("--max-body-mib", type=float, default=16.0, help="largest request body")
+    run.add_argument("--max-queued", type=int, default=10_000, help="observations that may wait for one policy")
+    run.add_argument("--drain-settle-s", type=float, default=1.0, help="on SIGTERM, keep answering at least so long")
+    run.add_argument("--drain-limit-s", type=float, default=25.0, help="on SIGTERM, stop at the latest after so long")
+    run.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,69 @@
+"""The process around the application: uvicorn, and a SIGTERM that loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from taktline_gateway.app import build_app
+from taktline_gateway.logs import log
+from taktline_gateway.service import Gateway, Settings
+
+KEEP_ALIVE_S = 75
+"""Robots ask a few times a second and pause between episodes; a reconnect inside a control budget costs margin."""
+_logger = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: SIGTERM here means drain, not stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: Settings, host: str, port: int) -> None:
+    """Serves until SIGTERM or SIGINT has been drained. Raises TaktlineError `config_invalid` on a bad routing table."""
+    gateway = Gateway(settings)
+    config = uvicorn.Config(
+        build_app(gateway),
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+        backlog=2048,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    drainer = asyncio.create_task(_drain_on(stop, gateway, server))
+    await server.serve()
+    drainer.cancel()
+    if not server.started:
+        raise SystemExit(1)
+
+
+async def _drain_on(stop: asyncio.Event, gateway: Gateway, server: uvicorn.Server) -> None:
+    await stop.wait()
+    gateway.draining = True
+    began = time.monotonic()
+    log(_logger, logging.INFO, "drain_began", requests=gateway.requests)
+    settings = gateway.settings
+    while True:
+        waited = time.monotonic() - began
+        if (waited >= settings.drain_settle_s and not gateway.requests) or waited >= settings.drain_limit_s:
+            break
+        await asyncio.sleep(0.02)
+    log(_logger, logging.INFO, "drain_ended", waited_s=round(time.monotonic() - began, 3), requests=gateway.requests)
+    server.should_exit = True

@@ -1,0 +1,118 @@
+"""The gateway's state: the lanes by policy, the robots, the limits, and whether it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import RoutingTable
+from taktline_protocol.limits import DEFAULT_LIMITS, Limits
+
+from taktline_gateway.lane import Lane
+from taktline_gateway.logs import log
+from taktline_gateway.robots import Robots
+from taktline_gateway.routes import file_identity, read_routes, watch_routes
+from taktline_gateway.telemetry import Level, Telemetry
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How one gateway process runs.
+
+    Attributes:
+        routes: routing table file.
+        max_queued: observations that may wait for one policy.
+        body_timeout_s: a body that takes longer to arrive is refused.
+        drain_settle_s: after SIGTERM, how long the listener stays open at least, so that probes and load balancers see
+            /readyz fail before connections do.
+        drain_limit_s: after SIGTERM, when the process ends even with requests in flight.
+    """
+
+    routes: Path
+    limits: Limits = DEFAULT_LIMITS
+    max_queued: int = 10_000
+    body_timeout_s: float = 10.0
+    drain_settle_s: float = 1.0
+    drain_limit_s: float = 25.0
+
+
+class Gateway:
+    """Everything one gateway process holds between requests."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Reads the routing table. Raises TaktlineError `config_invalid`."""
+        self.settings = settings
+        self.telemetry = Telemetry()
+        self.robots = Robots()
+        self.lanes: dict[str, Lane] = {}
+        self.draining = False
+        self.requests = 0  # being served at this moment
+        self._seen = file_identity(settings.routes)
+        self._table = read_routes(settings.routes)
+        self._watcher: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.telemetry.watch_levels(self._depths, self._workers)
+
+    async def start(self) -> None:
+        """Connects to the workers and begins watching the routing table."""
+        self._apply(self._table)
+        self._watcher = asyncio.create_task(watch_routes(self.settings.routes, self._seen, self._apply))
+
+    async def close(self) -> None:
+        """Closes every lane; queued requests get a typed error."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await asyncio.gather(*(lane.close() for lane in self.lanes.values()), *self._closing)
+
+    def lane(self, policy: str) -> Lane:
+        """The lane of a policy. Raises TaktlineError `unknown_policy`."""
+        lane = self.lanes.get(policy)
+        if lane is None:
+            served = ", ".join(sorted(self.lanes)) or "none"
+            raise TaktlineError(
+                ErrorCode.UNKNOWN_POLICY,
+                f"policy {policy[:128]!r} is not served here (served: {served[:500]})",
+                "list the policies with GET /v1/policies, or apply a PolicyDeployment of that name",
+            )
+        return lane
+
+    def check_open(self) -> None:
+        """Raises TaktlineError `draining` once the gateway is going away."""
+        if self.draining:
+            raise TaktlineError(
+                ErrorCode.DRAINING,
+                "this gateway is shutting down",
+                "send the observation again: another gateway takes it",
+                retry_after_ms=100.0,
+            )
+
+    def _apply(self, table: RoutingTable) -> None:
+        routes = {route.policy: route for route in table.routes}
+        for policy in [policy for policy in self.lanes if policy not in routes]:
+            task = asyncio.create_task(self.lanes.pop(policy).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for policy, route in routes.items():
+            if policy in self.lanes:
+                self.lanes[policy].apply(route)
+            else:
+                self.lanes[policy] = Lane(route, self.telemetry, max_queued=self.settings.max_queued)
+        targets = {policy: [target.address for target in route.targets] for policy, route in routes.items()}
+        log(_logger, logging.INFO, "routes_applied", targets=targets)
+
+    def _depths(self) -> Iterable[Level]:
+        return [(policy, "", float(lane.depth)) for policy, lane in self.lanes.items()]
+
+    def _workers(self) -> Iterable[Level]:
+        return [
+            (policy, pool, float(count))
+            for policy, lane in self.lanes.items()
+            for pool, count in lane.workers_by_pool().items()
+        ]

@@ -1,0 +1,102 @@
+"""T_sync(B) of one worker: calibrated at its start, then kept up to date from every batch (design, section 3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+from taktline_protocol.messages import BucketTime
+
+WINDOW = 128
+MIN_SAMPLES = 8
+
+
+class ServiceTimes:
+    """Median and tail of the time a batch takes on one worker, by batch size, in seconds.
+
+    A batch of any size runs in the smallest bucket that holds it, so sizes of one bucket share their times. The
+    calibration stands until a bucket has seen `MIN_SAMPLES` batches; then the last `WINDOW` of them speak. The tail is
+    the 99th percentile by the lower rank, so one freak batch in a window moves nothing.
+    """
+
+    def __init__(self, calibration: Sequence[BucketTime], max_batch: int) -> None:
+        """Raises ValueError on an empty calibration."""
+        if not calibration:
+            raise ValueError("a worker without calibrated buckets cannot be scheduled")
+        ordered = sorted(calibration, key=lambda time: time.batch)
+        self.buckets = tuple(time.batch for time in ordered)
+        self.max_batch = max(1, min(max_batch, self.buckets[-1]))
+        self._windows = {batch: _Window() for batch in self.buckets}
+        self._median = {time.batch: time.median_ms / 1e3 for time in ordered}
+        self._tail = {time.batch: max(time.median_ms, time.p99_ms) / 1e3 for time in ordered}
+        self._tabulate()
+
+    def record(self, batch: int, seconds: float) -> None:
+        """Takes in one finished batch of `batch` members that took `seconds` from send to answer."""
+        bucket = self.bucket(batch)
+        window = self._windows[bucket]
+        window.add(seconds)
+        if window.count >= MIN_SAMPLES:
+            self._median[bucket], self._tail[bucket] = window.median(), window.tail()
+            self._tabulate()
+
+    def bucket(self, batch: int) -> int:
+        """The bucket that a batch of this size runs in."""
+        return self.buckets[min(bisect_left(self.buckets, batch), len(self.buckets) - 1)]
+
+    def median_s(self, batch: int) -> float:
+        """Expected duration of a batch of 1..max_batch members."""
+        return self.median[batch]
+
+    def tail_s(self, batch: int) -> float:
+        """99th percentile of the duration of a batch of 1..max_batch members."""
+        return self.tail[batch]
+
+    def largest_within(self, seconds: float, limit: int) -> int:
+        """Largest batch of at most `limit` members whose tail fits in `seconds`; 0 where not even one does."""
+        size = min(limit, self.max_batch)
+        while size and self.tail[size] > seconds:
+            # Step to the next smaller bucket: sizes within one bucket take equally long.
+            smaller = bisect_left(self.buckets, size)
+            size = min(size - 1, self.buckets[smaller - 1]) if smaller else 0
+        return size
+
+    @property
+    def best_rate(self) -> float:
+        """Highest throughput over the batch sizes, in observations a second (median times)."""
+        return self._best_rate
+
+    def _tabulate(self) -> None:
+        # A larger batch is never predicted to be faster: noise between buckets must not invert the order.
+        self.median = [0.0]
+        self.tail = [0.0]
+        for size in range(1, self.max_batch + 1):
+            bucket = self.bucket(size)
+            self.median.append(max(self.median[-1], self._median[bucket]))
+            self.tail.append(max(self.tail[-1], self._tail[bucket], self.median[-1]))
+        self._best_rate = max(size / max(self.median[size], 1e-9) for size in range(1, self.max_batch + 1))
+
+
+class _Window:
+    """The last durations of one bucket, also in sorted order."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._sorted)
+
+    def add(self, seconds: float) -> None:
+        if len(self._recent) == WINDOW:
+            self._sorted.pop(bisect_left(self._sorted, self._recent.popleft()))
+        self._recent.append(seconds)
+        insort(self._sorted, seconds)
+
+    def median(self) -> float:
+        return self._sorted[len(self._sorted) // 2]
+
+    def tail(self) -> float:
+        return self._sorted[int(0.99 * (len(self._sorted) - 1))]

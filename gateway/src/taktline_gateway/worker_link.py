@@ -1,0 +1,116 @@
+"""One worker as the gateway sees it: a gRPC channel, its watched health, its Info, and its batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.deployment import Target
+from taktline_protocol.messages import PolicyInfo
+from taktline_protocol.rpc import CHANNEL_OPTIONS, policy_info
+
+from taktline_gateway.logs import log
+
+INFO_TIMEOUT_S = 5.0
+RETRY_S = 0.25
+_logger = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """Watches one worker and sends it batches. `on_up(link)` and `on_down(link)` tell when it may be used."""
+
+    def __init__(
+        self,
+        policy: str,
+        target: Target,
+        on_up: Callable[[WorkerLink], None],
+        on_down: Callable[[WorkerLink], None],
+    ) -> None:
+        self.policy = policy
+        self.target = target
+        self.info: PolicyInfo | None = None
+        self.up = False
+        self.failures = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._on_up = on_up
+        self._on_down = on_down
+        self._channel = grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS)
+        self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The worker's address, its name in answers and logs."""
+        return self.target.address
+
+    @property
+    def revision(self) -> str:
+        """The model revision that the worker reports."""
+        return self.info.revision if self.info is not None else self.target.revision
+
+    def start(self) -> None:
+        """Begins watching; needs a running event loop."""
+        self._watcher = asyncio.create_task(self._watch(), name=f"watch {self.name}")
+
+    async def close(self) -> None:
+        """Stops watching and closes the channel; a batch in flight is cancelled."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+        await self._channel.close()
+
+    async def infer(self, request: worker_pb2.InferRequest, timeout_s: float) -> worker_pb2.InferResponse:
+        """Runs one batch. Raises grpc.aio.AioRpcError."""
+        self.idle.clear()
+        try:
+            response: worker_pb2.InferResponse = await self._worker.Infer(request, timeout=timeout_s)
+        finally:
+            self.idle.set()
+        return response
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                watch = self._health.Watch(health_pb2.HealthCheckRequest(service=""), wait_for_ready=True)
+                async for response in watch:
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        await self._come_up()
+                    else:
+                        self._go_down("not serving")
+            except grpc.aio.AioRpcError as error:
+                self._go_down(str(error.code().name))
+            await asyncio.sleep(RETRY_S)
+
+    async def _come_up(self) -> None:
+        info = policy_info(await self._worker.Info(worker_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S))
+        reason = None
+        if info.policy != self.policy:
+            reason = f"it serves policy {info.policy!r}, the route says {self.policy!r}"
+        elif self.target.revision and info.revision != self.target.revision:
+            reason = f"it serves revision {info.revision!r}, the route says {self.target.revision!r}"
+        elif not info.t_sync:
+            reason = "it reports no calibrated batch times"
+        if reason is not None:
+            self._go_down(reason)
+            log(_logger, logging.ERROR, "worker_refused", policy=self.policy, worker=self.name, reason=reason)
+            return
+        self.info = info
+        if not self.up:
+            self.up = True
+            self.failures = 0
+            log(_logger, logging.INFO, "worker_up", policy=self.policy, worker=self.name, revision=info.revision)
+            self._on_up(self)
+
+    def _go_down(self, reason: str) -> None:
+        if self.up:
+            self.up = False
+            log(_logger, logging.WARNING, "worker_down", policy=self.policy, worker=self.name, reason=reason)
+            self._on_down(self)

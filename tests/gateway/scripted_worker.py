@@ -1,0 +1,116 @@
+"""Scripted worker: a small real gRPC worker process for gateway tests, with a fixed T_sync and faults on command.
+
+It is no model: it answers every item with a constant chunk after sleeping T_sync(bucket). What it does with a batch is
+written in the instructions of the batch's members: `fail` (RPC error), `hang` (never answers), `exit` (the process
+dies), `item-error` (a typed error for that item), `nan` (actions that are not finite), `slow MS` (takes longer).
+Every batch it receives is appended to --record as one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import time
+from bisect import bisect_left
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.times = [tuple(float(part) for part in pair.split(":")) for pair in arguments.t_sync.split(",")]
+        self.engine = asyncio.Lock()
+
+    async def Info(self, request, context):
+        return worker_pb2.InfoResponse(
+            policy=self.arguments.policy,
+            family="scripted",
+            revision=self.arguments.revision,
+            precision="fp32",
+            device="cpu",
+            cameras=["front", "wrist"],
+            optional_cameras=["side"],
+            state_dim=6,
+            action_dim=6,
+            horizon=10,
+            dt_s=0.05,
+            t_sync=[worker_pb2.BucketTime(batch=int(b), median_ms=ms, p99_ms=ms * 1.2) for b, ms in self.times],
+        )
+
+    async def Infer(self, request, context):
+        began = time.monotonic()
+        words = [item.instruction for item in request.items]
+        self.record(request, context)
+        if any(word == "exit" for word in words):
+            os._exit(9)
+        if any(word == "hang" for word in words):
+            await asyncio.sleep(3600)
+        if any(word == "fail" for word in words):
+            await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
+        extra = max((float(word.split()[1]) for word in words if word.startswith("slow ")), default=0.0)
+        buckets = [int(b) for b, _ in self.times]
+        bucket = min(bisect_left(buckets, len(words)), len(buckets) - 1)
+        async with self.engine:
+            await asyncio.sleep((self.times[bucket][1] + extra) / 1e3)
+        results = []
+        for item in request.items:
+            result = worker_pb2.InferResult(request_id=item.request_id)
+            if item.instruction == "item-error":
+                result.error.code, result.error.message = "image_corrupt", "scripted: cannot decode"
+                result.error.next_step = "send a whole image"
+            else:
+                actions = np.full((10, 6), float(item.seq), dtype=np.float32)
+                if item.instruction == "nan":
+                    actions[3, 2] = np.nan
+                result.actions.CopyFrom(to_tensor(actions))
+            results.append(result)
+        total = 1e3 * (time.monotonic() - began)
+        return worker_pb2.InferResponse(
+            results=results, engine_ms=total, total_ms=total, bucket=buckets[bucket], revision=self.arguments.revision
+        )
+
+    def record(self, request, context) -> None:
+        if self.arguments.record:
+            line = {
+                "worker": self.arguments.listen,
+                "robots": [item.robot_id for item in request.items],
+                "seqs": [item.seq for item in request.items],
+                "budgets_ms": [item.budget_ms for item in request.items],
+                "rpc_deadline_s": context.time_remaining(),
+            }
+            with open(self.arguments.record, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--policy", default="scripted")
+    parser.add_argument("--revision", default="r1")
+    parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
+    parser.add_argument("--record")
+    arguments = parser.parse_args()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    worker_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(arguments), server)
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    server.add_insecure_port(arguments.listen)
+    await server.start()
+    await status.set("", health_pb2.HealthCheckResponse.SERVING)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await status.enter_graceful_shutdown()
+    await server.stop(5)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
