@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The worker: a published checkpoint in, action chunks out, over gRPC."""

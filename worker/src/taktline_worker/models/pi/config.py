@@ -21,6 +21,7 @@ RMS_EPS = 1e-6
 LAYER_NORM_EPS = 1e-6
 ROPE_THETA = 10_000.0
 PALIGEMMA_VOCABULARY = 257_152
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _VISION_HEADS = {1152: 16}  # SigLIP So400m, the only published tower
 
 
@@ -186,10 +187,8 @@ def expected_shapes(architecture: PiArchitecture) -> dict[str, tuple[int, ...]]:
         "action_out_proj.weight": (a.action_width, a.expert_width),
         "action_out_proj.bias": (a.action_width,),
     }
-    for name in [
-        "vision.post_layernorm",
-        *(f"vision.encoder.layers.{i}.layer_norm{j}" for i in range(a.vision_layers) for j in (1, 2)),
-    ]:
+    block_norms = (f"vision.encoder.layers.{i}.layer_norm{j}" for i in range(a.vision_layers) for j in (1, 2))
+    for name in ("vision.post_layernorm", *block_norms):
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (a.vision_width,)
     for i in range(a.vision_layers):
         for name, rows, columns in (
@@ -227,11 +226,7 @@ def expected_shapes(architecture: PiArchitecture) -> dict[str, tuple[int, ...]]:
 def expert_norms(depth: int) -> list[str]:
     """Canonical names of the expert's norms in the order of the AdaRMS tables: two a layer, then the final one."""
     return [
-        *(
-            f"expert.layers.{i}.{name}"
-            for i in range(depth)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ),
+        *(f"expert.layers.{i}.{name}" for i in range(depth) for name in _LAYER_NORMS),
         "expert.norm",
     ]
 
@@ -239,7 +234,7 @@ def expert_norms(depth: int) -> list[str]:
 def _norm_shapes(a: PiArchitecture) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(a.depth):
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in _LAYER_NORMS:
             shapes[f"prefix.layers.{i}.{name}.weight"] = (a.prefix_width,)
     for name in expert_norms(a.depth):
         if a.family == "pi05":

@@ -1,6 +1,6 @@
 """The network of π0 and π0.5 as stateless computation over explicit tensors; buffers and loops are the runner's.
 
-Shapes: B rows, N images, T tokens an image, S prefix slots, P prompt tokens, H actions, W width, h query heads of size d.
+Shapes: B rows, N images, T tokens an image, S prefix slots, P prompt tokens, H actions, W width, h heads of size d.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def vision_tower(weights: VisionWeights, pixels: Tensor, heads: int) -> Tensor:
 
 
 def image_features(weights: VisionWeights, pixels: Tensor, heads: int) -> Tensor:
-    """Pixels (N, 3, size, size) -> prefix tokens (N, T, prefix W); not divided by sqrt(W), as the policies were trained."""
+    """Pixels (N, 3, size, size) -> prefix tokens (N, T, W); not divided by sqrt(W), as the policies were trained."""
     return ops.linear(vision_tower(weights, pixels, heads), weights.projector_weight, weights.projector_bias)
 
 
 def text_features(embedding: Tensor, tokens: Tensor) -> Tensor:
     """Token ids (B, P) -> (B, P, W), multiplied by sqrt(W) once, in fp32 before the one rounding."""
-    rows = functional.embedding(tokens, embedding)
-    return (rows.float() * embedding.shape[1] ** 0.5).to(embedding.dtype)
+    rows: Tensor = functional.embedding(tokens, embedding)
+    scaled: Tensor = rows.float() * embedding.shape[1] ** 0.5
+    return scaled.to(embedding.dtype)
 
 
 def assemble_prefix(images: Tensor, text: Tensor, source: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoint tensors packed as the engine reads them: fused projections, and every table that depends on the step alone."""
+"""Checkpoint tensors packed as the engine reads them: fused projections, and tables of what depends on the step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,47 @@
+"""`taktline-worker`: the command that a worker container runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from taktline_protocol import TaktlineError
+
+from taktline_worker import logs
+
+logger = logging.getLogger(__name__)
+
+EXIT_REFUSED = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0 after a drain and 2 where the policy or the configuration is refused."""
+    parser = argparse.ArgumentParser(prog="taktline-worker", description="Serves one robot policy over gRPC.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="load the policy of an engine config and serve it until SIGTERM")
+    serve.add_argument("--config", type=Path, required=True, help="engine.json, as the operator writes it")
+    serve.add_argument("--listen", default="127.0.0.1:50051", help="gRPC HOST:PORT (default: %(default)s)")
+    serve.add_argument("--metrics-listen", default="", help="Prometheus HOST:PORT (default: none)")
+    serve.add_argument("--linger-s", type=float, default=1.0, help="seconds between SIGTERM and refusing calls")
+    serve.add_argument("--grace-s", type=float, default=30.0, help="seconds that running calls may take after that")
+    serve.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    options = parser.parse_args(arguments)
+    logs.configure(options.log_level)
+    # torch and the families load only once the arguments are good.
+    from taktline_worker import server
+
+    try:
+        server.serve(
+            server.read_config(options.config),
+            server.ServeOptions(options.listen, options.metrics_listen, options.linger_s, options.grace_s),
+        )
+    except TaktlineError as error:
+        logger.error(
+            error.message, extra={"code": error.code.value, "next_step": error.next_step, "config": str(options.config)}
+        )
+        print(f"taktline-worker: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return 0

@@ -1,0 +1,206 @@
+"""One loaded policy and the thread that runs it: batches in, one outcome a row out, never more than one at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
+
+from taktline_worker.adapter import Adapter
+from taktline_worker.observation import RobotInput
+
+logger = logging.getLogger(__name__)
+
+Outcome = NDArray[np.float32] | TaktlineError
+
+_CALIBRATION_RUNS = 20
+_CALIBRATION_MIN_RUNS = 3
+_CALIBRATION_SECONDS = 1.0
+
+
+class BatchDroppedError(Exception):
+    """A batch whose deadline was over, or whose caller had gone, before the engine began it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One observation of a batch.
+
+    Attributes:
+        observation: what the robot sent, or the error that reading it gave.
+        expires_at: monotonic instant after which an answer is of no use; None = never.
+    """
+
+    observation: RobotInput | TaktlineError
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """Outcomes in the order of the items, and where the time went, in ms."""
+
+    outcomes: tuple[Outcome, ...]
+    bucket: int
+    preprocess_ms: float
+    engine_ms: float
+    postprocess_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTiming:
+    """T_sync of one bucket: median and p99 in ms over `runs` runs of a full batch."""
+
+    batch: int
+    median_ms: float
+    p99_ms: float
+    runs: int
+
+
+class Engine:
+    """Runs batches of one policy.
+
+    Callers' threads check, tokenise and wait; a small pool decodes images; one thread of its own runs the network.
+
+    Args:
+        buckets: batch sizes, ascending; a larger batch is run in parts.
+        decode_threads: threads that decode and resize images; 0 takes one a core, at most 8.
+    """
+
+    def __init__(self, adapter: Adapter, buckets: Sequence[int], decode_threads: int = 0) -> None:
+        self.adapter = adapter
+        self.buckets = tuple(sorted(set(buckets)))
+        threads = decode_threads or min(8, os.cpu_count() or 1)
+        self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    def infer(
+        self,
+        items: Sequence[Item],
+        deadline: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> BatchResult:
+        """Runs one batch; a bad item gets its own error and harms no neighbour.
+
+        Args:
+            deadline: monotonic instant of the batch; past it, a batch that has not begun is dropped.
+            cancelled: asked when the batch's turn comes; a true answer drops it.
+
+        Raises:
+            BatchDroppedError: the batch was not run.
+        """
+        started = time.monotonic()
+        outcomes: list[Outcome | None] = [None] * len(items)
+        rows = self._prepare(items, outcomes)
+        prepared = time.monotonic()
+        bucket, engine_ms, post_ms = 0, 0.0, 0.0
+        if rows:
+            job = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled)
+            bucket, engine_ms, post_ms = job.result()
+        assert all(outcome is not None for outcome in outcomes)
+        return BatchResult(
+            outcomes=tuple(outcome for outcome in outcomes if outcome is not None),
+            bucket=bucket,
+            preprocess_ms=(prepared - started) * 1000.0,
+            engine_ms=engine_ms,
+            postprocess_ms=post_ms,
+        )
+
+    def calibrate(self) -> tuple[BucketTiming, ...]:
+        """Measures T_sync of every bucket with full rows; the runs before the measured one are the warm-up."""
+        row = self.adapter.largest_row()
+        return tuple(self._lane.submit(self._calibrate_bucket, bucket, row).result() for bucket in self.buckets)
+
+    def close(self) -> None:
+        """Finishes what runs and stops the threads."""
+        self._decoders.shutdown(wait=True)
+        self._lane.shutdown(wait=True)
+
+    def _prepare(self, items: Sequence[Item], outcomes: list[Outcome | None]) -> list[tuple[int, Any]]:
+        """(index, row) of the good items. All images of the batch are decoded side by side."""
+        pending = []
+        for index, item in enumerate(items):
+            try:
+                if isinstance(item.observation, TaktlineError):
+                    raise item.observation
+                pending.append((index, self.adapter.begin(item.observation, self._decoders)))
+            except TaktlineError as error:
+                outcomes[index] = error
+        rows = []
+        for index, row in pending:
+            try:
+                rows.append((index, row.result()))
+            except TaktlineError as error:
+                outcomes[index] = error
+        return rows
+
+    def _run(
+        self,
+        items: Sequence[Item],
+        rows: list[tuple[int, Any]],
+        outcomes: list[Outcome | None],
+        deadline: float | None,
+        cancelled: Callable[[], bool],
+    ) -> tuple[int, float, float]:
+        now = time.monotonic()
+        if cancelled() or (deadline is not None and now >= deadline):
+            raise BatchDroppedError
+        live = []
+        for index, row in rows:
+            expires = items[index].expires_at
+            if expires is not None and now >= expires:
+                outcomes[index] = _expired(now - expires)
+            else:
+                live.append((index, row))
+        bucket, engine_ms, post_ms = 0, 0.0, 0.0
+        for start in range(0, len(live), self.buckets[-1]):
+            part = live[start : start + self.buckets[-1]]
+            size = next(bucket for bucket in self.buckets if bucket >= len(part))
+            began = time.monotonic()
+            results, ended = self._answer([row for _, row in part], size)
+            engine_ms += (ended - began) * 1000.0
+            post_ms += (time.monotonic() - ended) * 1000.0
+            bucket = max(bucket, size)
+            for (index, _), result in zip(part, results, strict=True):
+                outcomes[index] = result
+        return bucket, engine_ms, post_ms
+
+    def _answer(self, rows: list[Any], bucket: int) -> tuple[list[Outcome], float]:
+        """Outcomes of the rows and when the network had finished; a failing engine is an error of each row."""
+        try:
+            outputs = self.adapter.run(rows, bucket)
+            ended = time.monotonic()
+            return list(self.adapter.finish(rows, outputs)), ended
+        except RuntimeError as error:  # what torch raises, out of memory included
+            logger.exception("the engine failed", extra={"batch": len(rows)})
+            failure = TaktlineError(
+                ErrorCode.WORKER_FAILED, f"the engine failed: {error}", "retry; if it repeats, read the worker's log"
+            )
+            return [failure] * len(rows), time.monotonic()
+
+    def _calibrate_bucket(self, bucket: int, row: Any) -> BucketTiming:
+        rows = [row] * bucket
+        self.adapter.finish(rows, self.adapter.run(rows, bucket))
+        times: list[float] = []
+        while len(times) < _CALIBRATION_MIN_RUNS or (
+            len(times) < _CALIBRATION_RUNS and sum(times) < _CALIBRATION_SECONDS * 1000.0
+        ):
+            began = time.monotonic()
+            self.adapter.finish(rows, self.adapter.run(rows, bucket))
+            times.append((time.monotonic() - began) * 1000.0)
+        return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
+
+
+def _expired(late_s: float) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.DEADLINE_EXPIRED,
+        f"the hand-off deadline passed {late_s * 1000.0:.1f} ms before the engine was free",
+        "send a larger budget, or add workers",
+    )

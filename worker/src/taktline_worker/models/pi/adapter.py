@@ -1,0 +1,143 @@
+"""The π adapter: a checkpoint folder loaded into a processor and a runner, behind the interface of all families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig
+from torch import Tensor
+
+from taktline_worker.adapter import Description
+from taktline_worker.checkpoint import verify_digests
+from taktline_worker.models.pi.config import PiConventions
+from taktline_worker.models.pi.folder import PiFolder, open_folder
+from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
+from taktline_worker.models.pi.runner import PiRow, PiRunner, collate
+from taktline_worker.models.pi.tokenizer import BOS_ID
+from taktline_worker.models.pi.weights import BF16, FP32, PiWeights, pack_weights
+from taktline_worker.observation import RobotInput
+
+
+class PiAdapter:
+    """One loaded π0 or π0.5 policy."""
+
+    def __init__(self, processor: PiProcessor, runner: PiRunner, precision: str) -> None:
+        self.processor = processor
+        self.runner = runner
+        conventions = processor.conventions
+        self.description = Description(
+            family=processor.architecture.family,
+            precision=precision,
+            device=str(runner.device),
+            cameras=processor.required_cameras,
+            optional_cameras=processor.optional_cameras,
+            state_dim=conventions.state_dim,
+            action_dim=conventions.action_dim,
+            horizon=conventions.horizon,
+            control_period_s=conventions.control_period_s,
+        )
+
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
+        """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
+        return self.processor.begin(observation, pool)
+
+    def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
+        """fp32 (rows, H, action width) on the CPU, normalised units."""
+        del bucket  # eager: shapes are free, so padding rows would only cost time
+        batch = collate([prepared.row for prepared in rows], self.processor.architecture.tokens_per_image)
+        return self.runner.run(batch)
+
+    def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[NDArray[np.float32] | TaktlineError]:
+        """float32 (H, D) in robot units, or the error of a row whose output is not finite."""
+        results: list[NDArray[np.float32] | TaktlineError] = []
+        for prepared, actions in zip(rows, outputs, strict=True):
+            try:
+                results.append(self.processor.finish(actions, prepared.state))
+            except TaktlineError as error:
+                results.append(error)
+        return results
+
+    def largest_row(self) -> PreparedRow:
+        """Every camera and a full prompt, of neutral content."""
+        a, c = self.processor.architecture, self.processor.conventions
+        cameras = sum(1 for slot in c.slots if slot.names)
+        row = PiRow(
+            pixels=torch.zeros(cameras, 3, a.image_size, a.image_size),
+            tokens=np.full(c.prompt_tokens, BOS_ID, np.int64),
+            noise=self.processor.noise(0),
+            state=torch.zeros(a.action_width) if a.family == "pi0" else None,
+        )
+        return PreparedRow(row, np.zeros(c.state_dim))
+
+
+def load(config: EngineConfig) -> PiAdapter:
+    """Loads the checkpoint that `config` names, after all startup checks.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID or CONFIG_INVALID with the reason and the next step.
+    """
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise _config_error(f"model.path {path} is no folder", "mount the volume that holds the checkpoint")
+    verify_digests(path, config.model.sha256)
+    folder = open_folder(path, config.model.statistics)
+    if folder.family != config.model.family:
+        raise _config_error(
+            f"model.family is {config.model.family}, the tensors are those of {folder.family}",
+            f"set model.family to {folder.family}, or mount the other checkpoint",
+        )
+    conventions = resolve(folder.conventions, config)
+    # Before the weights: a wrong camera name must not cost minutes of loading.
+    processor = PiProcessor(folder.architecture, conventions, folder.tokenizer, config.model.cameras)
+    device = choose_device(config.engine.device)
+    weights = read_weights(folder, conventions, config.engine.precision, device)
+    return PiAdapter(processor, PiRunner(weights, folder.architecture), config.engine.precision)
+
+
+def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
+    """The checkpoint's conventions with the engine's overrides.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID for overrides out of range, or where nothing states the control period.
+    """
+    engine = config.engine
+    horizon = engine.action_horizon or conventions.horizon
+    steps = engine.solver_steps or conventions.solver_steps
+    period = conventions.control_period_s if engine.control_period_ms is None else engine.control_period_ms / 1000.0
+    if not 1 <= horizon <= 1024 or not 1 <= steps <= 1000:
+        raise _config_error(f"action horizon {horizon} or solver steps {steps} are out of range", "correct spec.engine")
+    if not period > 0 or period > 60:
+        raise _config_error(
+            f"the control period is {period * 1000} ms" if period else "nothing states the control period",
+            "set spec.engine.controlPeriodMs to the time between two actions of the robot",
+        )
+    return replace(conventions, horizon=horizon, solver_steps=steps, control_period_s=period)
+
+
+def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, device: torch.device) -> PiWeights:
+    """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
+    policy = {"fp32": FP32, "bf16": BF16}[precision]
+    return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as a device.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where cuda is wanted and absent.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise _config_error("engine.device is cuda, and no CUDA device is visible", "check the pool's accelerator")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def _config_error(message: str, next_step: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

@@ -1,0 +1,245 @@
+"""Observations to network rows and network actions to robot units, by the conventions of the checkpoint."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
+from torch import Tensor
+
+from taktline_worker.models.pi import aloha
+from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions
+from taktline_worker.models.pi.normalise import state_bins
+from taktline_worker.models.pi.resize import to_model_input
+from taktline_worker.models.pi.runner import PiRow
+from taktline_worker.models.pi.tokenizer import BOS_ID, Tokenizer
+from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
+
+# Far above any token budget; keeps the tokenizer from chewing on megabytes.
+MAX_INSTRUCTION_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    """A network row, and the state that its actions may be relative to: (D,), in the policy's joint space."""
+
+    row: PiRow
+    state: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPiRow:
+    """A checked observation whose images are still being decoded, in the checkpoint's camera order."""
+
+    pixels: tuple[Future[Tensor], ...]
+    tokens: NDArray[np.int64]
+    noise: Tensor
+    model_state: Tensor | None
+    state: NDArray[np.float64]
+
+    def result(self) -> PreparedRow:
+        """The finished row. Raises TaktlineError where an image is corrupt or too large."""
+        pixels = torch.stack([future.result() for future in self.pixels])
+        return PreparedRow(PiRow(pixels, self.tokens, self.noise, self.model_state), self.state)
+
+
+class PiProcessor:
+    """Stateless after construction; safe to share between threads.
+
+    Args:
+        cameras: robot camera name -> checkpoint key; empty takes the checkpoint's own names.
+        max_pixels: frames above it are refused by their header.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where `cameras` names a camera the checkpoint lacks, or leaves one out.
+    """
+
+    def __init__(
+        self,
+        architecture: PiArchitecture,
+        conventions: PiConventions,
+        tokenizer: Tokenizer,
+        cameras: Mapping[str, str],
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+    ) -> None:
+        self.architecture = architecture
+        self.conventions = conventions
+        self._tokenizer = tokenizer
+        self._max_pixels = max_pixels
+        self._slot_of = _accepted_names(conventions.slots, cameras)
+        shown: dict[str, str] = {}
+        for name, slot in self._slot_of.items():
+            shown.setdefault(slot.key, name)
+        self.required_cameras = tuple(shown[s.key] for s in conventions.slots if s.required)
+        self.optional_cameras = tuple(shown[s.key] for s in conventions.slots if s.key in shown and not s.required)
+
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
+        """Checks an observation, tokenises its prompt, and hands its images to `pool`.
+
+        Raises:
+            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or INSTRUCTION_INVALID.
+        """
+        frames = self._frames(observation.images)
+        state = self._state(observation.state)
+        policy_state = aloha.to_policy_state(state) if self.conventions.adapt_to_pi else state
+        normalised = self.conventions.state_normaliser.forward(policy_state)
+        if not np.isfinite(normalised.astype(np.float32)).all():
+            raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
+        tokens = self.tokens(observation.instruction, normalised)
+        seed = secrets.randbits(63) if observation.seed is None else observation.seed
+        pixels = tuple(pool.submit(self._pixels, name, image) for name, image in frames)
+        model_state = None
+        if self.architecture.family == "pi0":
+            model_state = torch.zeros(self.architecture.action_width)
+            model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
+        return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state)
+
+    def _pixels(self, name: str, image: EncodedImage) -> Tensor:
+        frame = decode_image(name, image, self._max_pixels)
+        return to_model_input(frame, self.architecture.image_size, self.conventions.resize)
+
+    def noise(self, seed: int) -> Tensor:
+        """fp32 (H, action width): drawn on the CPU by a generator of its own, so no batch neighbour can change it."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.conventions.horizon, self.architecture.action_width, generator=generator)
+
+    def prompt(self, instruction: str, normalised: NDArray[np.floating]) -> str:
+        """The text that is tokenised, for a normalised state (D,)."""
+        if self.conventions.prompt == "text_newline":
+            return instruction if instruction.endswith("\n") else f"{instruction}\n"
+        cleaned = instruction.strip().replace("_", " ").replace("\n", " ")
+        if self.conventions.prompt == "text_then_newline":
+            return cleaned
+        width = self.conventions.state_prompt_width
+        padded = np.pad(normalised, (0, width - len(normalised))) if width else normalised
+        numbers = " ".join(str(index) for index in state_bins(padded))
+        return f"Task: {cleaned}, State: {numbers};\nAction: "
+
+    def tokens(self, instruction: str, normalised: NDArray[np.floating]) -> NDArray[np.int64]:
+        """Ids of the prompt, BOS first, no padding.
+
+        Raises:
+            TaktlineError: INSTRUCTION_INVALID where it is empty or longer than the checkpoint's budget.
+        """
+        if not instruction.strip():
+            raise _instruction_error("it is empty", "say what the robot shall do")
+        if len(instruction) > MAX_INSTRUCTION_CHARACTERS:
+            raise _instruction_error(
+                f"it has {len(instruction)} characters, the limit is {MAX_INSTRUCTION_CHARACTERS}", "shorten it"
+            )
+        ids = [BOS_ID, *self._tokenizer.encode(self.prompt(instruction, normalised))]
+        if self.conventions.prompt == "text_then_newline":
+            ids += self._tokenizer.encode("\n")
+        budget = self.conventions.prompt_tokens
+        if len(ids) > budget:
+            if not self.conventions.truncate_prompt:
+                raise _instruction_error(
+                    f"the prompt has {len(ids)} tokens, the checkpoint was trained with at most {budget}", "shorten it"
+                )
+            ids = ids[:budget]
+        if max(ids) >= self.architecture.vocabulary:
+            raise _instruction_error(
+                f"token {max(ids)} is beyond the checkpoint's vocabulary", "avoid special symbols in the instruction"
+            )
+        return np.array(ids, np.int64)
+
+    def finish(self, actions: Tensor, state: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Network output (H, action width) fp32 -> float32 (H, D) in robot units.
+
+        Raises:
+            TaktlineError: WORKER_FAILED where the network's output is not finite.
+        """
+        conventions = self.conventions
+        cut = conventions.action_normaliser.inverse(actions[:, : conventions.action_dim].numpy())
+        if conventions.relative_mask:
+            mask = np.array(conventions.relative_mask)
+            offset = np.where(mask, state[: len(mask)], 0.0).astype(cut.dtype)
+            cut = cut.copy()
+            cut[:, : len(mask)] += offset
+        if conventions.adapt_to_pi:
+            cut = aloha.to_robot_actions(cut.astype(np.float64))
+        result = cut.astype(np.float32)
+        if not np.isfinite(result).all():
+            raise TaktlineError(
+                ErrorCode.WORKER_FAILED,
+                "the network's answer to this observation is not finite",
+                "check the observation's state; if others fail too, check the checkpoint",
+            )
+        return result
+
+    def _frames(self, images: Mapping[str, EncodedImage]) -> list[tuple[str, EncodedImage]]:
+        """(robot name, frame) in the checkpoint's camera order; absent optional cameras are left out."""
+        by_slot: dict[str, tuple[str, EncodedImage]] = {}
+        for name, image in images.items():
+            slot = self._slot_of.get(name)
+            if slot is None:
+                raise TaktlineError(
+                    ErrorCode.CAMERA_UNKNOWN,
+                    f"the policy has no camera {name!r}",
+                    f"send {', '.join((*self.required_cameras, *self.optional_cameras))}; model.cameras maps names",
+                )
+            if slot.key in by_slot:
+                raise TaktlineError(
+                    ErrorCode.CAMERA_UNKNOWN,
+                    f"cameras {by_slot[slot.key][0]!r} and {name!r} are the same camera",
+                    "send it once",
+                )
+            by_slot[slot.key] = (name, image)
+        missing = [slot.key for slot in self.conventions.slots if slot.required and slot.key not in by_slot]
+        if missing or not by_slot:
+            raise TaktlineError(
+                ErrorCode.CAMERA_MISSING,
+                f"cameras are missing: {', '.join(missing) or 'all of them'}",
+                f"send {', '.join(self.required_cameras or self.optional_cameras)}",
+            )
+        return [by_slot[slot.key] for slot in self.conventions.slots if slot.key in by_slot]
+
+    def _state(self, state: NDArray[np.generic]) -> NDArray[np.float64]:
+        expected = self.conventions.state_dim
+        if state.shape != (expected,):
+            raise _state_error(f"it has shape {state.shape}, the policy needs ({expected},)", "send the whole state")
+        values = state.astype(np.float64)
+        if not np.isfinite(values).all():
+            raise _state_error(
+                f"entries {np.flatnonzero(~np.isfinite(values)).tolist()} are NaN or infinite", "check the sensors"
+            )
+        return values
+
+
+def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -> dict[str, CameraSlot]:
+    """Robot camera name -> slot."""
+    own = {name: slot for slot in slots for name in slot.names}
+    if not cameras:
+        return own
+    by_key = own | {slot.key: slot for slot in slots if slot.names}
+    unknown = {robot: key for robot, key in cameras.items() if key not in by_key}
+    if unknown:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"model.cameras maps to cameras that the checkpoint lacks: {unknown}",
+            f"map to {', '.join(sorted(by_key))}",
+        )
+    mapped = {robot: by_key[key] for robot, key in cameras.items()}
+    covered = [slot.key for slot in mapped.values()]
+    left_out = [slot.key for slot in slots if slot.required and slot.key not in covered]
+    if left_out or len(set(covered)) != len(covered):
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"model.cameras leaves out {left_out} or maps two names to one camera: {dict(cameras)}",
+            "map one robot camera to each camera of the checkpoint; see optional_cameras in docs/checkpoints.md",
+        )
+    return mapped
+
+
+def _state_error(reason: str, next_step: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.STATE_INVALID, f"the state is unusable: {reason}", next_step)
+
+
+def _instruction_error(reason: str, next_step: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.INSTRUCTION_INVALID, f"the instruction is unusable: {reason}", next_step)

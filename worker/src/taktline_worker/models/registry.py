@@ -1,0 +1,32 @@
+"""Model families by name; each line says where a family's loader is, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig
+
+from taktline_worker.adapter import Adapter
+
+FAMILIES: dict[str, str] = {
+    "pi0": "taktline_worker.models.pi.adapter",
+    "pi05": "taktline_worker.models.pi.adapter",
+}
+
+
+def load_adapter(config: EngineConfig) -> Adapter:
+    """Loads the policy of `config` by its family's loader.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID for an unknown family; else what the loader raises.
+    """
+    module = FAMILIES.get(config.model.family)
+    if module is None:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"model.family {config.model.family!r} is unknown",
+            f"known families: {', '.join(sorted(FAMILIES))}",
+        )
+    return cast(Adapter, importlib.import_module(module).load(config))

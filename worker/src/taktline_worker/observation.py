@@ -1,0 +1,103 @@
+"""One observation as it reaches an adapter, whatever carried it, and the decoding of its images."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from taktline_protocol import ErrorCode, TaktlineError
+
+DEFAULT_MAX_PIXELS = 16_000_000
+_FORMATS = {"jpeg": "JPEG", "png": "PNG"}
+_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """One frame: JPEG or PNG bytes, or raw uint8 RGB of `shape` (H, W, 3)."""
+
+    encoding: str
+    data: bytes
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RobotInput:
+    """What a robot sent: frames by camera name, state (D,) in robot units, instruction, and the noise seed if fixed."""
+
+    images: Mapping[str, EncodedImage]
+    state: NDArray[np.generic]
+    instruction: str
+    seed: int | None = None
+
+
+def decode_image(name: str, image: EncodedImage, max_pixels: int = DEFAULT_MAX_PIXELS) -> NDArray[np.uint8]:
+    """Decodes one frame, after checking its size in the header.
+
+    Args:
+        name: camera, for messages.
+        max_pixels: larger frames are refused before any pixel is decoded.
+
+    Returns:
+        uint8 (H, W, 3), RGB.
+
+    Raises:
+        TaktlineError: IMAGE_CORRUPT or IMAGE_TOO_LARGE.
+    """
+    if not image.data:
+        raise _corrupt(name, "it is empty")
+    if image.encoding == "raw":
+        return _raw(name, image, max_pixels)
+    if image.encoding not in _FORMATS:
+        raise _corrupt(name, f"its encoding {image.encoding!r} is none of jpeg, png, raw")
+    try:
+        with warnings.catch_warnings():
+            # Pillow's own bomb check warns at a size of its choosing; ours decides below.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(image.data), formats=(_FORMATS[image.encoding],)) as opened:
+                _check_size(name, opened.height, opened.width, max_pixels)
+                if opened.mode not in _MODES:
+                    raise _corrupt(name, f"its pixel format {opened.mode} is not 8 bits a channel")
+                return np.array(opened.convert("RGB"))
+    except Image.DecompressionBombError as error:
+        raise _too_large(name, str(error), max_pixels) from error
+    except UnidentifiedImageError:
+        raise _corrupt(name, f"its bytes are no {image.encoding}") from None
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow raises for damaged files
+        raise _corrupt(name, str(error)) from error
+
+
+def _raw(name: str, image: EncodedImage, max_pixels: int) -> NDArray[np.uint8]:
+    if len(image.shape) != 3 or image.shape[2] != 3 or min(image.shape) < 1:
+        raise _corrupt(name, f"raw frames have shape (H, W, 3), this one {image.shape}")
+    height, width, _ = image.shape
+    _check_size(name, height, width, max_pixels)
+    if len(image.data) != height * width * 3:
+        raise _corrupt(name, f"shape {image.shape} needs {height * width * 3} bytes, it has {len(image.data)}")
+    return np.frombuffer(image.data, np.uint8).reshape(height, width, 3).copy()
+
+
+def _check_size(name: str, height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise _too_large(name, f"{width} x {height}", max_pixels)
+
+
+def _too_large(name: str, what: str, max_pixels: int) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.IMAGE_TOO_LARGE,
+        f"camera {name!r} sent a frame of {what}, over the limit of {max_pixels} pixels",
+        "send frames near the policy's own resolution; they are scaled down anyway",
+    )
+
+
+def _corrupt(name: str, reason: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.IMAGE_CORRUPT,
+        f"camera {name!r} sent a frame that cannot be decoded: {reason}",
+        "send the frame again",
+    )

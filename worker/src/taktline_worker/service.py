@@ -1,0 +1,170 @@
+"""The worker's gRPC service: batches from the gateway to the engine, and what the gateway must know beforehand."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
+from taktline_protocol.deployment import EngineConfig
+
+from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
+from taktline_worker.instruments import Instruments
+from taktline_worker.observation import EncodedImage, RobotInput
+
+logger = logging.getLogger(__name__)
+
+# Batches that may wait for the engine; past it the gateway's own queue is the better place.
+MAX_WAITING_BATCHES = 8
+_STATE_DTYPES = {"uint8", "int32", "int64", "float32", "float64"}
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Serves one engine. RPC threads wait; the engine's own thread runs the network.
+
+    Args:
+        t_sync: measured before the service was started.
+    """
+
+    def __init__(
+        self, config: EngineConfig, engine: Engine, t_sync: Sequence[BucketTiming], instruments: Instruments
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._t_sync = tuple(t_sync)
+        self._instruments = instruments
+        self._places = threading.BoundedSemaphore(MAX_WAITING_BATCHES)
+
+    def Info(self, request: worker_pb2.InfoRequest, context: grpc.ServicerContext) -> worker_pb2.InfoResponse:  # noqa: D102
+        description = self._engine.adapter.description
+        return worker_pb2.InfoResponse(
+            policy=self._config.policy,
+            family=description.family,
+            revision=self._config.model.revision,
+            precision=description.precision,
+            device=description.device,
+            cameras=description.cameras,
+            optional_cameras=description.optional_cameras,
+            state_dim=description.state_dim,
+            action_dim=description.action_dim,
+            horizon=description.horizon,
+            dt_s=description.control_period_s,
+            t_sync=[worker_pb2.BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in self._t_sync],
+        )
+
+    def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102
+        received = time.monotonic()
+        refusal = self._refusal(request)
+        if refusal is not None:
+            result = BatchResult((refusal,) * len(request.items), 0, 0.0, 0.0, 0.0)
+            return self._response(request, result, received)
+        if not self._places.acquire(blocking=False):
+            busy = TaktlineError(
+                ErrorCode.OVERLOADED,
+                f"{MAX_WAITING_BATCHES} batches wait for this worker already",
+                "send the batch to another worker, or later",
+            )
+            return self._response(request, BatchResult((busy,) * len(request.items), 0, 0.0, 0.0, 0.0), received)
+        try:
+            remaining = context.time_remaining()
+            deadline = None if remaining is None else received + remaining
+            items = [_read_item(item, received) for item in request.items]
+            result = self._engine.infer(items, deadline, lambda: not context.is_active())
+        except BatchDroppedError:
+            self._instruments.dropped()
+            logger.warning(
+                "a batch was dropped: its deadline was over or its caller gone",
+                extra={"policy": self._config.policy, "request_ids": [item.request_id for item in request.items]},
+            )
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the batch's deadline passed before the engine was free")
+            raise
+        finally:
+            self._places.release()
+        return self._response(request, result, received)
+
+    def _refusal(self, request: worker_pb2.InferRequest) -> TaktlineError | None:
+        if request.policy != self._config.policy:
+            return TaktlineError(
+                ErrorCode.UNKNOWN_POLICY,
+                f"this worker serves {self._config.policy!r}, not {request.policy!r}",
+                "correct the route of the policy",
+            )
+        if request.revision and request.revision != self._config.model.revision:
+            return TaktlineError(
+                ErrorCode.WORKER_UNAVAILABLE,
+                f"this worker serves revision {self._config.model.revision!r}, not {request.revision!r}",
+                "route the batch to a worker of that revision",
+            )
+        return None
+
+    def _response(
+        self, request: worker_pb2.InferRequest, result: BatchResult, received: float
+    ) -> worker_pb2.InferResponse:
+        for item, outcome in zip(request.items, result.outcomes, strict=True):
+            if isinstance(outcome, TaktlineError):
+                logger.warning(
+                    outcome.message,
+                    extra={
+                        "code": outcome.code.value,
+                        "policy": self._config.policy,
+                        "robot": item.robot_id,
+                        "request_id": item.request_id,
+                    },
+                )
+        total_ms = (time.monotonic() - received) * 1000.0
+        self._instruments.batch(result, total_ms)
+        return worker_pb2.InferResponse(
+            results=[
+                _write_result(item.request_id, outcome)
+                for item, outcome in zip(request.items, result.outcomes, strict=True)
+            ],
+            preprocess_ms=result.preprocess_ms,
+            engine_ms=result.engine_ms,
+            postprocess_ms=result.postprocess_ms,
+            total_ms=total_ms,
+            bucket=result.bucket,
+            revision=self._config.model.revision,
+        )
+
+
+def _read_item(item: worker_pb2.InferItem, received: float) -> Item:
+    expires = received + item.budget_ms / 1000.0 if item.budget_ms > 0 else None
+    try:
+        observation: RobotInput | TaktlineError = RobotInput(
+            images={
+                name: EncodedImage(image.encoding, image.data, tuple(image.shape))
+                for name, image in item.images.items()
+            },
+            state=_read_state(item.state),
+            instruction=item.instruction,
+            seed=item.seed if item.HasField("seed") else None,
+        )
+    except TaktlineError as error:
+        observation = error
+    return Item(observation, expires)
+
+
+def _read_state(tensor: worker_pb2.Tensor) -> np.ndarray[Any, np.dtype[np.generic]]:
+    try:
+        if tensor.dtype not in _STATE_DTYPES:
+            raise ValueError(f"dtype {tensor.dtype!r} is none of {', '.join(sorted(_STATE_DTYPES))}")
+        return np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<")).reshape(tuple(tensor.shape))
+    except ValueError as error:
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID, f"the state is no array: {error}", "send prod(shape) little-endian values"
+        ) from error
+
+
+def _write_result(request_id: str, outcome: Outcome) -> worker_pb2.InferResult:
+    if isinstance(outcome, TaktlineError):
+        error = worker_pb2.Error(code=outcome.code.value, message=outcome.message, next_step=outcome.next_step)
+        return worker_pb2.InferResult(request_id=request_id, error=error)
+    actions = worker_pb2.Tensor(
+        dtype="float32", shape=outcome.shape, data=np.ascontiguousarray(outcome, dtype="<f4").tobytes()
+    )
+    return worker_pb2.InferResult(request_id=request_id, actions=actions)
