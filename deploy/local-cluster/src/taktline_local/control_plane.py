@@ -1,0 +1,341 @@
+"""A real Kubernetes control plane as local processes: etcd, kube-apiserver, kube-controller-manager, kube-scheduler.
+
+Everything is the released code with RBAC, admission and CEL validation on; only the nodes are pretended (`node.py`).
+Ports are random, data is temporary, all listeners are on loopback and none is open to other users.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import secrets
+import shutil
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
+from taktline_local.child import Child, tail
+from taktline_local.network import free_port
+from taktline_local.pki import Authority, signing_key, write_private
+from taktline_local.rbac import process_node_rbac
+
+FOLDER_PREFIX = "taktline-control-plane-"
+START_TIMEOUT_S = 120.0
+STOP_GRACE_S = 5.0
+# user name -> groups. Each user gets a random token.
+USERS = {
+    "admin": ["system:masters"],
+    "system:kube-controller-manager": [],
+    "system:kube-scheduler": [],
+    "taktline-process-node": [],
+}
+
+
+class ControlPlane:
+    """One control plane, usable as a context manager.
+
+    Attributes:
+        kubeconfig: administrator's kubeconfig.
+        node_kubeconfig: the process node's, with only the rights that `rbac.py` grants.
+        url: the API server's address.
+        folder: temporary folder with data, certificates and `logs/`; removed by `stop`.
+    """
+
+    def __init__(self, programs: Path, *, log_folder: Path | None = None) -> None:
+        """`programs` holds the executables; logs go to `log_folder`, which outlives the control plane if given."""
+        self.programs = programs
+        self._given_log_folder = log_folder
+        self._children: dict[str, Child] = {}
+        self._http: httpx.Client | None = None
+        self._tokens = {user: secrets.token_urlsafe(32) for user in USERS}
+
+    def __enter__(self) -> ControlPlane:
+        """Start and wait until the API answers."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop everything and remove the data."""
+        self.stop()
+
+    def start(self) -> None:
+        """Start all processes; returns when the API is ready and a Pod can be made. Raises TaktlineError."""
+        sweep_abandoned_folders()
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        (self.folder / "owner.pid").write_text(str(os.getpid()))
+        self.log_folder = self._given_log_folder or self.folder / "logs"
+        try:
+            self._write_credentials()
+            self._start_etcd()
+            self._start_apiserver()
+            self._wait("kube-apiserver", lambda: self._get("/readyz").status_code == 200)
+            self._grant_node_rights()
+            self._start_controllers()
+            self._wait(
+                "kube-controller-manager",
+                lambda: self._get("/api/v1/namespaces/default/serviceaccounts/default").status_code == 200,
+            )
+            self._wait("kube-scheduler", lambda: self._health(self._scheduler_port))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all processes in reverse order and remove the folder. May be called twice."""
+        for child in reversed(self._children.values()):
+            child.stop_blocking(STOP_GRACE_S)
+        self._children.clear()
+        if self._http is not None:
+            self._http.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start_node(
+        self,
+        name: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        capacity: Mapping[str, str] | None = None,
+        restart_base_s: float = 1.0,
+    ) -> Child:
+        """Start one process node as a process of its own; returns when it is ready. The caller stops it."""
+        certificate, key = self._node_tls
+        command = [sys.executable, "-m", "taktline_local", "node", f"--kubeconfig={self.node_kubeconfig}"]
+        command += [f"--name={name}", f"--restart-base-s={restart_base_s}"]
+        command += [
+            f"--serving-cert={certificate}",
+            f"--serving-key={key}",
+            f"--client-ca={self.certificate_authority}",
+        ]
+        command += [f"--label={key}={value}" for key, value in (labels or {}).items()]
+        command += [f"--capacity={key}={value}" for key, value in (capacity or {}).items()]
+        child = Child(command, log=self.log_folder / f"{name}.log")
+        self._children[name] = child
+        self._wait(name, lambda: self._node_is_ready(name))
+        return child
+
+    def _node_is_ready(self, name: str) -> bool:
+        reply = self._get(f"/api/v1/nodes/{name}")
+        if reply.status_code != 200:
+            return False
+        node = reply.json()
+        ready = any(item["type"] == "Ready" and item["status"] == "True" for item in node["status"]["conditions"])
+        # The controller manager takes the new node's taints away a moment after it reports ready.
+        return ready and not node["spec"].get("taints")
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        """Run kubectl as administrator and return its stdout; raises TaktlineError with its stderr when it fails."""
+        command = [str(self.programs / "kubectl"), f"--cache-dir={self.folder / 'kubectl-cache'}", *arguments]
+        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
+        reply = subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, check=False)
+        if check and reply.returncode != 0:
+            raise TaktlineError(
+                ErrorCode.INTERNAL,
+                f"kubectl {' '.join(arguments)} failed: {reply.stderr.strip()}",
+                f"the API server's log is {self.log_folder / 'kube-apiserver.log'}",
+            )
+        return reply.stdout
+
+    def _write_credentials(self) -> None:
+        certificates = self.folder / "pki"
+        certificates.mkdir(mode=0o700)
+        authority = Authority(certificates)
+        self.certificate_authority = authority.certificate
+        self._etcd_tls = authority.issue("etcd", hosts=["localhost"], addresses=["127.0.0.1"])
+        self._serving_tls = authority.issue(
+            "kube-apiserver", hosts=["localhost", "kubernetes.default.svc"], addresses=["127.0.0.1"]
+        )
+        self._client_tls = authority.issue("apiserver-client")
+        self._node_tls = authority.issue("process-node")
+        self._signing_key, self._signing_public = signing_key(certificates, "service-account")
+        rows = [[token, user, user, ",".join(USERS[user])] for user, token in self._tokens.items()]
+        table = self.folder / "tokens.csv"
+        write_private(table, b"")
+        with table.open("w", newline="") as handle:
+            csv.writer(handle).writerows(rows)
+        self._tokens_file = table
+
+    def _write_kubeconfigs(self) -> None:
+        paths = {}
+        for user, token in self._tokens.items():
+            config = {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [
+                    {
+                        "name": "local",
+                        "cluster": {"server": self.url, "certificate-authority": str(self.certificate_authority)},
+                    }
+                ],
+                "users": [{"name": user, "user": {"token": token}}],
+                "contexts": [{"name": "local", "context": {"cluster": "local", "user": user}}],
+                "current-context": "local",
+            }
+            name = user.removeprefix("system:")
+            paths[user] = write_private(self.folder / f"{name}.kubeconfig", json.dumps(config, indent=2).encode())
+        self.kubeconfig = paths["admin"]
+        self.node_kubeconfig = paths["taktline-process-node"]
+        self._controller_kubeconfig = paths["system:kube-controller-manager"]
+        self._scheduler_kubeconfig = paths["system:kube-scheduler"]
+
+    def _run(self, name: str, *flags: str) -> None:
+        self._children[name] = Child(
+            [str(self.programs / name), *flags], log=self.log_folder / f"{name}.log", cwd=self.folder
+        )
+
+    def _start_etcd(self) -> None:
+        client, peer = f"https://127.0.0.1:{free_port()}", f"https://127.0.0.1:{free_port()}"
+        certificate, key = self._etcd_tls
+        self._etcd_url = client
+        self._run(
+            "etcd",
+            f"--data-dir={self.folder / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            f"--cert-file={certificate}",
+            f"--key-file={key}",
+            f"--trusted-ca-file={self.certificate_authority}",
+            "--client-cert-auth",
+            f"--peer-cert-file={certificate}",
+            f"--peer-key-file={key}",
+            f"--peer-trusted-ca-file={self.certificate_authority}",
+            "--peer-client-cert-auth",
+            "--unsafe-no-fsync",  # the data lives as long as the process
+            "--log-level=warn",
+        )
+
+    def _start_apiserver(self) -> None:
+        port = free_port()
+        self.url = f"https://127.0.0.1:{port}"
+        self._write_kubeconfigs()
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self._tokens['admin']}"},
+            verify=ssl.create_default_context(cafile=str(self.certificate_authority)),
+            trust_env=False,
+        )
+        certificate, key = self._serving_tls
+        client_certificate, client_key = self._client_tls
+        self._run(
+            "kube-apiserver",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+            f"--etcd-servers={self._etcd_url}",
+            f"--etcd-cafile={self.certificate_authority}",
+            f"--etcd-certfile={client_certificate}",
+            f"--etcd-keyfile={client_key}",
+            f"--kubelet-client-certificate={client_certificate}",
+            f"--kubelet-client-key={client_key}",
+            f"--token-auth-file={self._tokens_file}",
+            "--authorization-mode=Node,RBAC",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-signing-key-file={self._signing_key}",
+            f"--service-account-key-file={self._signing_public}",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            # Endpoints may not hold loopback addresses, so the `kubernetes` Service stays without one.
+            "--endpoint-reconciler-type=none",
+            # Pods leave a dead node after seconds rather than minutes.
+            "--default-not-ready-toleration-seconds=5",
+            "--default-unreachable-toleration-seconds=5",
+            "--profiling=false",
+        )
+
+    def _start_controllers(self) -> None:
+        self._scheduler_port = free_port()
+        shared = ("--leader-elect=false", "--bind-address=127.0.0.1", "--profiling=false")
+        self._run(
+            "kube-controller-manager",
+            *shared,
+            *credentials(self._controller_kubeconfig),
+            f"--secure-port={free_port()}",
+            f"--cert-dir={self.folder / 'pki' / 'controller-manager'}",
+            f"--root-ca-file={self.certificate_authority}",
+            f"--service-account-private-key-file={self._signing_key}",
+            "--use-service-account-credentials",
+            # A node that stops renewing its Lease is noticed within ten seconds.
+            "--node-monitor-period=1s",
+            "--node-monitor-grace-period=10s",
+            "--node-startup-grace-period=10s",
+        )
+        self._run(
+            "kube-scheduler",
+            *shared,
+            *credentials(self._scheduler_kubeconfig),
+            f"--secure-port={self._scheduler_port}",
+            f"--cert-dir={self.folder / 'pki' / 'scheduler'}",
+        )
+
+    def _get(self, path: str) -> httpx.Response:
+        assert self._http is not None
+        return self._http.get(path)
+
+    def _health(self, port: int) -> bool:
+        # These two serve with self-signed certificates; the question holds no secret.
+        url = f"https://127.0.0.1:{port}/healthz"
+        return httpx.get(url, verify=False, trust_env=False).status_code == 200  # noqa: S501
+
+    def _grant_node_rights(self) -> None:
+        assert self._http is not None
+        for resource, document in process_node_rbac("taktline-process-node"):
+            self._http.post(f"/apis/rbac.authorization.k8s.io/v1/{resource}", json=document).raise_for_status()
+
+    def _wait(self, name: str, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                if ready():
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            for child_name, child in self._children.items():
+                if child.exit_code() is not None:
+                    raise TaktlineError(
+                        ErrorCode.INTERNAL,
+                        f"{child_name} ended while starting: {tail(child.log, max_lines=3)}",
+                        f"read {child.log} and start again",
+                    )
+            if time.monotonic() > deadline:
+                last_words = tail(self._children[name].log, max_lines=3)
+                raise TaktlineError(
+                    ErrorCode.INTERNAL,
+                    f"{name} was not ready after {START_TIMEOUT_S:.0f} s: {last_words}",
+                    "try again when the machine is less busy",
+                )
+            time.sleep(0.1)
+
+
+def credentials(kubeconfig: Path) -> tuple[str, str, str]:
+    """The three flags by which a component uses one kubeconfig for its work and for checking its own callers."""
+    return (
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+    )
+
+
+def sweep_abandoned_folders() -> None:
+    """Remove the data of control planes whose owner was killed before it could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        try:
+            owner = int((folder / "owner.pid").read_text())
+            os.kill(owner, 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError):
+            continue  # another user's, or one that is being made right now

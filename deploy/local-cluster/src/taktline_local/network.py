@@ -1,0 +1,65 @@
+"""Addresses: free ports, and a loopback network of its own for every node, so that container ports never clash."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
+NODE_PORT = 10250
+"""Port of the node's own endpoint; holding it on the network's first address is what reserves the network."""
+LAST_HOST = 254
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody uses right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LoopbackNetwork:
+    """One /24 of 127.0.0.0/8. The first address is the node's, the others are given to Pods in turn."""
+
+    def __init__(self) -> None:
+        """Reserve a random network that no other node of this machine holds. Raises TaktlineError."""
+        for _ in range(64):
+            prefix = f"127.{random.randrange(64, 128)}.{random.randrange(256)}"
+            listener = socket.socket()
+            try:
+                listener.bind((f"{prefix}.1", NODE_PORT))
+            except OSError:
+                listener.close()
+                continue
+            self._prefix = prefix
+            self.node_address = f"{prefix}.1"
+            self.listener = listener
+            self._in_use: set[int] = set()
+            self._last = 1
+            return
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "no address of 127.64.0.0/10 can be bound",
+            "the process node needs Linux, where all of 127.0.0.0/8 is local",
+        )
+
+    def take(self) -> str:
+        """An address no running Pod has; the one returned longest ago comes last. Raises TaktlineError when full."""
+        for step in range(1, LAST_HOST):
+            host = 2 + (self._last - 1 + step - 1) % (LAST_HOST - 1)
+            if host not in self._in_use:
+                self._in_use.add(host)
+                self._last = host
+                return f"{self._prefix}.{host}"
+        raise TaktlineError(
+            ErrorCode.OVERLOADED, f"all {LAST_HOST - 1} Pod addresses are in use", "delete Pods or start another node"
+        )
+
+    def give_back(self, address: str) -> None:
+        """The Pod with this address is gone."""
+        self._in_use.discard(int(address.rsplit(".", 1)[1]))
+
+    def close(self) -> None:
+        """Release the network."""
+        self.listener.close()
