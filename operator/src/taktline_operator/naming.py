@@ -30,6 +30,7 @@ ROUTES_FILE = "routes.json"
 ENGINE_FILE = "engine.json"
 WORKER_PORT = 50051
 
+GATEWAY_SELECTOR = f"{LABEL_NAME}=taktline-gateway"
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGER},{LABEL_POLICY}"
 
 

@@ -102,10 +102,8 @@ def planned_list(bodies: list[Json], items: list[Json], settings: Settings) -> J
 
 def _belongs(item: Json, policy: spec.PolicyDeployment) -> bool:
     metadata = item["metadata"]
-    return (
-        metadata.get("namespace", "default") == policy.namespace
-        and metadata.get("labels", {}).get(naming.LABEL_POLICY) == policy.name
-    )
+    here = metadata.get("namespace", "default") == policy.namespace
+    return bool(here and metadata.get("labels", {}).get(naming.LABEL_POLICY) == policy.name)
 
 
 def _is_self(item: Json, policy: spec.PolicyDeployment) -> bool:

@@ -1,0 +1,215 @@
+"""The Kubernetes API as the operator needs it: read, list, server-side apply, delete, all on plain JSON objects."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes import client, config
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
+from taktline_operator import naming, schema
+
+Json = dict[str, Any]
+
+# kind -> (API prefix, apiVersion, plural)
+RESOURCES: dict[str, tuple[str, str, str]] = {
+    "ConfigMap": ("/api/v1", "v1", "configmaps"),
+    "Service": ("/api/v1", "v1", "services"),
+    "Pod": ("/api/v1", "v1", "pods"),
+    "Event": ("/api/v1", "v1", "events"),
+    "Deployment": ("/apis/apps/v1", "apps/v1", "deployments"),
+    "PodDisruptionBudget": ("/apis/policy/v1", "policy/v1", "poddisruptionbudgets"),
+    "Lease": ("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "leases"),
+    schema.KIND: (f"/apis/{schema.GROUP}/{schema.VERSION}", f"{schema.GROUP}/{schema.VERSION}", schema.PLURAL),
+}
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+PAGE = 500  # objects of one list page
+TIMEOUT_S = 30
+
+
+class ApiError(Exception):
+    """The API server refused a request or gave no answer.
+
+    Attributes:
+        status: HTTP status; 0 when no answer came.
+        reason: the Status object's reason, for example `NotFound` or `Conflict`.
+        retry_after_s: what the server asked to wait; None when it did not say.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{status or 'no answer'} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+def load_configuration(kubeconfig: Path | None) -> client.Configuration:
+    """Address and credentials: the named kubeconfig, else the pod's service account, else the default kubeconfig.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID; nothing usable was found.
+    """
+    settings = client.Configuration()
+    try:
+        if kubeconfig is None:
+            try:
+                config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+                return settings
+            except config.ConfigException:
+                pass  # not in a pod
+        file = str(kubeconfig) if kubeconfig else None
+        config.load_kube_config(file, client_configuration=settings)  # type: ignore[no-untyped-call]
+    except (config.ConfigException, OSError) as error:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"no usable cluster credentials: {error}",
+            "run in a pod with a service account, set KUBECONFIG, or give --kubeconfig",
+        ) from error
+    return settings
+
+
+def bearer_token(settings: client.Configuration) -> str | None:
+    """The Authorization header, asked for at every use: service account tokens rotate."""
+    for name in ("BearerToken", "authorization"):
+        token: str | None = settings.get_api_key_with_prefix(name)
+        if token:
+            return token
+    return None
+
+
+def path_of(kind: str, namespace: str | None, name: str | None = None) -> str:
+    """URL path of an object, or of a list; namespace None means all namespaces."""
+    prefix, _, plural = RESOURCES[kind]
+    parts = [prefix] + ([f"namespaces/{namespace}"] if namespace else []) + [plural] + ([name] if name else [])
+    return "/".join(parts)
+
+
+class KubeApi:
+    """Asynchronous client of one API server. Must be made inside a running event loop; close it after use."""
+
+    def __init__(self, settings: client.Configuration) -> None:
+        self._settings = settings
+        context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
+        if not settings.verify_ssl:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if settings.cert_file:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+        self._session = aiohttp.ClientSession(
+            base_url=settings.host,
+            connector=aiohttp.TCPConnector(ssl=context, limit=32),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def get(self, kind: str, namespace: str, name: str) -> Json | None:
+        """One object; None when it does not exist."""
+        try:
+            return await self._request("GET", path_of(kind, namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Json]:
+        """All objects that `selector` (labels) matches, page by page; items carry their kind, as single objects do."""
+        _, version, _ = RESOURCES[kind]
+        items: list[Json] = []
+        parameters = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            page = await self._request("GET", path_of(kind, namespace), parameters=parameters)
+            items += [{"apiVersion": version, "kind": kind} | item for item in page["items"]]
+            following = page["metadata"].get("continue")
+            if not following:
+                return items
+            parameters["continue"] = following
+
+    async def apply(self, desired: Json, subresource: str = "") -> Json:
+        """Server-side apply with our field manager: our fields win, all others stay."""
+        metadata = desired["metadata"]
+        path = path_of(desired["kind"], metadata["namespace"], metadata["name"])
+        parameters = {"fieldManager": naming.MANAGER, "force": "true"}
+        return await self._request(
+            "PATCH", f"{path}/{subresource}" if subresource else path, APPLY, desired, parameters
+        )
+
+    async def annotate(self, kind: str, namespace: str, name: str, annotations: dict[str, str]) -> None:
+        """Set annotations of an object that somebody else owns; nothing happens when it is gone."""
+        try:
+            await self._request(
+                "PATCH", path_of(kind, namespace, name), MERGE, {"metadata": {"annotations": annotations}}
+            )
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    async def create(self, body: Json) -> bool:
+        """Create an object; False when one of its name exists."""
+        try:
+            await self._request("POST", path_of(body["kind"], body["metadata"]["namespace"]), "application/json", body)
+        except ApiError as error:
+            if error.reason == "AlreadyExists":
+                return False
+            raise
+        return True
+
+    async def replace(self, body: Json) -> Json:
+        """Replace an object; its metadata.resourceVersion decides, and a conflict is an ApiError 409."""
+        metadata = body["metadata"]
+        path = path_of(body["kind"], metadata["namespace"], metadata["name"])
+        return await self._request("PUT", path, "application/json", body)
+
+    async def delete(self, kind: str, namespace: str, name: str) -> None:
+        """Delete an object and, in the background, what it owns; nothing happens when it is gone."""
+        try:
+            await self._request(
+                "DELETE", path_of(kind, namespace, name), "application/json", {"propagationPolicy": "Background"}
+            )
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        content_type: str = "",
+        body: Json | None = None,
+        parameters: dict[str, str] | None = None,
+    ) -> Json:
+        headers = {"Accept": "application/json"}
+        token = bearer_token(self._settings)
+        if token:
+            headers["Authorization"] = token
+        if content_type:
+            headers["Content-Type"] = content_type
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            async with self._session.request(method, path, params=parameters, data=data, headers=headers) as reply:
+                content = await reply.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise ApiError(0, type(error).__name__, str(error)) from error
+        if reply.status >= 400:
+            raise _decode_error(reply.status, content, reply.headers.get("Retry-After"))
+        decoded: Json = json.loads(content)
+        return decoded
+
+
+def _decode_error(status: int, content: bytes, retry_after: str | None) -> ApiError:
+    try:
+        body = json.loads(content)
+        reason, message = str(body.get("reason", "")), str(body.get("message", ""))
+    except (ValueError, AttributeError):
+        reason, message = "", content[:200].decode("utf-8", "replace")
+    seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
+    return ApiError(status, reason, message, seconds)

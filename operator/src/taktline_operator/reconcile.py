@@ -1,0 +1,228 @@
+"""The one reconciliation: read what is, plan, write the difference. Events, retries and restarts all end here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import msgspec
+from taktline_protocol.deployment import Route
+from taktline_protocol.errors import TaktlineError
+
+from taktline_operator import diff, events, naming, routing, spec
+from taktline_operator.kube import ApiError
+from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse
+from taktline_operator.workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+Key = tuple[str, str]  # namespace and name of a PolicyDeployment
+
+ROUTES: Key = ("", "")  # the routing table has its own turn in the queue, so that a burst costs one write
+CHILD_KINDS = ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget")
+
+
+class Api(Protocol):
+    """The part of `kube.KubeApi` that reconciliation uses."""
+
+    async def get(self, kind: str, namespace: str, name: str) -> Json | None: ...  # noqa: D102
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Json]: ...  # noqa: D102
+
+    async def apply(self, desired: Json, subresource: str = "") -> Json: ...  # noqa: D102
+
+    async def annotate(self, kind: str, namespace: str, name: str, annotations: dict[str, str]) -> None: ...  # noqa: D102
+
+    async def create(self, body: Json) -> bool: ...  # noqa: D102
+
+    async def delete(self, kind: str, namespace: str, name: str) -> None: ...  # noqa: D102
+
+
+def utc_now() -> str:
+    """The wall clock in RFC 3339, to the second as Kubernetes writes it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Controller:
+    """Brings every PolicyDeployment, and the routing table of all of them, to what it should be.
+
+    Its memory is only a cache: routes by policy, which a restart computes anew. Until a policy has been reconciled
+    once, the table keeps the route that it has there.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        settings: Settings,
+        namespaces: Sequence[str] = (),
+        clock: Callable[[], str] = utc_now,
+    ) -> None:
+        """`namespaces` are those served; empty means all."""
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.listed = False  # whether all PolicyDeployments are known, so that the table may be written
+        self._api = api
+        self._settings = settings
+        self._namespaces = tuple(namespaces)
+        self._clock = clock
+        self._created: dict[Key, str] = {}
+        self._routes: dict[Key, Route | None] = {}
+        self._table: dict[str, Route] = {}  # the table as last read
+        self._parsed: dict[Key, tuple[tuple[str, int], spec.PolicyDeployment]] = {}
+
+    def serves(self, namespace: str) -> bool:
+        """Whether PolicyDeployments of this namespace are ours."""
+        return not self._namespaces or namespace in self._namespaces
+
+    async def resync(self, *, everything: bool) -> list[Json]:
+        """List every PolicyDeployment we serve: forget what vanished unseen, queue what is new, or all of it.
+
+        Raises:
+            ApiError: the list could not be read; 404 when the CRD is not installed.
+        """
+        scopes: list[str | None] = list(self._namespaces) or [None]
+        policies = [live for scope in scopes for live in await self._api.list("PolicyDeployment", scope)]
+        if not self.listed:
+            namespace = self._settings.gateway_namespace
+            self._table = routing.read_table(await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME))
+        found = {_key(live): str(live["metadata"].get("creationTimestamp", "")) for live in policies}
+        for key in self._created.keys() - found.keys():
+            self._forget(key)
+        for key in found:
+            if everything or key not in self._created:
+                self.queue.add(key)
+        self._created = found
+        self.listed = True
+        self.queue.add(ROUTES)
+        return policies
+
+    async def handle(self, key: Key) -> None:
+        """Reconcile one key of the queue. Safe to repeat and to interrupt anywhere.
+
+        Raises:
+            ApiError: the API refused or failed; the key should come back.
+        """
+        if key == ROUTES:
+            await self._write_routes()
+        else:
+            await self._reconcile(*key)
+
+    async def _reconcile(self, namespace: str, name: str) -> None:
+        key = (namespace, name)
+        live = await self._api.get("PolicyDeployment", namespace, name)
+        if live is None:
+            self._forget(key)
+            return
+        self._created[key] = str(live["metadata"].get("creationTimestamp", ""))
+        try:
+            policy = self._parse(live)
+        except TaktlineError as error:
+            result = refuse(live, "InvalidSpec", f"{error.message} ({error.next_step})", self._clock())
+            pods = await self._api.list("Pod", namespace, naming.selector_text(naming.worker_selector(name)))
+            known = self._table.get(name)
+            route = msgspec.structs.replace(known, targets=routing.targets(pods)) if known else None
+        else:
+            result = plan(policy, await self._observe(policy, live), self._settings)
+            route = result.route
+        # The route first: a pod that leaves should leave the table before anything else takes time.
+        if key not in self._routes or self._routes[key] != route:
+            self._routes[key] = route
+            self.queue.add(ROUTES, 0.0)
+        await self._carry_out(live, result)
+
+    def _parse(self, live: Json) -> spec.PolicyDeployment:
+        """Parse once per generation: the CEL rules are the slow part."""
+        metadata = live["metadata"]
+        version = (metadata["uid"], metadata["generation"])
+        cached = self._parsed.get(_key(live))
+        if cached is None or cached[0] != version:
+            cached = (version, spec.parse(live))
+            self._parsed[_key(live)] = cached
+        return msgspec.structs.replace(cached[1], deleting=bool(metadata.get("deletionTimestamp")))
+
+    async def _observe(self, policy: spec.PolicyDeployment, live: Json) -> Observed:
+        selector = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER},{naming.LABEL_POLICY}={policy.name}"
+        worker_pods = naming.selector_text(naming.worker_selector(policy.name))
+        pods, *lists = await asyncio.gather(
+            self._api.list("Pod", policy.namespace, worker_pods),
+            *(self._api.list(kind, policy.namespace, selector) for kind in CHILD_KINDS),
+        )
+        children: dict[Ref, Json] = {ref_of(child): child for found in lists for child in found}
+        # A name we want but do not see by label may be taken by a stranger; look before applying over it.
+        missing = [ref for found in desired_objects(policy, self._settings) if (ref := ref_of(found)) not in children]
+        strangers = await asyncio.gather(*(self._api.get(ref.kind, policy.namespace, ref.name) for ref in missing))
+        children |= {ref: stranger for ref, stranger in zip(missing, strangers, strict=True) if stranger is not None}
+        owner = routing.owners(self._created).get(policy.name, policy.key)
+        return Observed(
+            live=live,
+            now=self._clock(),
+            children=children,
+            pods=pods,
+            name_owner=None if owner == policy.key else owner,
+        )
+
+    async def _carry_out(self, live: Json, result: Plan) -> None:
+        namespace, name = _key(live)
+        for found in result.writes:
+            logger.info("applying", extra={"policy": name, "namespace": namespace, "object": "/".join(ref_of(found))})
+            await self._api.apply(found)
+        for ref in result.deletions:
+            logger.info("deleting", extra={"policy": name, "namespace": namespace, "object": "/".join(ref)})
+            await self._api.delete(ref.kind, namespace, ref.name)
+        if not result.status_changed:
+            return
+        body = {
+            "apiVersion": live["apiVersion"],
+            "kind": live["kind"],
+            # With the uid, a PolicyDeployment made anew under this name refuses the old one's status.
+            "metadata": {"name": name, "namespace": namespace, "uid": live["metadata"]["uid"]},
+            "status": result.status,
+        }
+        try:
+            await self._api.apply(body, "status")
+        except ApiError as error:
+            if error.status == 404:  # deleted meanwhile; its event brings the rest
+                return
+            raise
+        previous = live.get("status", {}).get("conditions", [])
+        for event in events.of_changes(live, previous, result.status["conditions"], self._clock()):
+            try:
+                await self._api.create(event)
+            except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
+                logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
+
+    async def _write_routes(self) -> None:
+        if not self.listed:
+            return
+        namespace = self._settings.gateway_namespace
+        live = await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME)
+        self._table = routing.read_table(live)
+        wanted: list[Route] = []
+        for policy, key in routing.owners(self._created).items():
+            route = self._routes[key] if key in self._routes else self._table.get(policy)
+            wanted += [route] if route else []
+        desired = diff.stamped(routing.config_map(routing.table(wanted), namespace))
+        if not diff.needs_apply(desired, live):
+            return
+        await self._api.apply(desired)
+        logger.info("routes written", extra={"policies": len(wanted)})
+        # The kubelet looks at a mounted ConfigMap about once a minute, but at once when its pod changes.
+        fresh = {naming.ANNOTATION_ROUTES: desired["metadata"]["annotations"][naming.ANNOTATION_APPLIED]}
+        for pod in await self._api.list("Pod", namespace, naming.GATEWAY_SELECTOR):
+            await self._api.annotate("Pod", namespace, pod["metadata"]["name"], fresh)
+
+    def _forget(self, key: Key) -> None:
+        self._created.pop(key, None)
+        self._parsed.pop(key, None)
+        if self._routes.pop(key, None) is not None or self.listed:
+            self.queue.add(ROUTES, 0.0)
+        for other in self._created:  # one of its name elsewhere may be served now
+            if other[1] == key[1]:
+                self.queue.add(other)
+
+
+def _key(live: Json) -> Key:
+    return live["metadata"]["namespace"], live["metadata"]["name"]

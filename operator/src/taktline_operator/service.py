@@ -1,0 +1,157 @@
+"""`taktline-operator run`: the watch, the workers of the queue, the resync and the health endpoints as one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+
+import kopf
+
+from taktline_operator import health, logs, watching
+from taktline_operator.kube import ApiError, KubeApi, load_configuration
+from taktline_operator.plan import Settings
+from taktline_operator.reconcile import Controller
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 8  # reconciliations at a time
+RESYNC_S = 60.0  # list all PolicyDeployments: finds what the watch missed
+FULL_RESYNC_EVERY = 10  # resyncs; then every PolicyDeployment is reconciled, whatever the watch said
+SILENT_S = 4 * RESYNC_S  # without a successful list for this long the process is not alive
+
+
+class Service:
+    """One operator process."""
+
+    def __init__(self, api: KubeApi, controller: Controller, ledger: watching.WatchLedger) -> None:
+        self.controller = controller
+        self.ledger = ledger
+        self._api = api
+        self._last_list = asyncio.get_running_loop().time()
+
+    def alive(self) -> str:
+        """What keeps the process from doing its work for good; empty when nothing does."""
+        silent_s = asyncio.get_running_loop().time() - self._last_list
+        if silent_s > SILENT_S:
+            return f"the API server has not answered for {silent_s:.0f} s"
+        return "" if self.ledger.alive else "the watch misses changes that lists show"
+
+    def ready(self) -> str:
+        """Empty once every PolicyDeployment is known."""
+        return "" if self.controller.listed else "PolicyDeployments are not listed yet"
+
+    async def first_list(self) -> None:
+        """Wait until PolicyDeployments can be listed, saying what is missing meanwhile."""
+        delay_s = 1.0
+        while True:
+            try:
+                await self._list(everything=True)
+                return
+            except ApiError as error:
+                step = "install the CRD: taktline-operator crd | kubectl apply -f -" if error.status == 404 else ""
+                logger.warning("cannot list PolicyDeployments yet", extra={"cause": str(error), "next_step": step})
+                if error.status != 404:
+                    await asyncio.sleep(error.retry_after_s or delay_s)
+                    delay_s = min(2 * delay_s, 30.0)
+                else:
+                    self._last_list = asyncio.get_running_loop().time()  # the API answers; the CRD may come any time
+                    await asyncio.sleep(2.0)
+
+    async def resync(self) -> None:
+        """List at intervals for ever."""
+        count = 0
+        while True:
+            await asyncio.sleep(RESYNC_S)
+            count += 1
+            try:
+                await self._list(everything=count % FULL_RESYNC_EVERY == 0)
+            except ApiError as error:
+                logger.warning("resync failed", extra={"cause": str(error)})
+
+    async def _list(self, *, everything: bool) -> None:
+        listed = await self.controller.resync(everything=everything)
+        self.ledger.compare(listed)
+        self._last_list = asyncio.get_running_loop().time()
+
+    async def work(self) -> None:
+        """Handle keys for ever."""
+        queue = self.controller.queue
+        while True:
+            key = await queue.get()
+            failed, delay_s = True, None
+            try:
+                await self.controller.handle(key)
+                failed = False
+            except ApiError as error:
+                delay_s = error.retry_after_s
+                logger.warning("reconciliation failed", extra={"key": "/".join(key), "cause": str(error)})
+            except Exception:
+                # One policy's surprise must not stop the others; it is logged whole and tried again, ever slower.
+                logger.exception("reconciliation failed unexpectedly", extra={"key": "/".join(key)})
+            finally:
+                queue.done(key, failed=failed, delay_s=delay_s)
+
+
+async def _until_stopped(
+    settings: Settings, namespaces: Sequence[str], kubeconfig: Path | None, health_listen: str
+) -> None:
+    credentials = load_configuration(kubeconfig)
+    api = KubeApi(credentials)
+    controller = Controller(api, settings, namespaces)
+    service = Service(api, controller, watching.WatchLedger())
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)  # until kopf installs its own
+    endpoints = await health.serve(health_listen, service.alive, service.ready)
+    try:
+        await _either(service.first_list(), stop)
+        if stop.is_set():
+            return
+        logger.info("operator started", extra={"namespaces": list(namespaces) or "all"})
+        async with asyncio.TaskGroup() as group:
+            background = [group.create_task(service.resync())]
+            background += [group.create_task(service.work()) for _ in range(WORKERS)]
+            await kopf.operator(
+                registry=watching.registry(controller, service.ledger, credentials),
+                settings=watching.settings(),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=list(namespaces),
+                stop_flag=stop,
+            )
+            for task in background:
+                task.cancel()
+    finally:
+        await endpoints.cleanup()
+        await api.close()
+        logger.info("operator stopped")
+
+
+async def _either(work: Coroutine[None, None, None], stop: asyncio.Event) -> None:
+    """Run `work` until it ends or `stop` is set."""
+    task = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    else:
+        await task
+
+
+def run(settings: Settings, *, namespaces: Sequence[str], kubeconfig: Path | None, health_listen: str) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID; no usable credentials, or the health address cannot be bound.
+    """
+    logs.configure()
+    asyncio.run(_until_stopped(settings, namespaces, kubeconfig, health_listen))
+    return 0
