@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,10 @@ import typer
 from taktline_protocol.errors import TaktlineError
 
 from taktline_local import DEVICE_NOTICE
-from taktline_local.control_plane import ControlPlane
+from taktline_local.cluster import Cluster
 from taktline_local.logs import log_to_stderr
 from taktline_local.node import NodeOptions, ProcessNode
 from taktline_local.node_endpoint import EndpointTls
-from taktline_local.programs import build_programs
 
 app = typer.Typer(help=f"Taktline on one machine, a {DEVICE_NOTICE}.", no_args_is_help=True, add_completion=False)
 
@@ -37,6 +37,7 @@ def node(
     label: Annotated[list[str] | None, typer.Option(help="key=value label; repeat")] = None,
     capacity: Annotated[list[str] | None, typer.Option(help="pretended resource, e.g. nvidia.com/gpu=1")] = None,
     folder: Annotated[Path | None, typer.Option(help="where Pods live; default a temporary folder")] = None,
+    log_folder: Annotated[Path | None, typer.Option(help="where ended Pods' logs are kept; default nowhere")] = None,
     restart_base_s: Annotated[float, typer.Option(help="first back-off of a crashing container")] = 1.0,
     serving_cert: Annotated[Path | None, typer.Option(help="certificate of the log endpoint")] = None,
     serving_key: Annotated[Path | None, typer.Option(help="its key")] = None,
@@ -53,6 +54,7 @@ def node(
         labels=pairs(label or [], "label"),
         capacity=pairs(capacity or [], "capacity"),
         folder=folder,
+        log_folder=log_folder,
         tls=tls,
         restart_base_s=restart_base_s,
     )
@@ -69,13 +71,17 @@ async def run_node(options: NodeOptions) -> None:
 
 
 @app.command("control-plane")
-def control_plane() -> None:
+def control_plane(
+    log_folder: Annotated[Path | None, typer.Option(help="where logs go; default a new temporary folder")] = None,
+) -> None:
     """Run a control plane with one process node until Ctrl-C, and print how to reach it."""
-    with ControlPlane(build_programs()) as plane:
-        child = plane.start_node("process-node")
-        typer.echo(f"export KUBECONFIG={plane.kubeconfig}")
-        typer.echo(f"export PATH={plane.programs}:$PATH")
-        typer.echo(f"# {DEVICE_NOTICE}; Ctrl-C ends it; logs: {plane.log_folder}")
+    logs = log_folder or Path(tempfile.mkdtemp(prefix="taktline-logs-"))
+    with Cluster.open(logs) as cluster:
+        child = cluster.start_node("process-node")
+        typer.echo(f"export KUBECONFIG={cluster.kubeconfig}")
+        if cluster.control_plane is not None:
+            typer.echo(f"export PATH={cluster.control_plane.programs}:$PATH")
+        typer.echo(f"# {DEVICE_NOTICE}; Ctrl-C ends it; logs: {logs}")
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             while child.exit_code() is None:
@@ -83,8 +89,6 @@ def control_plane() -> None:
             typer.echo(f"error: the process node ended; its log is {child.log}", err=True)
         except KeyboardInterrupt:
             typer.echo("stopping", err=True)
-        finally:
-            child.stop_blocking(10)
 
 
 def main() -> int:

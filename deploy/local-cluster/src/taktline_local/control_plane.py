@@ -12,11 +12,9 @@ import os
 import secrets
 import shutil
 import ssl
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +22,7 @@ import httpx
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 from taktline_local.child import Child, tail
+from taktline_local.kubectl import Kubectl
 from taktline_local.network import free_port
 from taktline_local.pki import Authority, signing_key, write_private
 from taktline_local.rbac import process_node_rbac
@@ -47,6 +46,8 @@ class ControlPlane:
         kubeconfig: administrator's kubeconfig.
         node_kubeconfig: the process node's, with only the rights that `rbac.py` grants.
         url: the API server's address.
+        kubectl: runs kubectl as administrator.
+        certificate_authority, node_tls: CA file, and certificate and key files for the nodes' log endpoints.
         folder: temporary folder with data, certificates and `logs/`; removed by `stop`.
     """
 
@@ -100,52 +101,6 @@ class ControlPlane:
             self._http.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start_node(
-        self,
-        name: str,
-        *,
-        labels: Mapping[str, str] | None = None,
-        capacity: Mapping[str, str] | None = None,
-        restart_base_s: float = 1.0,
-    ) -> Child:
-        """Start one process node as a process of its own; returns when it is ready. The caller stops it."""
-        certificate, key = self._node_tls
-        command = [sys.executable, "-m", "taktline_local", "node", f"--kubeconfig={self.node_kubeconfig}"]
-        command += [f"--name={name}", f"--restart-base-s={restart_base_s}"]
-        command += [
-            f"--serving-cert={certificate}",
-            f"--serving-key={key}",
-            f"--client-ca={self.certificate_authority}",
-        ]
-        command += [f"--label={key}={value}" for key, value in (labels or {}).items()]
-        command += [f"--capacity={key}={value}" for key, value in (capacity or {}).items()]
-        child = Child(command, log=self.log_folder / f"{name}.log")
-        self._children[name] = child
-        self._wait(name, lambda: self._node_is_ready(name))
-        return child
-
-    def _node_is_ready(self, name: str) -> bool:
-        reply = self._get(f"/api/v1/nodes/{name}")
-        if reply.status_code != 200:
-            return False
-        node = reply.json()
-        ready = any(item["type"] == "Ready" and item["status"] == "True" for item in node["status"]["conditions"])
-        # The controller manager takes the new node's taints away a moment after it reports ready.
-        return ready and not node["spec"].get("taints")
-
-    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
-        """Run kubectl as administrator and return its stdout; raises TaktlineError with its stderr when it fails."""
-        command = [str(self.programs / "kubectl"), f"--cache-dir={self.folder / 'kubectl-cache'}", *arguments]
-        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
-        reply = subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, check=False)
-        if check and reply.returncode != 0:
-            raise TaktlineError(
-                ErrorCode.INTERNAL,
-                f"kubectl {' '.join(arguments)} failed: {reply.stderr.strip()}",
-                f"the API server's log is {self.log_folder / 'kube-apiserver.log'}",
-            )
-        return reply.stdout
-
     def _write_credentials(self) -> None:
         certificates = self.folder / "pki"
         certificates.mkdir(mode=0o700)
@@ -156,7 +111,7 @@ class ControlPlane:
             "kube-apiserver", hosts=["localhost", "kubernetes.default.svc"], addresses=["127.0.0.1"]
         )
         self._client_tls = authority.issue("apiserver-client")
-        self._node_tls = authority.issue("process-node")
+        self.node_tls = authority.issue("process-node")
         self._signing_key, self._signing_public = signing_key(certificates, "service-account")
         rows = [[token, user, user, ",".join(USERS[user])] for user, token in self._tokens.items()]
         table = self.folder / "tokens.csv"
@@ -184,6 +139,7 @@ class ControlPlane:
             name = user.removeprefix("system:")
             paths[user] = write_private(self.folder / f"{name}.kubeconfig", json.dumps(config, indent=2).encode())
         self.kubeconfig = paths["admin"]
+        self.kubectl = Kubectl(self.programs / "kubectl", self.kubeconfig, self.folder / "kubectl-cache")
         self.node_kubeconfig = paths["taktline-process-node"]
         self._controller_kubeconfig = paths["system:kube-controller-manager"]
         self._scheduler_kubeconfig = paths["system:kube-scheduler"]
@@ -242,6 +198,7 @@ class ControlPlane:
             f"--etcd-keyfile={client_key}",
             f"--kubelet-client-certificate={client_certificate}",
             f"--kubelet-client-key={client_key}",
+            "--kubelet-preferred-address-types=InternalIP",
             f"--token-auth-file={self._tokens_file}",
             "--authorization-mode=Node,RBAC",
             "--service-account-issuer=https://kubernetes.default.svc",

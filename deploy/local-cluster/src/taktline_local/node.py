@@ -41,6 +41,7 @@ class NodeOptions:
         kubeconfig: credentials with the rights of `rbac.py`.
         labels, capacity: pretended, for schedulers and pools.
         folder: where Pods live; None makes a temporary one that goes with the node.
+        log_folder: where the logs of ended Pods are kept, by namespace and name; None keeps none.
         tls: certificates of the log endpoint; None leaves `kubectl logs` without an answer.
         restart_base_s: first back-off of a crashing container.
     """
@@ -50,6 +51,7 @@ class NodeOptions:
     labels: Mapping[str, str] = field(default_factory=dict)
     capacity: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
+    log_folder: Path | None = None
     tls: EndpointTls | None = None
     restart_base_s: float = 1.0
 
@@ -121,6 +123,9 @@ class ManagedPod:
         self._source.close()
         self._node.network.give_back(self._ip)
         self._node.forget(self)
+        if self._node.options.log_folder is not None:
+            metadata = self.runner.pod["metadata"]
+            self.runner.keep_logs(self._node.options.log_folder / metadata["namespace"] / metadata["name"])
         self.runner.remove_folder()
 
     async def _report(self) -> None:

@@ -102,6 +102,11 @@ class PodRunner:
         self._ended = True
         self._context.changed()
 
+    def keep_logs(self, folder: Path) -> None:
+        """Copy the containers' logs to `folder`, before `remove_folder` takes them."""
+        if (logs := self._context.folder / "logs").is_dir():
+            shutil.copytree(logs, folder, dirs_exist_ok=True)
+
     def remove_folder(self) -> None:
         """Delete the Pod's files, logs included."""
         shutil.rmtree(self._context.folder, ignore_errors=True)
