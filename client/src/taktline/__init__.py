@@ -1,1 +1,34 @@
-"""Placeholder."""
+"""Taktline's robot side: ask a policy for action chunks before the buffer runs dry.
+
+>>> robot = Robot("http://gateway:8080", policy="demo-reach", robot_id="arm-1")
+>>> chunk = robot.act(images={"scene": frame}, state=joints, instruction="reach the red block", budget_ms=200)
+>>> chunk.actions.shape, chunk.margin_ms
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from taktline_protocol import ErrorCode, TaktlineError
+
+    from taktline.chunk import Chunk
+    from taktline.robot import AsyncRobot, Robot
+
+__all__ = ["AsyncRobot", "Chunk", "ErrorCode", "Robot", "TaktlineError"]
+
+_HOMES = {
+    "AsyncRobot": "taktline.robot",
+    "Chunk": "taktline.chunk",
+    "ErrorCode": "taktline_protocol",
+    "Robot": "taktline.robot",
+    "TaktlineError": "taktline_protocol",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use, so that `taktline --help` loads neither numpy nor an HTTP client."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(home), name)

@@ -18,7 +18,8 @@ from taktline_protocol.messages import ActionChunk, ErrorBody, Observation, Poli
 EXAMPLE_SIDE = 32
 _REF = "#/components/schemas/{name}"
 # Codes that a request to act can end with; the rest belong to the operator's and the worker's own side.
-_ACT_CODES = [code for code in ErrorCode if code not in (ErrorCode.CHECKPOINT_INVALID, ErrorCode.CONFIG_INVALID)]
+_NOT_FROM_ACT = (ErrorCode.CHECKPOINT_INVALID, ErrorCode.CONFIG_INVALID, ErrorCode.GATEWAY_UNREACHABLE)
+_ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT]
 
 
 def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:

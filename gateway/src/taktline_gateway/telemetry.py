@@ -17,7 +17,7 @@ UNKNOWN_POLICY = "unknown"
 """The policy label of requests for a policy that is not served: what a client invents is no label."""
 
 # The time a series was made doubles the exposition and answers no question here.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Level = tuple[str, str, float]
 """(policy, pool, value) of one gauge."""

@@ -34,6 +34,7 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     # The platform.
     WORKER_UNAVAILABLE = "worker_unavailable"
     WORKER_FAILED = "worker_failed"
+    GATEWAY_UNREACHABLE = "gateway_unreachable"
     CHECKPOINT_INVALID = "checkpoint_invalid"
     CONFIG_INVALID = "config_invalid"
     INTERNAL = "internal"
@@ -61,6 +62,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.DRAINING: 503,
     ErrorCode.WORKER_UNAVAILABLE: 503,
     ErrorCode.WORKER_FAILED: 502,
+    ErrorCode.GATEWAY_UNREACHABLE: 504,
     ErrorCode.CHECKPOINT_INVALID: 500,
     ErrorCode.CONFIG_INVALID: 500,
     ErrorCode.INTERNAL: 500,

@@ -1,0 +1,63 @@
+"""An action chunk as the robot uses it, its latency terms completed by the round trip that only the robot sees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from taktline_protocol.messages import ActionChunk, Observation, Timings
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The answer to one observation.
+
+    Attributes:
+        actions: float32 (H, D) in robot units, read-only; row i is meant for captured_at + i * dt_s.
+        dt_s: control period between two rows.
+        captured_at: the observation's own capture time, robot clock, s.
+        valid_until: robot clock, s; there are no rows beyond it.
+        timings: the five terms in ms; their sum is L_critical as the robot measured it.
+        margin_ms: control margin; negative means that the chunk came after the hand-off deadline.
+    """
+
+    actions: NDArray[np.float32]
+    dt_s: float
+    captured_at: float
+    valid_until: float
+    timings: Timings
+    margin_ms: float
+    seq: int
+    policy: str
+    revision: str
+    worker: str
+    batch_size: int
+    request_id: str
+
+
+def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float) -> tuple[Chunk, float]:
+    """The robot's view of `answer`, and the part of the round trip that the gateway could not see, in ms.
+
+    `round_trip_ms` runs from `observation.sent_at` to the decoded answer. What the gateway has not stamped of it is
+    network and client time, and goes to L_transfer.
+    """
+    seen = answer.timings
+    unseen_ms = max(0.0, round_trip_ms - seen.transfer_ms - seen.queue_ms - seen.inference_ms)
+    timings: Timings = msgspec.structs.replace(seen, transfer_ms=seen.transfer_ms + unseen_ms)
+    chunk = Chunk(
+        actions=answer.actions.to_numpy().astype(np.float32, copy=False),
+        dt_s=answer.dt_s,
+        captured_at=answer.captured_at,
+        valid_until=answer.valid_until,
+        timings=timings,
+        margin_ms=observation.budget_ms + timings.observe_ms - timings.critical_ms,
+        seq=answer.seq,
+        policy=answer.policy,
+        revision=answer.revision,
+        worker=answer.worker,
+        batch_size=answer.batch_size,
+        request_id=answer.request_id,
+    )
+    return chunk, unseen_ms

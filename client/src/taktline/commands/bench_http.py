@@ -1,0 +1,131 @@
+"""`taktline bench-http`: load a gateway and say what its robots would have felt."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from taktline_protocol import ErrorCode, TaktlineError
+
+from taktline.commands.options import DEFAULT_URL, Url
+
+if TYPE_CHECKING:
+    from taktline.load import Load, Outcome
+
+
+def bench_http(
+    policy: Annotated[str, typer.Option(help="Name of the policy (see `taktline policies`).")],
+    clients: Annotated[int, typer.Option(min=1, help="Robots, each with one request at a time.")] = 4,
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 10.0,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second over all robots; closed loop where absent.")
+    ] = None,
+    budget_ms: Annotated[float, typer.Option(help="Control budget of each request.")] = 1000.0,
+    image: Annotated[Path | None, typer.Option(help="JPEG or PNG for every camera; raw noise where absent.")] = None,
+    side: Annotated[int, typer.Option(min=1, help="Pixels a side of the raw noise.")] = 224,
+    instruction: Annotated[str, typer.Option(help="The task in words.")] = "reach the red block",
+    output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Load a gateway and print throughput, latency, the five terms and deadline misses."""
+    from taktline.load import Load, run_load
+    from taktline.robot import Robot
+
+    with Robot(url, policy, "bench") as robot:
+        info = robot.info()
+    if not info.ready:
+        raise TaktlineError(
+            ErrorCode.WORKER_UNAVAILABLE, f"no worker of policy {policy!r} is ready", "wait for `taktline policies`"
+        )
+    try:
+        frame = image.read_bytes() if image is not None else None
+    except OSError as error:
+        raise TaktlineError(
+            ErrorCode.IMAGE_CORRUPT, f"{image} cannot be read: {error.strerror}", "check the path after --image"
+        ) from error
+    load = Load(
+        url=url,
+        info=info,
+        clients=clients,
+        duration_s=duration,
+        budget_ms=budget_ms,
+        instruction=instruction,
+        rate_hz=rate,
+        frame=frame,
+        side=side,
+    )
+    outcome = run_load(load)
+    figures = _figures(load, outcome)
+    _print(figures)
+    if output is not None:
+        output.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    if not outcome.answered:
+        raise typer.Exit(1)
+
+
+def _figures(load: Load, outcome: Outcome) -> dict[str, Any]:
+    from taktline.load import TERMS, percentile
+
+    def spread(values: list[float]) -> dict[str, float | None]:
+        if not values:
+            return {"p50": None, "p99": None, "p99_9": None}
+        return {name: round(percentile(values, share), 3) for name, share in _SHARES.items()}
+
+    return {
+        "bench": "bench-http",
+        "policy": load.info.policy,
+        "revision": load.info.revision,
+        "clients": load.clients,
+        "rate_hz": load.rate_hz,
+        "budget_ms": load.budget_ms,
+        "frame": "file" if load.frame is not None else f"raw {load.side}x{load.side}",
+        "cameras": len(load.info.cameras),
+        "elapsed_s": round(outcome.elapsed_s, 3),
+        "answered": outcome.answered,
+        "answers_per_s": round(outcome.answered / outcome.elapsed_s, 2),
+        "latency_ms": spread(outcome.latencies_ms),
+        "terms_ms": {term.removesuffix("_ms"): spread(outcome.terms_ms[term]) for term in TERMS},
+        "margin_ms": {
+            "p50": _rounded(percentile(outcome.margins_ms, 0.5)),
+            "p1": _rounded(percentile(outcome.margins_ms, 0.01)),
+        },
+        "misses": outcome.misses,
+        "errors": dict(outcome.errors),
+        "mean_batch": round(sum(outcome.batches) / max(1, len(outcome.batches)), 2),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join(["taktline", *sys.argv[1:]]),
+    }
+
+
+_SHARES = {"p50": 0.5, "p99": 0.99, "p99_9": 0.999}
+
+
+def _rounded(value: float) -> float | None:
+    return None if value != value else round(value, 3)
+
+
+def _print(figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    mode = "closed loop" if figures["rate_hz"] is None else f"{figures['rate_hz']:g} requests/s"
+    console = Console()
+    console.print(
+        f"{figures['policy']}: {figures['clients']} robots, {mode}, {figures['cameras']} cameras {figures['frame']},"
+        f" budget {figures['budget_ms']:g} ms, {figures['elapsed_s']:.1f} s"
+    )
+    table = Table("ms", "p50", "p99", "p99.9")
+    rows = {"round trip": figures["latency_ms"], **figures["terms_ms"]}
+    for name, values in rows.items():
+        table.add_row(name, *("" if value is None else f"{value:.2f}" for value in values.values()))
+    console.print(table)
+    errors = ", ".join(f"{code} {count}" for code, count in figures["errors"].items()) or "none"
+    console.print(
+        f"{figures['answered']} chunks, {figures['answers_per_s']:.1f}/s, mean batch {figures['mean_batch']:.2f};"
+        f" {figures['misses']} late; errors: {errors}; margin p50 {figures['margin_ms']['p50']} ms,"
+        f" p1 {figures['margin_ms']['p1']} ms"
+    )

@@ -1,0 +1,107 @@
+"""From what a robot holds (arrays, encoded frames, numbers) to the wire's Observation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.images import sniff_encoding
+from taktline_protocol.messages import Array, Image, Observation
+
+Frame = bytes | NDArray[np.uint8] | Image
+"""One camera frame: JPEG or PNG bytes, or a uint8 RGB array (H, W, 3)."""
+State = Sequence[float] | NDArray[np.floating]
+NETWORK_WINDOW = 32
+
+
+class Sender:
+    """Numbers, stamps and budgets the observations of one robot session. Knows no transport."""
+
+    def __init__(self, robot_id: str, session_id: str | None = None) -> None:
+        self.robot_id = robot_id
+        self.session_id = uuid.uuid4().hex if session_id is None else session_id
+        self._seq = 0
+        self._network_ms: deque[float] = deque(maxlen=NETWORK_WINDOW)
+
+    def observe(
+        self,
+        images: Mapping[str, Frame],
+        state: State,
+        instruction: str,
+        budget_ms: float,
+        *,
+        captured_at: float | None = None,
+        actuate_ms: float = 0.0,
+        seed: int | None = None,
+    ) -> Observation:
+        """The next observation of this session, stamped now on the monotonic clock.
+
+        Raises:
+            TaktlineError: `image_corrupt` or `state_invalid` where a value cannot be put on the wire.
+        """
+        self._seq += 1
+        now = time.monotonic()
+        return Observation(
+            robot_id=self.robot_id,
+            session_id=self.session_id,
+            seq=self._seq,
+            captured_at=now if captured_at is None else captured_at,
+            sent_at=now,
+            budget_ms=float(budget_ms),
+            actuate_ms=actuate_ms,
+            network_ms=min(self.network_ms, max(0.0, budget_ms - actuate_ms) / 2),
+            images={camera: as_image(camera, frame) for camera, frame in images.items()},
+            state=as_state(state),
+            instruction=instruction,
+            seed=seed,
+        )
+
+    @property
+    def network_ms(self) -> float:
+        """What recent round trips cost beyond the gateway's own time: their 90th percentile; 0 before the first."""
+        recent = sorted(self._network_ms)
+        return recent[int(0.9 * (len(recent) - 1))] if recent else 0.0
+
+    def note_network(self, unseen_ms: float) -> None:
+        """Takes in one round trip."""
+        self._network_ms.append(unseen_ms)
+
+
+def as_image(camera: str, frame: Frame) -> Image:
+    """Wire form of a frame. Raises TaktlineError `image_corrupt`."""
+    if isinstance(frame, Image):
+        return frame
+    if isinstance(frame, bytes):
+        encoding = sniff_encoding(frame)
+        if encoding is None:
+            raise TaktlineError(
+                ErrorCode.IMAGE_CORRUPT,
+                f"the image of camera {camera!r} is neither JPEG nor PNG ({len(frame)} bytes)",
+                "pass JPEG or PNG bytes, or a uint8 array (height, width, 3)",
+            )
+        return Image("jpeg" if encoding == "jpeg" else "png", frame)
+    array = np.asarray(frame)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise TaktlineError(
+            ErrorCode.IMAGE_CORRUPT,
+            f"the image of camera {camera!r} is {array.dtype} of shape {array.shape}",
+            "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes",
+        )
+    height, width, _ = array.shape
+    return Image("raw", np.ascontiguousarray(array).tobytes(), (height, width, 3))
+
+
+def as_state(state: State) -> Array:
+    """Wire form of a state vector: float64 (D,). Raises TaktlineError `state_invalid`."""
+    try:
+        values = np.asarray(state, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID, f"the state is not numeric: {error}", "pass a flat vector of numbers"
+        ) from error
+    return Array.from_numpy(values)
