@@ -27,24 +27,29 @@ class Child:
         self,
         command: Sequence[str],
         *,
-        log: Path,
+        log: Path | None,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
-        """Start `command`, with stdout and stderr appended to `log`; `env` None inherits ours.
+        """Start `command`, with stdout and stderr appended to `log`, or shared with us where `log` is None.
+
+        `env` None inherits ours.
 
         Raises OSError where the folder is missing or no process can be made. A command that cannot be executed shows
         as exit code 127 or 126 with the reason in the log.
         """
         self.command = list(command)
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with contextlib.ExitStack() as stack:
+            output = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=output,
                 env=None if env is None else dict(env),
                 cwd=cwd,
                 start_new_session=True,
@@ -102,8 +107,10 @@ class Child:
         return code
 
 
-def tail(path: Path, *, max_bytes: int = 2048, max_lines: int = 80) -> str:
+def tail(path: Path | None, *, max_bytes: int = 2048, max_lines: int = 80) -> str:
     """The end of a log file; empty where there is none."""
+    if path is None:
+        return ""
     try:
         with path.open("rb") as handle:
             handle.seek(0, os.SEEK_END)

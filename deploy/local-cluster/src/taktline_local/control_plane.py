@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import secrets
 import shutil
 import ssl
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +20,12 @@ import httpx
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 from taktline_local.child import Child, tail
+from taktline_local.folders import owned_folder
 from taktline_local.kubectl import Kubectl
 from taktline_local.network import free_port
 from taktline_local.pki import Authority, signing_key, write_private
 from taktline_local.rbac import process_node_rbac
 
-FOLDER_PREFIX = "taktline-control-plane-"
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 5.0
 # user name -> groups. Each user gets a random token.
@@ -72,9 +70,7 @@ class ControlPlane:
 
     def start(self) -> None:
         """Start all processes; returns when the API is ready and a Pod can be made. Raises TaktlineError."""
-        sweep_abandoned_folders()
-        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        (self.folder / "owner.pid").write_text(str(os.getpid()))
+        self.folder = owned_folder("taktline-control-plane-")
         self.log_folder = self._given_log_folder or self.folder / "logs"
         try:
             self._write_credentials()
@@ -284,15 +280,3 @@ def credentials(kubeconfig: Path) -> tuple[str, str, str]:
         f"--authentication-kubeconfig={kubeconfig}",
         f"--authorization-kubeconfig={kubeconfig}",
     )
-
-
-def sweep_abandoned_folders() -> None:
-    """Remove the data of control planes whose owner was killed before it could."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        try:
-            owner = int((folder / "owner.pid").read_text())
-            os.kill(owner, 0)
-        except ProcessLookupError:
-            shutil.rmtree(folder, ignore_errors=True)
-        except (OSError, ValueError):
-            continue  # another user's, or one that is being made right now

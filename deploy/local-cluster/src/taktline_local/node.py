@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from taktline_local import DEVICE_NOTICE
 from taktline_local.api_source import ApiObjectSource
 from taktline_local.container import RunnerSettings
 from taktline_local.events import PodEvents
+from taktline_local.folders import owned_folder
 from taktline_local.kube_api import ApiError, KubeApi
 from taktline_local.network import LoopbackNetwork
 from taktline_local.node_endpoint import EndpointTls, NodeEndpoint
@@ -165,7 +165,7 @@ class ProcessNode:
         self.api = KubeApi(options.kubeconfig)
         self.network = LoopbackNetwork()
         self._own_folder = options.folder is None
-        self.folder = options.folder or Path(tempfile.mkdtemp(prefix="taktline-node-"))
+        self.folder = options.folder or owned_folder("taktline-node-")
         address = urlsplit(self.api.url)
         self.settings = RunnerSettings(
             search_path=default_search_path(),
