@@ -1,0 +1,443 @@
+"""The scheduler under a simulated clock: its promises one by one, and against brute force on small cases."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from taktline_gateway.batching import choose_batch
+from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
+from taktline_gateway.scheduler import Refusal, Scheduler
+from taktline_gateway.service_times import MIN_SAMPLES, ServiceTimes
+from taktline_protocol.messages import BucketTime
+
+TIMES_MS = {1: 10.0, 2: 12.0, 4: 16.0, 8: 24.0}
+
+
+def service_times(table=TIMES_MS, max_batch=8, tail=1.0):
+    rows = [BucketTime(batch=batch, median_ms=ms, p99_ms=ms * tail) for batch, ms in table.items()]
+    return ServiceTimes(rows, max_batch)
+
+
+def scheduler(*, workers=1, max_wait_s=0.0, max_batch=8, table=TIMES_MS, tail=1.0, max_queued=10_000):
+    made = Scheduler(max_batch=max_batch, max_wait_s=max_wait_s, max_queued=max_queued)
+    for index in range(workers):
+        made.add_worker(f"w{index}", service_times(table, max_batch, tail))
+    return made
+
+
+def ticket(robot, deadline, *, at=0.0, seq=1, priority=Priority.PRODUCTION):
+    return Ticket(robot=str(robot), seq=seq, deadline=deadline, arrived_at=at, priority=priority)
+
+
+class Simulation:
+    """Drives a scheduler event by event, with workers that take exactly their median time."""
+
+    def __init__(self, made):
+        self.scheduler = made
+        self.now = 0.0
+        self.running = []  # (end, worker, batch)
+        self.done = {}  # ticket -> completion
+        self.refused = {}
+        self.superseded = []
+        self.batches = []
+
+    def submit(self, one):
+        refused, older = self.scheduler.submit(one, self.now)
+        if refused is not None:
+            self.refused[one] = refused.reason
+        if older is not None:
+            self.superseded.append(older)
+        return self.poll()
+
+    def poll(self):
+        plan = self.scheduler.poll(self.now)
+        for refused in plan.refused:
+            self.refused[refused.ticket] = refused.reason
+        for batch in plan.batches:
+            self.batches.append(batch)
+            times = self.scheduler._workers[batch.worker].times
+            self.running.append((self.now + times.median_s(len(batch.tickets)), batch))
+        self.wake_at = plan.wake_at
+        return plan
+
+    def advance(self, until):
+        while True:
+            events = [end for end, _ in self.running]
+            if self.wake_at is not None:
+                events.append(max(self.wake_at, self.now))
+            upcoming = min(events, default=until)
+            if upcoming > until:
+                self.now = until
+                return
+            self.now = upcoming
+            for end, batch in [item for item in self.running if item[0] <= self.now]:
+                self.running.remove((end, batch))
+                self.done.update(dict.fromkeys(batch.tickets, end))
+                seconds = self.scheduler._workers[batch.worker].times.median_s(len(batch.tickets))
+                self.scheduler.finished(batch.worker, len(batch.tickets), seconds)
+            self.poll()
+            if not self.running and self.wake_at is None:
+                self.now = until
+                return
+
+    def run(self, arrivals):
+        self.wake_at = None
+        for one in sorted(arrivals, key=lambda item: item.arrived_at):
+            self.advance(one.arrived_at)
+            self.submit(one)
+        self.advance(1e9)
+
+
+# ----- the queue
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.sampled_from(Priority), st.booleans()), max_size=60)
+)
+def test_queue_agrees_with_a_sorted_list(steps):
+    queue = DeadlineQueue()
+    model = {}
+    for number, (robot, deadline, priority, remove) in enumerate(steps):
+        name = str(robot)
+        if remove:
+            expected = model.pop(name, None)
+            probe = expected if expected is not None else ticket(name, deadline)
+            assert queue.remove(probe) is (expected is not None)
+            continue
+        ahead = sum((other.priority, other.deadline) <= (priority, deadline) for other in model.values())
+        assert queue.ahead_of(deadline, priority) == ahead
+        one = ticket(name, deadline, seq=number, priority=priority)
+        assert queue.add(one) is model.get(name)
+        model[name] = one
+        ordered = sorted(model.values(), key=lambda item: (item.priority, item.deadline, item.seq))
+        assert list(queue) == ordered
+        assert queue.first(3) == ordered[:3]
+        assert queue.earliest_deadline() is min(model.values(), key=lambda item: (item.deadline, item.seq))
+        assert len(queue) == len(model)
+
+
+def test_queue_operations_grow_slowly_with_its_length():
+    """Counts comparisons, not seconds: 10,000 queued tickets must not cost like 10,000."""
+
+    class Counting(float):
+        comparisons = 0
+
+        def __lt__(self, other):
+            Counting.comparisons += 1
+            return float.__lt__(self, other)
+
+    queue = DeadlineQueue()
+    for number in range(10_000):
+        queue.add(ticket(number, Counting(random.Random(number).random())))
+    Counting.comparisons = 0
+    one = ticket("new", Counting(0.5))
+    queue.ahead_of(one.deadline, one.priority)
+    queue.add(one)
+    queue.remove(one)
+    queue.first(64)
+    assert Counting.comparisons < 150
+
+
+# ----- measured times
+
+
+def test_times_follow_the_measurements():
+    times = service_times()
+    assert [times.median_s(size) for size in (1, 3, 8)] == [0.010, 0.016, 0.024]
+    for _ in range(MIN_SAMPLES):
+        times.record(3, 0.030)
+    assert times.median_s(4) == times.median_s(3) == 0.030
+    assert times.median_s(8) == 0.030, "a larger batch is never predicted to be faster"
+    assert times.median_s(2) == 0.012
+
+
+def test_one_freak_batch_does_not_move_the_tail():
+    times = service_times()
+    for _ in range(50):
+        times.record(1, 0.010)
+    times.record(1, 5.0)
+    assert times.tail_s(1) == 0.010
+
+
+@given(st.floats(0, 0.05), st.integers(1, 8))
+def test_largest_within_is_the_largest(seconds, limit):
+    times = service_times(tail=1.3)
+    expected = max((size for size in range(1, limit + 1) if times.tail_s(size) <= seconds), default=0)
+    assert times.largest_within(seconds, limit) == expected
+
+
+# ----- promises
+
+
+def test_idle_worker_starts_at_once():
+    simulation = Simulation(scheduler())
+    plan = simulation.submit(ticket("a", 1.0))
+    assert [len(batch.tickets) for batch in plan.batches] == [1]
+
+
+def test_what_waits_goes_in_one_batch_when_the_worker_is_free():
+    simulation = Simulation(scheduler())
+    simulation.run([ticket(n, 1.0 + n, at=0.0) for n in range(6)])
+    assert [len(batch.tickets) for batch in simulation.batches] == [1, 5]
+
+
+def test_a_batch_grows_only_while_its_most_urgent_member_stays_on_time():
+    simulation = Simulation(scheduler())
+    tight = ticket("tight", 0.024, at=0.001)
+    simulation.run([ticket("first", 1.0), tight, *(ticket(n, 1.0, at=0.001) for n in range(5))])
+    # Free at 10 ms: a batch of two would end at 22 ms, one of four at 26 ms.
+    assert simulation.done[tight] <= tight.deadline
+    assert len(next(batch for batch in simulation.batches if tight in batch.tickets).tickets) == 2
+    assert not simulation.refused
+
+
+def test_unreachable_is_refused_at_once_with_a_prediction():
+    made = scheduler()
+    made.submit(ticket("a", 1.0), 0.0)
+    made.poll(0.0)
+    refused, _ = made.submit(ticket("b", 0.015), 0.005)
+    assert refused.reason is Refusal.UNREACHABLE
+    assert refused.completion == pytest.approx(0.020)
+    assert refused.retry_s == pytest.approx(0.005)
+
+
+def test_a_queued_ticket_is_refused_by_the_timer_when_its_last_start_passes():
+    made = scheduler()
+    made.submit(ticket("a", 10.0), 0.0)
+    made.poll(0.0)
+    waiting = ticket("b", 0.030)
+    assert made.submit(waiting, 0.0) == (None, None)
+    plan = made.poll(0.0)
+    assert plan.wake_at == pytest.approx(0.020, abs=2e-4)
+    # The worker hangs: nothing finishes, the timer fires.
+    late = made.poll(plan.wake_at)
+    assert [refused.ticket for refused in late.refused] == [waiting]
+    assert len(made.queue) == 0
+
+
+def test_newest_wins():
+    simulation = Simulation(scheduler())
+    simulation.submit(ticket("busy", 1.0))
+    old, new = ticket("a", 1.0, seq=1), ticket("a", 1.1, seq=2)
+    simulation.submit(old)
+    simulation.submit(new)
+    simulation.advance(1.0)
+    assert simulation.superseded == [old]
+    assert new in simulation.done
+    assert old not in simulation.done
+
+
+def test_cancelled_never_reaches_a_worker():
+    simulation = Simulation(scheduler())
+    simulation.submit(ticket("busy", 1.0))
+    gone = ticket("a", 1.0)
+    simulation.submit(gone)
+    assert simulation.scheduler.cancel(gone)
+    assert not simulation.scheduler.cancel(gone)
+    simulation.advance(1.0)
+    assert gone not in simulation.done
+
+
+def test_idle_workers_share_what_waits():
+    made = scheduler(workers=2)
+    for n in range(4):
+        made.submit(ticket(n, 1.0), 0.0)
+    assert [len(batch.tickets) for batch in made.poll(0.0).batches] == [2, 2]
+
+
+def test_a_slow_worker_leaves_the_urgent_ticket_to_the_fast_one():
+    made = Scheduler(max_batch=8, max_wait_s=0.0)
+    made.add_worker("fast", service_times())
+    made.add_worker("slow", service_times({1: 100.0}))
+    made.submit(ticket("first", 1.0), 0.0)
+    assert made.poll(0.0).batches[0].worker == "fast"
+    urgent = ticket("urgent", 0.030)
+    assert made.submit(urgent, 0.001) == (None, None)
+    assert made.poll(0.001).batches == ()
+    made.finished("fast", 1, 0.010)
+    assert made.poll(0.010).batches[0].worker == "fast"
+
+
+def test_a_failed_worker_rests_then_proves_itself_on_one():
+    made = scheduler()
+    made.submit(ticket("a", 1.0), 0.0)
+    made.poll(0.0)
+    made.failed("w0", 1, 0.5)
+    for n in range(4):
+        made.submit(ticket(n, 2.0), 0.1)
+    resting = made.poll(0.1)
+    assert resting.batches == ()
+    assert resting.wake_at == pytest.approx(0.5)
+    assert [len(batch.tickets) for batch in made.poll(0.5).batches] == [1]
+    made.finished("w0", 1, 0.010)
+    assert [len(batch.tickets) for batch in made.poll(0.51).batches] == [3]
+
+
+def test_a_failed_ticket_goes_to_another_worker_if_it_can_still_make_it():
+    made = scheduler(workers=2)
+    one = ticket("a", 0.100)
+    made.submit(one, 0.0)
+    batch = made.poll(0.0).batches[0]
+    made.failed(batch.worker, 1, 1.0)
+    assert made.resubmit(one, 0.050)
+    again = made.poll(0.050).batches[0]
+    assert again.worker != batch.worker
+    assert again.tickets == (one,)
+    made.failed(again.worker, 1, 1.0)
+    assert not made.resubmit(one, 0.095)
+
+
+def test_without_a_worker_it_is_refused():
+    refused, _ = scheduler(workers=0).submit(ticket("a", 1.0), 0.0)
+    assert refused.reason is Refusal.NO_WORKER
+
+
+def test_a_full_queue_refuses():
+    made = scheduler(max_queued=2)
+    made.submit(ticket("busy", 9.0), 0.0)
+    made.poll(0.0)
+    outcomes = [made.submit(ticket(n, 9.0), 0.0)[0] for n in range(3)]
+    assert [outcome.reason if outcome else None for outcome in outcomes] == [None, None, Refusal.QUEUE_FULL]
+    assert made.submit(ticket(1, 9.5), 0.0)[1] is not None, "a newer observation needs no new place"
+
+
+def test_priority_goes_first():
+    simulation = Simulation(scheduler(max_batch=1))
+    simulation.submit(ticket("busy", 9.0))
+    simulation.submit(ticket("background", 1.0, priority=Priority.BACKGROUND))
+    simulation.submit(ticket("safety", 5.0, priority=Priority.SAFETY))
+    simulation.advance(9.0)
+    assert [batch.tickets[0].robot for batch in simulation.batches] == ["busy", "safety", "background"]
+
+
+# ----- waiting for company
+
+
+def burst(rounds, robots, period=0.1, gap=0.001):
+    return [
+        ticket(robot, turn * period + robot * gap + 0.09, at=turn * period + robot * gap, seq=turn)
+        for turn in range(rounds)
+        for robot in range(robots)
+    ]
+
+
+def test_a_synchronised_fleet_is_waited_for():
+    simulation = Simulation(scheduler(max_wait_s=0.010))
+    simulation.run(burst(rounds=30, robots=4))
+    assert [len(batch.tickets) for batch in simulation.batches[-5:]] == [4] * 5
+
+
+def test_the_wait_ends_when_everybody_is_here():
+    simulation = Simulation(scheduler(max_wait_s=0.010))
+    simulation.run(burst(rounds=30, robots=4))
+    last = simulation.batches[-1]
+    began = last.predicted - simulation.scheduler._workers["w0"].times.median_s(4)
+    assert began - max(one.arrived_at for one in last.tickets) < 1e-9
+
+
+def test_a_lone_robot_never_waits():
+    simulation = Simulation(scheduler(max_wait_s=0.010))
+    simulation.run(burst(rounds=30, robots=1))
+    assert all(simulation.done[one] == pytest.approx(one.arrived_at + 0.010) for one in simulation.done)
+    assert len(simulation.done) == 30
+
+
+def test_waiting_never_costs_a_deadline():
+    simulation = Simulation(scheduler(max_wait_s=0.050))
+    arrivals = [
+        ticket(robot, turn * 0.1 + robot * 0.004 + 0.020, at=turn * 0.1 + robot * 0.004, seq=turn)
+        for turn in range(20)
+        for robot in range(3)
+    ]
+    simulation.run(arrivals)
+    late = [one for one, end in simulation.done.items() if end > one.deadline + 1e-9]
+    assert not late
+
+
+# ----- against brute force
+
+
+def best_possible(deadlines, times, limit):
+    """Most tickets that any sequence of batches, in any order and with any drops, can serve on time from t=0."""
+    best = 0
+    for size in range(len(deadlines), 0, -1):
+        for kept in itertools.combinations(sorted(deadlines), size):
+            if _feasible(list(kept), 0.0, times, limit):
+                return size
+        best = max(best, 0)
+    return best
+
+
+def _feasible(deadlines, now, times, limit):
+    # On-time tickets can always be arranged in deadline order, in consecutive batches.
+    if not deadlines:
+        return True
+    return any(
+        now + times.median_s(size) <= deadlines[0]
+        and _feasible(deadlines[size:], now + times.median_s(size), times, limit)
+        for size in range(1, min(limit, len(deadlines)) + 1)
+    )
+
+
+deadline_lists = st.lists(st.integers(8, 60), min_size=1, max_size=7)
+
+
+@settings(deadline=None, max_examples=150)
+@given(deadline_lists)
+def test_all_at_once_is_within_one_of_the_optimum_and_nobody_is_served_late(deadlines):
+    times = service_times()
+    simulation = Simulation(scheduler())
+    tickets = [ticket(n, ms / 1e3 + 1e-6) for n, ms in enumerate(deadlines)]
+    for one in tickets:
+        refused, _ = simulation.scheduler.submit(one, 0.0)
+        if refused is not None:
+            simulation.refused[one] = refused.reason
+    simulation.poll()
+    simulation.advance(1e9)
+    assert len(simulation.done) + len(simulation.refused) == len(tickets)
+    assert all(end <= one.deadline for one, end in simulation.done.items())
+    optimum = best_possible([ms / 1e3 + 1e-6 for ms in deadlines], times, 8)
+    assert len(simulation.done) >= optimum - 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(10, 120)), min_size=1, max_size=40), st.integers(1, 3))
+def test_every_ticket_ends_exactly_once_and_never_late(arrivals, workers):
+    simulation = Simulation(scheduler(workers=workers))
+    tickets = [ticket(n, (at + left) / 1e3, at=at / 1e3) for n, (at, left) in enumerate(arrivals)]
+    simulation.run(tickets)
+    assert set(simulation.done) | set(simulation.refused) == set(tickets)
+    assert not set(simulation.done) & set(simulation.refused)
+    assert all(end <= one.deadline + 1e-9 for one, end in simulation.done.items())
+
+
+@given(st.lists(st.floats(0.005, 0.2), min_size=1, max_size=30), st.integers(1, 8))
+def test_a_chosen_batch_makes_none_of_its_members_late(deadlines, limit):
+    times = service_times(tail=1.2)
+    ordered = sorted(deadlines)
+    start, size = choose_batch(ordered, 0.0, times, limit)
+    members = ordered[start : start + size]
+    assert 1 <= size <= limit
+    assert size == 1 or times.tail_s(size) <= members[0]
+
+
+def test_overload_keeps_the_goodput():
+    """Three times the capacity: refusing early must keep at least 90% of the throughput that fits the deadlines."""
+    rng = random.Random(7)
+
+    def goodput(load):
+        rate = load * 8 / 0.024
+        at, arrivals = 0.0, []
+        while at < 20.0:
+            at += rng.expovariate(rate)
+            arrivals.append(ticket(len(arrivals), at + 0.100, at=at))
+        simulation = Simulation(scheduler())
+        simulation.run(arrivals)
+        return sum(end <= one.deadline for one, end in simulation.done.items()) / 20.0
+
+    peak = max(goodput(load) for load in (0.7, 0.9, 1.0))
+    assert goodput(3.0) >= 0.9 * peak
