@@ -91,10 +91,11 @@ def prefix_pass(
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     hidden = ops.rms_norm(x, _given(layers[0].norm1_weight), RMS_EPS)
     for index, layer in enumerate(layers):
-        query, key, value = _project(layer, hidden, cos, sin, heads)
+        last = index + 1 == len(layers)
+        query, key, value = _project(layer, hidden, cos, sin, 0 if last else heads)
         keys[index, :, :slots] = key[:, :, 0]
         values[index, :, :slots] = value[:, :, 0]
-        if index + 1 == len(layers):
+        if last:
             break
         attended = ops.attention_prefix(query, key, value, lengths).reshape(batch, slots, -1)
         attended = ops.linear(attended, layer.out_weight)
@@ -237,9 +238,14 @@ def _attend_suffix(
 
 
 def _project(layer: GemmaLayer, hidden: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused projection and RoPE: (B, tokens, W) -> query (B, tokens, h, d), key and value (B, tokens, 1, d)."""
+    """Fused projection and RoPE: (B, tokens, W) -> query (B, tokens, h, d), key and value (B, tokens, 1, d).
+
+    With `heads` 0 the query rows of the weight are left out.
+    """
     batch, tokens, _ = hidden.shape
-    packed = ops.linear(hidden, layer.qkv_weight).view(batch, tokens, heads + 2, -1)
+    head_dim = 2 * cos.shape[-1]
+    weight = layer.qkv_weight if heads else layer.qkv_weight[-2 * head_dim :]
+    packed = ops.linear(hidden, weight).view(batch, tokens, heads + 2, head_dim)
     rotated = ops.rope(packed[:, :, : heads + 1], cos, sin)
     return rotated[:, :, :heads], rotated[:, :, heads:], packed[:, :, heads + 1 :]
 

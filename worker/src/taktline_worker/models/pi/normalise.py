@@ -77,9 +77,14 @@ class Normaliser:
         return np.where(span == 0, span.dtype.type(self.eps), span)
 
     def _operands(self, value: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Statistics cut to the value's width, as both training codes do, and the value in their dtype."""
+        """Statistics cut to the value's width, as both training codes do, and the value they are applied to.
+
+        LeRobot's value has the statistics' float32. openpi's keeps its own dtype until it meets them, so the network's
+        float32 output is shifted and halved in float32.
+        """
         width = value.shape[-1]
-        return self.low[:width], self.high[:width], value.astype(self.low.dtype, copy=False)
+        x = value if self.always_add_eps else value.astype(self.low.dtype, copy=False)
+        return self.low[:width], self.high[:width], x
 
 
 def identity() -> Normaliser:
