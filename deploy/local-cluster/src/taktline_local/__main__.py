@@ -15,11 +15,14 @@ from taktline_protocol.errors import TaktlineError
 
 from taktline_local import DEVICE_NOTICE
 from taktline_local.cluster import Cluster
+from taktline_local.cluster_demo import REPOSITORY, DemoOptions, run_demo
 from taktline_local.logs import log_to_stderr
 from taktline_local.node import NodeOptions, ProcessNode
 from taktline_local.node_endpoint import EndpointTls
 
 app = typer.Typer(help=f"Taktline on one machine, a {DEVICE_NOTICE}.", no_args_is_help=True, add_completion=False)
+
+DEMO_FILE = REPOSITORY / "deploy" / "examples" / "demo-reach.yaml"
 
 
 def pairs(values: list[str], what: str) -> dict[str, str]:
@@ -89,6 +92,27 @@ def control_plane(
             typer.echo(f"error: the process node ended; its log is {child.log}", err=True)
         except KeyboardInterrupt:
             typer.echo("stopping", err=True)
+
+
+@app.command("cluster-demo")
+def cluster_demo(
+    file: Annotated[Path, typer.Argument(help="PolicyDeployment YAML")] = DEMO_FILE,
+    robots: Annotated[int, typer.Option(min=1, help="simulated robots in closed loop")] = 4,
+    episodes: Annotated[int, typer.Option(min=1, help="episodes each robot plays")] = 3,
+    seed: Annotated[int, typer.Option(help="seed of the robots' scenes")] = 0,
+    report: Annotated[Path, typer.Option(help="where the HTML report goes")] = Path("taktline-report.html"),
+    log_folder: Annotated[Path | None, typer.Option(help="where logs go; default a new temporary folder")] = None,
+) -> None:
+    """Apply a PolicyDeployment with kubectl to a local control plane, let robots use it, delete it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    options = DemoOptions(
+        file=file,
+        robots=robots,
+        fleet=("--episodes", str(episodes), "--seed", str(seed), "--report", str(report)),
+        log_folder=log_folder or Path(tempfile.mkdtemp(prefix="taktline-logs-")),
+    )
+    if code := run_demo(options):
+        raise SystemExit(code)
 
 
 def main() -> int:
