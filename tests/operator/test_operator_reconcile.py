@@ -1,0 +1,270 @@
+"""The reconciliation against an API double: no write without a change, and the same end whatever is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from taktline_operator import naming, routing
+from taktline_operator.kube import ApiError
+from taktline_operator.reconcile import ROUTES, Controller
+
+Json = dict[str, Any]
+Clock = Callable[[], str]
+
+
+def controller_of(make: Any, api: Any, **more: Any) -> Controller:
+    return Controller(api, make.settings, clock=lambda: make.now, **more)
+
+
+async def settle(controller: Controller, *keys: tuple[str, str]) -> None:
+    """What the process does after its start: list, reconcile the given keys, write the table."""
+    await controller.resync(everything=True)
+    for key in keys:
+        await controller.handle(key)
+    await controller.handle(ROUTES)
+
+
+KEY = ("line-1", "reach")
+
+
+def table(api: Any) -> dict[str, list[str]]:
+    found = routing.read_table(api.objects.get(("ConfigMap", "taktline-system", "taktline-routes")))
+    return {policy: [target.address for target in route.targets] for policy, route in found.items()}
+
+
+async def test_a_new_policy_gets_its_objects_status_and_route(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    await settle(controller_of(make, api), KEY)
+    kinds = sorted(key[0] for key in api.objects if key[1] == "line-1")
+    assert kinds == [
+        "ConfigMap", "Deployment", "Event", "Pod", "PodDisruptionBudget", "PolicyDeployment", "Service",
+    ]  # fmt: skip
+    assert table(api) == {"reach": ["10.0.0.1:50051"]}
+    status = api.objects["PolicyDeployment", "line-1", "reach"]["status"]
+    assert status["endpoints"] == ["10.0.0.1:50051"]
+
+
+async def test_a_steady_cluster_costs_no_write(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    api.writes.clear()
+    for _ in range(5):
+        await settle(controller, KEY)
+    await settle(controller_of(make, api), KEY)  # nor does a restarted operator write
+    assert api.writes == []
+
+
+async def test_drift_is_corrected_and_foreign_fields_are_kept(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    live = api.objects["Deployment", "line-1", "reach-cpu"]
+    live["spec"]["replicas"] = 7
+    live["metadata"]["annotations"]["mine"] = "kept"
+    api.writes.clear()
+    await settle(controller, KEY)
+    assert api.writes == [("apply", "Deployment/line-1/reach-cpu")]
+    live = api.objects["Deployment", "line-1", "reach-cpu"]
+    assert live["spec"]["replicas"] == 1
+    assert live["metadata"]["annotations"]["mine"] == "kept"
+
+
+async def test_a_child_deleted_by_hand_comes_back(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    del api.objects["Service", "line-1", "reach-workers"]
+    await controller.handle(KEY)
+    assert ("Service", "line-1", "reach-workers") in api.objects
+
+
+async def test_deletion_takes_the_route_away_and_may_be_handled_twice(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    del api.objects["PolicyDeployment", "line-1", "reach"]
+    for _ in range(2):
+        await controller.handle(KEY)
+        await controller.handle(ROUTES)
+        assert table(api) == {}
+
+
+async def test_a_deletion_that_the_watch_missed_is_found_by_the_next_list(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    del api.objects["PolicyDeployment", "line-1", "reach"]
+    await settle(controller)
+    assert table(api) == {}
+
+
+async def test_a_policy_that_waits_for_its_deletion_is_not_routed(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    api.objects["PolicyDeployment", "line-1", "reach"]["metadata"]["deletionTimestamp"] = make.now
+    del api.objects["Deployment", "line-1", "reach-cpu"]
+    await controller.handle(KEY)
+    await controller.handle(ROUTES)
+    assert table(api) == {}
+    assert ("Deployment", "line-1", "reach-cpu") not in api.objects
+
+
+async def test_a_pod_that_leaves_is_out_of_the_table(make: Any) -> None:
+    leaving = make.pod("a")
+    api = make.Api(make.body(), leaving, make.pod("b", "10.0.0.2"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    api.objects["Pod", "line-1", "a"]["metadata"]["deletionTimestamp"] = make.now
+    await controller.handle(KEY)
+    await controller.handle(ROUTES)
+    assert table(api) == {"reach": ["10.0.0.2:50051"]}
+
+
+async def test_a_restart_keeps_the_routes_of_policies_it_has_not_reached_yet(make: Any) -> None:
+    other = make.body(name="pick", uid="uid-2")
+    api = make.Api(make.body(), other, make.pod("p"))
+    await settle(controller_of(make, api), KEY, ("line-1", "pick"))
+    before = copy.deepcopy(table(api))
+    restarted = controller_of(make, api)
+    await restarted.resync(everything=True)
+    await restarted.handle(ROUTES)
+    assert table(api) == before
+    assert before.keys() == {"reach", "pick"}
+
+
+async def test_nothing_is_routed_before_all_policies_are_known(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await controller.handle(KEY)
+    await controller.handle(ROUTES)
+    assert ("ConfigMap", "taktline-system", "taktline-routes") not in api.objects
+
+
+async def test_a_stored_spec_that_no_longer_fits_keeps_serving_and_says_so(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    await settle(controller_of(make, api), KEY)
+    stored = api.objects["PolicyDeployment", "line-1", "reach"]
+    stored["spec"]["slo"]["controlBudgetMs"] = 0
+    stored["metadata"]["generation"] = 2
+    restarted = controller_of(make, api)
+    await settle(restarted, KEY)
+    accepted = api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"][0]
+    assert (accepted["status"], accepted["reason"], accepted["observedGeneration"]) == ("False", "InvalidSpec", 2)
+    assert "controlBudgetMs" in accepted["message"]
+    assert table(api) == {"reach": ["10.0.0.1:50051"]}
+    api.objects["Pod", "line-1", "p"]["metadata"]["deletionTimestamp"] = make.now
+    await settle(restarted, KEY)
+    assert table(api) == {"reach": []}
+
+
+async def test_of_two_policies_with_one_name_the_older_is_served_until_it_goes(make: Any) -> None:
+    younger = make.body(namespace="line-2", uid="uid-2")
+    younger["metadata"]["creationTimestamp"] = "2026-02-02T00:00:00Z"
+    api = make.Api(make.body(), younger, make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY, ("line-2", "reach"))
+    refused = api.objects["PolicyDeployment", "line-2", "reach"]["status"]["conditions"][0]
+    assert refused["reason"] == "PolicyNameTaken"
+    assert ("Deployment", "line-2", "reach-cpu") not in api.objects
+    del api.objects["PolicyDeployment", "line-1", "reach"]
+    await controller.handle(KEY)
+    await controller.handle(("line-2", "reach"))
+    assert ("Deployment", "line-2", "reach-cpu") in api.objects
+
+
+async def test_other_namespaces_are_left_alone(make: Any) -> None:
+    api = make.Api(make.body(), make.body(namespace="line-2", uid="uid-2"))
+    controller = controller_of(make, api, namespaces=["line-1"])
+    assert not controller.serves("line-2")
+    listed = await controller.resync(everything=True)
+    assert [live["metadata"]["namespace"] for live in listed] == ["line-1"]
+
+
+async def test_gateway_pods_are_touched_when_the_table_changes_and_only_then(make: Any) -> None:
+    labels = {naming.LABEL_NAME: "taktline-gateway"}
+    gateway = {"kind": "Pod", "metadata": {"name": "g", "namespace": "taktline-system", "labels": labels}}
+    api = make.Api(make.body(), make.pod("p"), gateway)
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    assert api.writes.count(("annotate", "Pod/taktline-system/g")) == 1
+    await settle(controller, KEY)
+    assert api.writes.count(("annotate", "Pod/taktline-system/g")) == 1
+
+
+async def end_state(make: Any, fail_at: int | None) -> tuple[dict[Any, Json], int]:
+    """Objects after an edit that met one API failure (which also restarts the operator), and the calls it took."""
+    api = make.Api(make.body(), make.pod("p"))
+    await settle(controller_of(make, api), KEY)
+    stored = api.objects["PolicyDeployment", "line-1", "reach"]
+    stored["spec"]["engine"] = {"solverSteps": 4}
+    stored["metadata"]["generation"] = 2
+    api.calls, api.fail_at = 0, fail_at
+    try:
+        await settle(controller_of(make, api), KEY)
+    except ApiError:
+        api.fail_at = None
+        await settle(controller_of(make, api), KEY)
+    calls = api.calls
+    return {key: found for key, found in api.objects.items() if key[0] != "Event"}, calls
+
+
+async def test_an_operator_that_dies_between_any_two_api_calls_ends_in_the_same_state(make: Any) -> None:
+    expected, calls = await end_state(make, None)
+    assert calls > 10
+    for fail_at in range(1, calls + 1):
+        found, _ = await end_state(make, fail_at)
+        assert found == expected, f"died at call {fail_at} of {calls}"
+
+
+async def test_a_policy_deleted_while_its_status_is_written_is_no_error(make: Any) -> None:
+    api = make.Api(make.body())
+    controller = controller_of(make, api)
+
+    async def vanishing(desired: Json, subresource: str = "") -> Json:
+        if subresource == "status":
+            raise ApiError(404, "NotFound", "gone")
+        return desired
+
+    api.apply = vanishing
+    await controller.handle(KEY)
+
+
+async def test_an_event_that_cannot_be_posted_repeats_no_work(make: Any) -> None:
+    api = make.Api(make.body())
+    controller = controller_of(make, api)
+
+    async def forbidden(found: Json) -> bool:
+        raise ApiError(403, "Forbidden", "no events here")
+
+    api.create = forbidden
+    await controller.handle(KEY)
+    assert "status" in api.objects["PolicyDeployment", "line-1", "reach"]
+
+
+@pytest.mark.parametrize("status", [409, 429, 500, 0])
+async def test_an_api_failure_reaches_the_queue(make: Any, status: int) -> None:
+    api = make.Api(make.body())
+
+    async def failing(desired: Json, subresource: str = "") -> Json:
+        raise ApiError(status, "Nope", "try again")
+
+    api.apply = failing
+    with pytest.raises(ApiError):
+        await controller_of(make, api).handle(KEY)
+
+
+async def test_changes_queue_the_table_once(make: Any) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await controller.resync(everything=False)
+    for _ in range(3):
+        await controller.handle(KEY)
+    await asyncio.sleep(0.1)
+    keys = [await controller.queue.get() for _ in range(controller.queue.depth)]
+    assert sorted(keys) == [ROUTES, KEY]

@@ -1,0 +1,269 @@
+"""The PolicyDeployment API: every rule accepts and rejects, every field is described, types and schema agree."""
+
+from __future__ import annotations
+
+import copy
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from taktline_operator import schema, spec
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
+Json = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changed(base: Json, path: str, value: object) -> Json:
+    """`base` with one field set; a None value removes it."""
+    result = copy.deepcopy(base)
+    target: Any = result
+    *parents, last = path.split(".")
+    for name in parents:
+        target = target[int(name)] if name.isdigit() else target.setdefault(name, {})
+    if value is None:
+        del target[last]
+    elif isinstance(target, list):
+        target[int(last)] = value
+    else:
+        target[last] = value
+    return result
+
+
+# (what it is about, field, a value that is right, a value that is wrong, what the message says)
+RULES = [
+    ("name length", "metadata.name", "a" * 40, "a" * 41, "at most 40 lower-case letters"),
+    ("name letters", "metadata.name", "pick-2", "Pick_2", "lower-case letters, digits and dashes"),
+    ("largest bucket", "spec.batching", {"maxBatch": 8}, {"maxBatch": 9}, "larger than every bucket"),
+    ("wait below budget", "spec.batching", {"maxWaitMs": 99}, {"maxWaitMs": 100}, "must be shorter than"),
+    ("absolute path", "spec.model.source", {"path": "/srv/x"}, {"path": "srv/x"}, "absolute folder on the node"),
+    ("no parent folder", "spec.model.source", {"path": "/srv/.x"}, {"path": "/srv/../x"}, "without '..'"),
+    (
+        "one source",
+        "spec.model.source",
+        {"path": "/x"},
+        {"path": "/x", "pvc": {"claimName": "c"}},
+        "exactly one source",
+    ),
+    ("some source", "spec.model.source", {"pvc": {"claimName": "c"}}, {}, "exactly one source"),
+    (
+        "path in the volume",
+        "spec.model.source",
+        {"pvc": {"claimName": "c", "path": "a/b"}},
+        {"pvc": {"claimName": "c", "path": "/a"}},
+        "relative to the volume's root",
+    ),
+    ("digest", "spec.model.sha256", {"m": "a" * 64}, {"m": "A" * 64}, "64 lower-case hex digits"),
+    ("ascending buckets", "spec.engine", {"buckets": [1, 3]}, {"buckets": [3, 1]}, "strictly ascending"),
+    ("distinct buckets", "spec.engine", {"buckets": [1]}, {"buckets": [1, 1]}, "strictly ascending"),
+    ("control period", "spec.engine", {"controlPeriodMs": 0.5}, {"controlPeriodMs": 0}, "greater than 0"),
+    ("budget", "spec.slo.controlBudgetMs", 6, -1, "controlBudgetMs must be greater than 0"),
+    ("objective", "spec.slo.onTimeObjective", 0.9, 1, "between 0 and 1"),
+    ("wait", "spec.batching", {"maxWaitMs": 0}, {"maxWaitMs": -1}, "must not be negative"),
+    (
+        "minimum and maximum",
+        "spec.pools.0",
+        {"name": "a", "accelerator": "cpu", "minReplicas": 2, "maxReplicas": 2},
+        {"name": "a", "accelerator": "cpu", "minReplicas": 3, "maxReplicas": 2},
+        "minReplicas must not be greater than maxReplicas",
+    ),
+    (
+        "replicas between",
+        "spec.pools.0",
+        {"name": "a", "accelerator": "cpu", "minReplicas": 1, "maxReplicas": 3, "replicas": 3},
+        {"name": "a", "accelerator": "cpu", "minReplicas": 1, "maxReplicas": 3, "replicas": 4},
+        "must lie between",
+    ),
+    (
+        "one owner of replicas",
+        "spec",
+        {"replicas": 2, "pools": [{"name": "a", "accelerator": "cpu", "maxReplicas": 2}]},
+        {"replicas": 2, "pools": [{"name": "a", "accelerator": "cpu", "replicas": 1}]},
+        "not both",
+    ),
+]
+
+
+def with_field(make: Any, path: str, value: Any) -> Json:
+    base: Json = make.body()
+    if path == "spec":
+        return changed(base, "spec", base["spec"] | value)
+    return changed(base, path, value)
+
+
+@pytest.mark.parametrize(("path", "right"), [(r[1], r[2]) for r in RULES], ids=[r[0] for r in RULES])
+def test_rule_accepts(make: Any, path: str, right: object) -> None:
+    schema.validated(with_field(make, path, right))
+
+
+@pytest.mark.parametrize(("path", "wrong", "says"), [(r[1], r[3], r[4]) for r in RULES], ids=[r[0] for r in RULES])
+def test_rule_rejects_with_a_message_for_people(make: Any, path: str, wrong: object, says: str) -> None:
+    with pytest.raises(TaktlineError) as caught:
+        schema.validated(with_field(make, path, wrong))
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert says in caught.value.message
+
+
+def test_every_cel_rule_has_a_case_in_the_table() -> None:
+    said = " | ".join(rule[4] for rule in RULES)
+    for path, part in walk(schema.object_schema()):
+        for rule in part.get("x-kubernetes-validations", []):
+            assert any(words in rule["message"] for words in said.split(" | ")), f"{path}: {rule['message']}"
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "says"),
+    [
+        ("spec.model.family", "gpt", "is not one of pi0, pi05"),
+        ("spec.model", {"family": "pi05"}, "spec.model.source: required"),
+        ("spec.engin", {}, "spec.engin: unknown field"),
+        ("spec.slo.controlBudgetMs", "fast", "must be a number, not string"),
+        ("spec.slo.controlBudgetMs", True, "must be a number, not boolean"),
+        ("spec.pools", [], "needs at least 1 item"),
+        ("spec.pools", [{"name": "a", "accelerator": "cpu"}] * 2, "duplicate name 'a'"),
+        ("spec.pools.0.name", "A", "does not match"),
+        ("spec.engine", {"buckets": [0]}, "below the minimum 1"),
+        ("spec.engine", {"solverSteps": 1.5}, "must be an integer, not number"),
+        ("spec.pools.0.resources", {"requests": {"cpu": "lots"}}, "not a quantity"),
+        ("spec.slo", None, "spec.slo: required"),
+        ("metadata.name", None, "metadata.name: required"),
+    ],
+)
+def test_structure_rejects(make: Any, path: str, wrong: object, says: str) -> None:
+    with pytest.raises(TaktlineError) as caught:
+        schema.validated(changed(make.body(), path, wrong))
+    assert says in caught.value.message
+
+
+def test_all_problems_are_named_at_once(make: Any) -> None:
+    wrong = changed(changed(make.body(), "spec.slo.controlBudgetMs", 0), "spec.engine", {"buckets": [2, 1]})
+    with pytest.raises(TaktlineError, match=r"controlBudgetMs.*buckets"):
+        schema.validated(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"apiVersion": "v1", "kind": "Pod"}, {}, {"kind": "PolicyDeployment"}])
+def test_another_kind_is_refused_with_how_to_start(wrong: Json) -> None:
+    with pytest.raises(TaktlineError) as caught:
+        schema.validated(wrong)
+    assert "kind: PolicyDeployment" in caught.value.next_step
+
+
+def test_validation_leaves_its_input_alone(make: Any) -> None:
+    before = make.body()
+    given = copy.deepcopy(before)
+    schema.validated(given)
+    assert given == before
+
+
+def walk(part: Json, path: str = "") -> Iterator[tuple[str, Json]]:
+    """Every schema node with its path."""
+    yield path, part
+    for name, inner in part.get("properties", {}).items():
+        yield from walk(inner, f"{path}.{name}")
+    for keyword, mark in (("items", "[]"), ("additionalProperties", "{}")):
+        if isinstance(part.get(keyword), dict):
+            yield from walk(part[keyword], path + mark)
+
+
+def test_every_field_is_described_for_kubectl_explain() -> None:
+    for path, part in walk(schema.object_schema()):
+        if path == ".metadata" or path.endswith("{}"):
+            continue  # the API server describes the one; a map's values are described by the map
+        described = part.get("description", "")
+        assert described.endswith("."), f"{path}: {described!r}"
+
+
+def test_schema_is_closed_and_bounded() -> None:
+    for path, part in walk(schema.object_schema()["properties"]["spec"], "spec"):
+        assert "x-kubernetes-preserve-unknown-fields" not in part, path
+        if part.get("type") == "array":
+            assert "maxItems" in part, f"{path}: an unbounded list makes CEL rules too costly for the API server"
+            assert "x-kubernetes-list-type" in part, path
+
+
+def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
+    """The struct inside `X`, `X | None` or `tuple[X, ...]`."""
+    for inner in (annotation, *typing.get_args(annotation)):
+        if isinstance(inner, type) and not isinstance(inner, types.GenericAlias) and issubclass(inner, msgspec.Struct):
+            return inner
+    return None
+
+
+def assert_agrees(struct: type[msgspec.Struct], part: Json, path: str) -> None:
+    part = part.get("items", part)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+    assert fields.keys() == part["properties"].keys(), path
+    hints = typing.get_type_hints(struct)
+    for name, inner in part["properties"].items():
+        field, where = fields[name], f"{path}.{name}"
+        assert field.required == (name in part.get("required", [])), where
+        annotation = hints[field.name]
+        if "enum" in inner:
+            literals = [value for value in flat_literals(annotation) if value]
+            assert literals == inner["enum"], where
+        nested = struct_of(annotation)
+        if nested is not None:
+            assert_agrees(nested, inner, where)
+        elif "default" in inner:
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            assert default == inner["default"], where
+
+
+def flat_literals(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [value for inner in typing.get_args(annotation) for value in flat_literals(inner)]
+
+
+def test_typed_spec_and_schema_have_the_same_fields_enums_and_defaults() -> None:
+    assert_agrees(spec.Spec, schema.object_schema()["properties"]["spec"], "spec")
+
+
+def test_defaults_reach_the_typed_spec(make: Any) -> None:
+    found = make.policy().spec
+    assert found.engine.buckets == (1, 2, 4, 8)
+    assert found.batching.max_wait_ms == 5.0
+    assert found.slo.on_time_objective == 0.999
+    assert found.pools[0].min_replicas == 1
+
+
+def test_manifests_carry_this_very_crd() -> None:
+    assert (ROOT / "deploy/manifests/policydeployments.yaml").read_text() == schema.crd_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy/examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_is_valid(path: Path) -> None:
+    from taktline_operator import planfile
+
+    parsed = [spec.parse(document) for document in planfile.read_policies(path)]
+    assert path.stem in {found.name for found in parsed}
+
+
+def replicas_case(pools: list[Json], total: int | None, expected: dict[str, int]) -> Callable[[Any], None]:
+    def check(make: Any) -> None:
+        parts: Json = {"pools": [{"accelerator": "cpu"} | pool for pool in pools]}
+        if total is not None:
+            parts["replicas"] = total
+        assert make.policy(**parts).spec.desired_replicas() == expected
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        replicas_case([{"name": "a"}], None, {"a": 1}),
+        replicas_case([{"name": "a", "minReplicas": 0}], None, {"a": 0}),
+        replicas_case([{"name": "a", "maxReplicas": 4, "replicas": 3}], None, {"a": 3}),
+        replicas_case([{"name": "a", "replicas": 3}], None, {"a": 3}),
+        replicas_case([{"name": "a", "maxReplicas": 2}, {"name": "b", "maxReplicas": 5}], 5, {"a": 2, "b": 3}),
+        replicas_case([{"name": "a", "maxReplicas": 2}, {"name": "b", "maxReplicas": 5}], 99, {"a": 2, "b": 5}),
+        replicas_case([{"name": "a", "minReplicas": 2}, {"name": "b"}], 0, {"a": 2, "b": 1}),
+    ],
+)
+def test_replicas_by_pool(make: Any, check: Callable[[Any], None]) -> None:
+    check(make)

@@ -1,0 +1,104 @@
+"""The watch: kopf is told to touch nothing, and a stream that died is noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+import pytest
+from kubernetes import client
+from taktline_operator import watching
+from taktline_operator.reconcile import ROUTES, Controller
+
+Json = dict[str, Any]
+
+
+def live(version: str, name: str = "reach") -> Json:
+    return {"metadata": {"namespace": "line-1", "name": name, "resourceVersion": version}}
+
+
+def test_a_version_that_two_lists_show_and_the_watch_never_brought_means_a_dead_watch() -> None:
+    ledger = watching.WatchLedger()
+    ledger.saw(live("1"))
+    ledger.compare([live("1")])
+    assert ledger.alive
+    ledger.compare([live("2")])
+    assert ledger.alive, "the watch may bring it any moment"
+    ledger.compare([live("2")])
+    assert not ledger.alive
+
+
+def test_a_busy_object_whose_watch_is_just_behind_each_list_is_no_dead_watch() -> None:
+    ledger = watching.WatchLedger()
+    for version in range(1, 6):
+        ledger.compare([live(str(version))])
+        assert ledger.alive
+        ledger.saw(live(str(version)))
+
+
+def test_a_quiet_cluster_is_alive() -> None:
+    ledger = watching.WatchLedger()
+    ledger.saw(live("1"))
+    for _ in range(3):
+        ledger.compare([live("1")])
+        assert ledger.alive
+    ledger.compare([])
+    ledger.compare([])
+    assert ledger.alive
+
+
+class Listener:
+    """Takes the place of the controller: remembers the keys it is told."""
+
+    def __init__(self, namespaces: tuple[str, ...] = ()) -> None:
+        self.queue = self
+        self.keys: list[Any] = []
+        self._namespaces = namespaces
+
+    def add(self, key: Any) -> None:
+        self.keys.append(key)
+
+    def serves(self, namespace: str) -> bool:
+        return not self._namespaces or namespace in self._namespaces
+
+
+def handlers(listener: Any) -> kopf.OperatorRegistry:
+    return watching.registry(listener, watching.WatchLedger(), client.Configuration())
+
+
+def test_kopf_is_given_no_handler_that_writes_to_objects() -> None:
+    """Finalizers and annotations come from change handlers, timers and daemons; there are none."""
+    found = handlers(Listener())
+    assert not found._changing.get_all_handlers()
+    assert not found._spawning.get_all_handlers()
+    assert len(found._watching.get_all_handlers()) == 6
+    settings = watching.settings()
+    assert settings.posting.enabled is False
+    assert settings.watching.server_timeout is not None
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "expected"),
+    [
+        ({"taktline.dev/policy": "reach"}, "reach-cpu", [("line-1", "reach")]),
+        ({}, "taktline-routes", [ROUTES]),
+        ({}, "something", []),
+    ],
+)
+async def test_a_childs_event_queues_its_owner(labels: Json, name: str, expected: list[Any]) -> None:
+    listener = Listener()
+    child = handlers(listener)._watching.get_all_handlers()[-1].fn
+    await child(namespace="line-1", name=name, labels=labels)
+    assert listener.keys == expected
+
+
+async def test_events_of_other_namespaces_are_ignored() -> None:
+    listener = Listener(("line-2",))
+    found = handlers(listener)._watching.get_all_handlers()
+    await found[-1].fn(namespace="line-1", name="x", labels={"taktline.dev/policy": "reach"})
+    await found[0].fn(event={"object": live("1")}, namespace="line-1", name="reach")
+    assert listener.keys == []
+
+
+def test_the_listener_stands_in_for_what_the_controller_really_has() -> None:
+    assert {"serves"} <= set(dir(Controller))
