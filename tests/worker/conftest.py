@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_worker.models.pi.config import ArchitectureHints, PiArchitecture, PiConventions, read_architecture
 from taktline_worker.models.pi.keys import canonical_names, family_of
@@ -128,14 +128,16 @@ def make_folder(target: Path, family: str, **sidecar: Any) -> Path:
 
 
 def make_openpi_folder(target: Path, **sidecar: Any) -> Path:
-    """A servable openpi folder: the golden π0 weights in that layout, statistics of 8 and 7 dimensions."""
+    """A servable openpi folder: golden π0 weights under that layout's names, statistics of 8 and 7 dimensions."""
     target.mkdir(parents=True)
-    shutil.copy(GOLDEN / "pi0_tiny" / "full" / "model_openpi_layout.safetensors", target / "model.safetensors")
+    stored = load_file(GOLDEN / "pi0_tiny" / "lerobot_folder" / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in stored.items() if "embed_tokens" not in name}
+    save_file(renamed, target / "model.safetensors")
     assets = target / "assets" / "lab" / "arm"
     assets.mkdir(parents=True)
     shutil.copy(GOLDEN / "preprocess" / "openpi" / "norm_stats.json", assets / "norm_stats.json")
     shutil.copy(TOKENIZER / "tokenizer.model", target / "tokenizer.model")
-    content = {"architecture": {"vision_heads": 3}, "control_period_ms": 50} | sidecar
+    content = {"architecture": {"vision_heads": 2}, "control_period_ms": 50} | sidecar
     (target / "taktline.json").write_text(json.dumps(content))
     return target
 

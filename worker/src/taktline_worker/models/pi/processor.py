@@ -88,7 +88,8 @@ class PiProcessor:
         frames = self._frames(observation.images)
         state = self._state(observation.state)
         policy_state = aloha.to_policy_state(state) if self.conventions.adapt_to_pi else state
-        normalised = self.conventions.state_normaliser.forward(policy_state)
+        with np.errstate(over="ignore", invalid="ignore"):  # the check below has a better word for it
+            normalised = self.conventions.state_normaliser.forward(policy_state)
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
         tokens = self.tokens(observation.instruction, normalised)
