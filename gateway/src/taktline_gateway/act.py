@@ -74,17 +74,17 @@ class ActEndpoint:
             pending = lane.submit(exchange.request_id, observation, deadline)
             served = await self._wait(pending, lane, receive)
             self._gateway.robots.touch(observation.robot_id, time.monotonic())
-            chunk = self._chunk(exchange.request_id, observation, info, served, pending, received_at)
+            chunk = self.chunk(exchange.request_id, observation, info, served, pending, received_at)
             await send_message(send, exchange, chunk)
         except (ClientGone, Disconnected):
             self._gateway.telemetry.refused(self._label(policy), CLIENT_GONE, missed=False)
         except TaktlineError as error:
-            self._refused(policy, exchange, observation, error)
+            self.refused(policy, exchange, observation, error)
             await send_error(send, exchange, error, close=not body_read or self._gateway.draining)
         except Exception:
             log(_logger, logging.ERROR, "internal", exc_info=True, request_id=exchange.request_id, policy=policy)
             internal = internal_error()
-            self._refused(policy, exchange, observation, internal)
+            self.refused(policy, exchange, observation, internal)
             await send_error(send, exchange, internal, close=True)
         finally:
             self._gateway.requests -= 1
@@ -100,7 +100,7 @@ class ActEndpoint:
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
 
-    def _chunk(
+    def chunk(
         self,
         request_id: str,
         observation: Observation,
@@ -109,6 +109,7 @@ class ActEndpoint:
         pending: Pending,
         received_at: float,
     ) -> ActionChunk:
+        """The answer, with its terms and margin, and the books kept of it; whatever protocol carried the request."""
         queue_s = served.sent_at - pending.arrived_at
         seen_s = time.monotonic() - received_at
         sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
@@ -153,7 +154,8 @@ class ActEndpoint:
             worker=served.worker,
         )
 
-    def _refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
+    def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
+        """Keeps the books of a request that gets a typed error."""
         self._gateway.telemetry.refused(self._label(policy), error.code.value, missed=error.code in _MISSED)
         log(
             _logger,

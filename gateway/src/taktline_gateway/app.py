@@ -16,6 +16,8 @@ from taktline_protocol.codecs import encode, error_body
 from taktline_protocol.messages import PolicyInfo, PolicyList
 
 from taktline_gateway.act import ActEndpoint
+from taktline_gateway.compat.gateway_service import GatewayService
+from taktline_gateway.compat.listeners import client_listeners
 from taktline_gateway.http_io import exchange_of, internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.openapi import document
@@ -31,7 +33,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
-        yield
+        async with client_listeners(GatewayService(gateway), gateway.settings.client_ports):
+            yield
         await gateway.close()
 
     # The interactive pages load scripts from elsewhere, which a factory network does not reach.

@@ -12,6 +12,7 @@ from taktline_protocol import TaktlineError
 from taktline_protocol.limits import MIB, Limits
 
 from taktline_gateway import logs
+from taktline_gateway.compat import ports
 from taktline_gateway.server import serve
 from taktline_gateway.service import Settings
 
@@ -26,6 +27,7 @@ def main() -> None:
         max_queued=arguments.max_queued,
         drain_settle_s=arguments.drain_settle_s,
         drain_limit_s=arguments.drain_limit_s,
+        client_ports=ports.ports_of(arguments),
     )
     host, port = arguments.listen
     try:
@@ -46,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--listen", type=_address, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="where to listen"
     )
+    ports.add_arguments(run)
     run.add_argument("--max-body-mib", type=float, default=16.0, help="largest request body")
     run.add_argument("--max-queued", type=int, default=10_000, help="observations that may wait for one policy")
     run.add_argument("--drain-settle-s", type=float, default=1.0, help="on SIGTERM, keep answering at least so long")

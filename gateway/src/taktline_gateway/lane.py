@@ -25,9 +25,9 @@ from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.telemetry import Telemetry
 from taktline_gateway.worker_link import WorkerLink
 
-HANG_FACTOR = 4.0
+HANG_FACTOR = 5.0
 """A batch that takes longer than this many times its predicted tail hangs."""
-HANG_FLOOR_S = 0.5
+HANG_FLOOR_S = 1.0
 MAX_ATTEMPTS = 2
 SUSPEND_S = 0.25
 SUSPEND_MAX_S = 8.0

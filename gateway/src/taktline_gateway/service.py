@@ -12,6 +12,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import RoutingTable
 from taktline_protocol.limits import DEFAULT_LIMITS, Limits
 
+from taktline_gateway.compat.ports import ClientPorts
 from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
 from taktline_gateway.robots import Robots
@@ -32,6 +33,7 @@ class Settings:
         drain_settle_s: after SIGTERM, how long the listener stays open at least, so that probes and load balancers see
             /readyz fail before connections do.
         drain_limit_s: after SIGTERM, when the process ends even with requests in flight.
+        client_ports: where the protocols of existing robot clients are spoken.
     """
 
     routes: Path
@@ -40,6 +42,7 @@ class Settings:
     body_timeout_s: float = 10.0
     drain_settle_s: float = 1.0
     drain_limit_s: float = 25.0
+    client_ports: ClientPorts = dataclasses.field(default_factory=ClientPorts)
 
 
 class Gateway:

@@ -1,0 +1,162 @@
+"""openpi's WebSocket policy protocol: metadata first, then one observation and one action chunk at a time.
+
+`openpi-client` ends the robot program on any HTTP error and on a closed socket, and waits without limit for the
+metadata frame and for answers. So a cold start withholds the metadata (pings are answered meanwhile), a refused
+observation is a text frame after which the connection goes on, and only an answer that would be taken for another
+one's closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from taktline_protocol import ActionChunk, ErrorCode, PolicyInfo, TaktlineError
+from websockets.frames import CloseCode
+
+from taktline_gateway.compat.observations import read_observation
+from taktline_gateway.compat.ports import Listen
+from taktline_gateway.compat.service import READY_POLL_S, Conversation, PolicyService, until_ready
+from taktline_gateway.compat.websocket_listener import (
+    Arrival,
+    FencedConnection,
+    WebSocketListener,
+    unless_closed,
+)
+from taktline_gateway.compat.wire_arrays import decode, encode_openpi
+from taktline_gateway.http_io import internal_error
+from taktline_gateway.logs import log
+
+HEALTH = ("/healthz", "OK\n", "text/plain; charset=utf-8")
+KEEPALIVE_S = 20.0
+OVERTAKEN = TaktlineError(
+    ErrorCode.SUPERSEDED,
+    "an observation arrived before the last one's answer was read",
+    "wait for each answer, or connect again after giving up on one: this protocol has no request ids",
+)
+_logger = logging.getLogger(__name__)
+
+
+def openpi_listener(listen: Listen, service: PolicyService) -> WebSocketListener:
+    """A listener that speaks openpi's protocol."""
+    return WebSocketListener(
+        "openpi", listen, service, OpenpiServer(service).converse, health=HEALTH, keepalive_s=KEEPALIVE_S
+    )
+
+
+class OpenpiServer:
+    """Speaks the protocol on any number of connections."""
+
+    def __init__(self, service: PolicyService) -> None:
+        self._service = service
+
+    async def converse(self, connection: FencedConnection, arrival: Arrival) -> None:
+        """Serves one client until it leaves. Raises ConnectionClosed."""
+        policy: str = await unless_closed(connection, self._policy(arrival))
+        info: PolicyInfo = await unless_closed(connection, until_ready(self._service, policy))
+        await connection.send(encode_openpi(self._metadata(info)))
+        conversation = Conversation(self._service, arrival.caller, policy)
+        closed = asyncio.ensure_future(connection.wait_closed())
+        previous_ms: float | None = None
+        try:
+            while True:
+                frame = await connection.recv()
+                received_at = time.monotonic()
+                answering = asyncio.ensure_future(self._answer(conversation, frame, received_at, previous_ms))
+                events: set[asyncio.Future[Any]] = {answering, closed, connection.overtaken}
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+                if connection.overtaken.done() or not answering.done():
+                    answering.cancel()
+                    await asyncio.gather(answering, return_exceptions=True)
+                else:
+                    await connection.answer(answering.result())
+                if connection.overtaken.done():
+                    await connection.send(str(OVERTAKEN))
+                    await connection.close(CloseCode.POLICY_VIOLATION, "answer overtaken")
+                    log(_logger, logging.WARNING, "answer_overtaken", policy=policy, robot=arrival.caller.robot_id)
+                    return
+                if self._service.draining:
+                    await connection.close(CloseCode.GOING_AWAY, "draining")
+                    return
+                previous_ms = 1e3 * (time.monotonic() - received_at)
+        finally:
+            closed.cancel()
+
+    async def _policy(self, arrival: Arrival) -> str:
+        """The policy of this connection; where the handshake named none, the only one, as soon as there is one."""
+        while not arrival.policy:
+            served = self._service.policies()
+            if len(served) > 1:
+                raise TaktlineError(
+                    ErrorCode.UNKNOWN_POLICY,
+                    f"{len(served)} policies are served here",
+                    "connect to /v1/policies/POLICY/openpi",
+                )
+            if served:
+                return served[0]
+            await asyncio.sleep(READY_POLL_S)
+        return arrival.policy
+
+    def _metadata(self, info: PolicyInfo) -> dict[str, Any]:
+        facts = {
+            "policy": info.policy,
+            "revision": info.revision,
+            "action_horizon": info.horizon,
+            "action_dim": info.action_dim,
+            "control_dt_s": info.dt_s,
+            "cameras": list(info.cameras),
+        }
+        return facts | self._service.mapping(info.policy, "openpi").metadata
+
+    async def _answer(
+        self, conversation: Conversation, frame: bytes | str, received_at: float, previous_ms: float | None
+    ) -> bytes | str:
+        """The frame to send back: binary is a result, text an error."""
+        try:
+            if isinstance(frame, str):
+                raise TaktlineError(
+                    ErrorCode.INVALID_BODY, "the frame is text", "send the observation as a binary msgpack frame"
+                )
+            service, policy = self._service, conversation.policy
+            read = read_observation(
+                decode(frame, service.limits), service.mapping(policy, "openpi"), service.info(policy), "openpi"
+            )
+            chunk = await conversation.act(read)
+        except TaktlineError as error:
+            return str(error)
+        except Exception:
+            log(
+                _logger,
+                logging.ERROR,
+                "internal",
+                exc_info=True,
+                protocol="openpi",
+                policy=conversation.policy,
+                robot=conversation.caller.robot_id,
+            )
+            return str(internal_error())
+        return encode_openpi(result_of(chunk, 1e3 * (time.monotonic() - received_at), previous_ms))
+
+
+def result_of(chunk: ActionChunk, infer_ms: float, previous_ms: float | None) -> dict[str, Any]:
+    """openpi's result map.
+
+    Numbers only in the timing maps (clients record every value), and no array but `actions`: openpi's chunk broker
+    indexes every array of the result by step.
+
+    Args:
+        infer_ms: from the observation's arrival to this result.
+        previous_ms: from arrival to sent of the connection's previous observation, None for the first.
+    """
+    timings = chunk.timings
+    server_timing = {"infer_ms": infer_ms, "queue_ms": timings.queue_ms, "margin_ms": chunk.margin_ms}
+    if previous_ms is not None:
+        server_timing["prev_total_ms"] = previous_ms
+    return {
+        "actions": chunk.actions.to_numpy(),
+        "server_timing": server_timing,
+        "policy_timing": {"infer_ms": timings.inference_ms},
+        "taktline": {"request_id": chunk.request_id, "revision": chunk.revision, "batch_size": chunk.batch_size},
+    }

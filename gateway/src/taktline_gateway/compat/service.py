@@ -1,0 +1,127 @@
+"""What the client protocols need of the gateway: a policy's facts, and one observation in, one chunk out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections import deque
+from typing import Protocol
+
+from taktline_protocol import ActionChunk, Observation, PolicyInfo, TaktlineError
+from taktline_protocol.deployment import ClientMapping, ClientProtocol
+from taktline_protocol.limits import Limits
+
+from taktline_gateway.compat.deadlines import (
+    ARRIVALS_KEPT,
+    chunk_duration_ms,
+    inferred_budget_ms,
+    request_period_ms,
+)
+from taktline_gateway.compat.observations import ClientInput
+
+READY_POLL_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: what an access check needs to decide, and what the log may show (never the key).
+
+    Attributes:
+        protocol: client protocol, e.g. `openpi`.
+        peer: the client's address, for the log.
+        robot_id: its own name where the protocol lets it say one, else made up for the connection.
+        session_id: drawn for each connection.
+        api_key: the key it presented, unchecked; None where it presented none in the protocol's form.
+    """
+
+    protocol: ClientProtocol
+    peer: str
+    robot_id: str
+    session_id: str
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+
+    @classmethod
+    def connecting(
+        cls, protocol: ClientProtocol, peer: str, robot: str | None = None, api_key: str | None = None
+    ) -> Caller:
+        """The caller of a new connection; `robot` is the name it gave, if any."""
+        session_id = os.urandom(8).hex()
+        name = robot if robot and len(robot) <= 128 and robot.isprintable() else f"{protocol}-{session_id}"
+        return cls(protocol, peer, name, session_id, api_key)
+
+
+class PolicyService(Protocol):
+    """The gateway as the client protocols see it."""
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of one observation."""
+
+    @property
+    def draining(self) -> bool:
+        """True once this gateway is going away."""
+
+    def policies(self) -> list[str]:
+        """Names of the policies served, sorted."""
+
+    def info(self, policy: str) -> PolicyInfo:
+        """Facts of one policy. Raises TaktlineError `unknown_policy`."""
+
+    def mapping(self, policy: str, protocol: ClientProtocol) -> ClientMapping:
+        """How a protocol's observations are read for a policy; all defaults where the route says nothing."""
+
+    async def submit(self, caller: Caller, policy: str, observation: Observation) -> ActionChunk:
+        """Serves one observation. Raises TaktlineError; cancelling the call takes the observation out of the queue."""
+
+
+class Conversation:
+    """One client's requests to one policy: numbers them, and infers the deadlines that it cannot state."""
+
+    def __init__(self, service: PolicyService, caller: Caller, policy: str) -> None:
+        self.service = service
+        self.caller = caller
+        self.policy = policy
+        self._seq = 0
+        self._arrivals: deque[float] = deque(maxlen=ARRIVALS_KEPT)
+
+    def budget_ms(self) -> float:
+        """The inferred budget of a request that arrives now; see `deadlines.inferred_budget_ms`."""
+        info = self.service.info(self.policy)
+        mapping = self.service.mapping(self.policy, self.caller.protocol)
+        chunk_ms = chunk_duration_ms(info.horizon, info.dt_s, mapping.control_hz)
+        alone_ms = min((time.p99_ms for time in info.t_sync if time.batch == 1), default=0.0)
+        period_ms = request_period_ms(list(self._arrivals), chunk_ms)
+        return inferred_budget_ms(period_ms, chunk_ms, info.control_budget_ms, alone_ms, self.service.limits.budget_ms)
+
+    async def act(self, read: ClientInput, *, budget_ms: float | None = None, seed: int | None = None) -> ActionChunk:
+        """Sends one observation through the gateway. Raises TaktlineError."""
+        now = time.monotonic()
+        self._arrivals.append(now)
+        self._seq += 1
+        observation = Observation(
+            robot_id=self.caller.robot_id,
+            session_id=self.caller.session_id,
+            seq=self._seq,
+            captured_at=now,
+            budget_ms=self.budget_ms() if budget_ms is None else budget_ms,
+            images=read.images,
+            state=read.state,
+            instruction=read.instruction,
+            seed=seed,
+        )
+        return await self.service.submit(self.caller, self.policy, observation)
+
+
+async def until_ready(service: PolicyService, policy: str) -> PolicyInfo:
+    """Waits until a worker of `policy` is ready, for a client that would take a refusal for the end."""
+    while True:
+        try:
+            info = service.info(policy)
+        except TaktlineError:
+            # Not in the routing table yet; it may be applied while this client waits.
+            info = None
+        if info is not None and info.ready:
+            return info
+        await asyncio.sleep(READY_POLL_S)
