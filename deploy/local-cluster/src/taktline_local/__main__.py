@@ -20,7 +20,12 @@ from taktline_local.logs import log_to_stderr
 from taktline_local.node import NodeOptions, ProcessNode
 from taktline_local.node_endpoint import EndpointTls
 
-app = typer.Typer(help=f"Taktline on one machine, a {DEVICE_NOTICE}.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help=f"Taktline on one machine, a {DEVICE_NOTICE}.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 DEMO_FILE = REPOSITORY / "deploy" / "examples" / "demo-reach.yaml"
 

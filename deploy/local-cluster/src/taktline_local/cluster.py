@@ -118,7 +118,9 @@ class Cluster:
         node = self.kubectl.get("node", name)
         if node is None:
             return False
-        ready = any(item["type"] == "Ready" and item["status"] == "True" for item in node["status"]["conditions"])
+        ready = any(
+            item["type"] == "Ready" and item["status"] == "True" for item in node["status"].get("conditions", [])
+        )
         # The controller manager takes a new node's taints away a moment after it reports ready.
         return ready and not node["spec"].get("taints")
 

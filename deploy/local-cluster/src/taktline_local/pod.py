@@ -65,6 +65,7 @@ class PodRunner:
         self._volumes = Volumes(folder / "volumes", pod, source, pod_ip=ip, host_ip=host_ip)
         self._initialized = False
         self._ended = False
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -92,6 +93,7 @@ class PodRunner:
     async def stop(self, grace_s: float) -> None:
         """End all containers within `grace_s` seconds, then kill them; returns when none is left."""
         task = self._task
+        self._stopping = True
         running = [container for container in [*self.init, *self.main] if container.exit_code is None]
         await asyncio.gather(*(container.stop(grace_s) for container in running))
         if task is not None:
@@ -150,12 +152,15 @@ class PodRunner:
                 await asyncio.sleep(REFRESH_S)
 
     async def _refresh_volumes(self) -> None:
-        while True:
+        # What a Pod refers to may be deleted with it; while it ends its volumes stay as they are.
+        while not self._stopping:
             await asyncio.sleep(REFRESH_S)
             try:
                 for name in await self._volumes.refresh(self._context.paths.rewrite):
                     logger.info("volume updated", extra={"pod": self.pod["metadata"]["name"], "volume": name})
             except (ContainerConfigError, OSError) as error:
+                if self._stopping:
+                    return
                 # As with the kubelet, what was mounted stays.
                 self._context.event("FailedMount", str(error), warning=True)
 
