@@ -1,0 +1,152 @@
+"""The `taktline` command as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from taktline_gateway.openapi import grey_png
+
+HEAVY = ("torch", "numpy", "httpx", "taktline_worker", "taktline_local")
+TAKTLINE = str(Path(sys.executable).parent / "taktline")
+
+
+def taktline(*arguments, url="", **environment):
+    return subprocess.run(
+        [TAKTLINE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TAKTLINE_URL": url, "COLUMNS": "200", **environment},
+    )
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "frame.png"
+    path.write_bytes(grey_png(16))
+    return path
+
+
+def act(stack, picture, *more):
+    cameras = [part for name in ("front", "wrist") for part in ("--camera", f"{name}={picture}")]
+    return taktline(
+        "act", "--policy", "scripted", "--instruction", "go", "--state", "0,0,0,0,0,0", *cameras, *more, url=stack.url
+    )
+
+
+def test_help_lists_every_command_and_loads_none():
+    done = taktline("--help")
+    assert done.returncode == 0
+    for name in ("act", "policies", "bench-http", "version", "up", "checkpoint"):
+        assert f" {name} " in done.stdout
+    probe = "\n".join(
+        [
+            "import sys; sys.argv = ['taktline', '--help']",
+            "from taktline.cli import main",
+            "try: main()",
+            "except SystemExit: pass",
+            f"print([name for name in {HEAVY} if name in sys.modules])",
+        ]
+    )
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
+    assert loaded.stdout.strip().endswith("[]")
+
+
+def test_version():
+    done = taktline("version")
+    assert done.returncode == 0
+    assert "taktline-protocol " in done.stdout
+
+
+def test_policies(stack):
+    done = taktline("policies", url=stack.url)
+    assert done.returncode == 0
+    assert "scripted" in done.stdout
+    listed = json.loads(taktline("policies", "--json", url=stack.url).stdout)
+    assert listed["policies"][0]["policy"] == "scripted"
+
+
+def test_act_prints_a_chunk(stack, picture):
+    done = act(stack, picture)
+    assert done.returncode == 0, done.stderr
+    assert "L_critical" in done.stdout
+    assert "10 actions of 6 numbers" in done.stdout
+    chunk = json.loads(act(stack, picture, "--json", "--robot-id", "json-arm").stdout)
+    assert len(chunk["actions"]) == 10
+    assert chunk["timings"]["inference_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--camera", "front=/nowhere.png"], "image_corrupt"),
+        ([], "camera_missing"),
+    ],
+)
+def test_errors_are_one_line_with_the_next_step(stack, arguments, code):
+    done = taktline(
+        "act", "--policy", "scripted", "--instruction", "go", "--state", "0 0 0 0 0 0", *arguments, url=stack.url
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"taktline: {code}: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.rstrip().endswith(")")
+    assert not done.stdout
+
+
+def test_a_gateway_that_is_not_there():
+    done = taktline("policies", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("taktline: gateway_unreachable: ")
+
+
+def test_misuse_exits_with_2(stack):
+    assert taktline("act", "--policy", "p", url=stack.url).returncode == 2
+    assert taktline("nonsense").returncode == 2
+    assert taktline("act", "--policy", "p", "--instruction", "i", "--camera", "nofile", url=stack.url).returncode == 2
+
+
+@pytest.mark.parametrize("mode", [[], ["--rate", "40"]])
+def test_bench_http_accounts_for_every_request(stack, tmp_path, mode):
+    output = tmp_path / "figures.json"
+    before = stack.metric("taktline_requests_total")
+    done = taktline(
+        "bench-http",
+        "--policy",
+        "scripted",
+        "--clients",
+        "3",
+        "--duration",
+        "1.5",
+        "--output",
+        str(output),
+        *mode,
+        url=stack.url,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(output.read_text())
+    counted = figures["answered"] + sum(figures["errors"].values())
+    assert counted == stack.metric("taktline_requests_total") - before
+    assert figures["answered"] > 0
+    assert figures["latency_ms"]["p50"] <= figures["latency_ms"]["p99"]
+    assert set(figures["terms_ms"]) == {"observe", "transfer", "queue", "inference", "actuate"}
+
+
+def test_a_broken_plugin_breaks_only_itself(tmp_path, stack):
+    package = tmp_path / "broken-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[taktline.commands]\nbroken = no_such_module:app\n")
+    path = {"PYTHONPATH": str(tmp_path)}
+    listed = taktline("--help", **path)
+    assert "broken" in listed.stdout
+    done = taktline("broken", **path)
+    assert done.returncode == 1
+    assert "no_such_module" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert taktline("policies", url=stack.url, **path).returncode == 0
