@@ -205,7 +205,7 @@ def build(parallel: int) -> Path:
         for leftover in cache_root().glob("building-*"):
             shutil.rmtree(leftover)
         versions = folder.name
-        say(f"first build of {versions} with {parallel} parallel compilers; about 10 minutes on 2 cores, then cached")
+        say(f"first build of {versions} with {parallel} parallel compilers; 10 to 15 minutes on 2 cores, then cached")
         total = count_packages(go)
         work = Path(tempfile.mkdtemp(prefix="building-", dir=cache_root()))
         try:
