@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from taktline_local.cluster import KUBECONFIG_VARIABLE, Cluster, missing_reason
 from taktline_local.programs import build_programs, find_programs
+from taktline_protocol.errors import TaktlineError
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +34,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if find_programs() is None:
         capture = session.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
-            build_programs()
+            try:
+                build_programs()
+            except TaktlineError as error:
+                raise pytest.UsageError(str(error)) from error
 
 
 @pytest.fixture(scope="session")

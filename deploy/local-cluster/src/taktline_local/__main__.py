@@ -105,7 +105,7 @@ def cluster_demo(
     robots: Annotated[int, typer.Option(min=1, help="simulated robots in closed loop")] = 4,
     episodes: Annotated[int, typer.Option(min=1, help="episodes each robot plays")] = 3,
     seed: Annotated[int, typer.Option(help="seed of the robots' scenes")] = 0,
-    report: Annotated[Path, typer.Option(help="where the HTML report goes")] = Path("taktline-report.html"),
+    report: Annotated[Path, typer.Option(help="where the HTML report goes")] = Path(".taktline/report.html"),
     log_folder: Annotated[Path | None, typer.Option(help="where logs go; default a new temporary folder")] = None,
 ) -> None:
     """Apply a PolicyDeployment with kubectl to a local control plane, let robots use it, delete it."""

@@ -1,4 +1,4 @@
-"""A PolicyDeployment without a cluster: the operator's plan, run by the process node's Pod runner, and one gateway."""
+"""A PolicyDeployment without a cluster: the operator's plan, run by the process node's Pod runner, one gateway."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 from taktline_local.container import RunnerSettings, timestamp
@@ -166,6 +167,7 @@ class Stack:
         self._say = say
         items = run_planner(options.file)
         self.policies = [item["metadata"]["name"] for item in items if item["kind"] == "PolicyDeployment"]
+        self._items = items
         self._objects = [item for item in items if item["kind"] not in ("PolicyDeployment", "Pod")]
         self._pod_objects = planned_pods(items, options.workers)
         if not self._pod_objects:
@@ -181,17 +183,20 @@ class Stack:
         self._runners: dict[str, PodRunner] = {}
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._began = 0.0
 
     async def __aenter__(self) -> Stack:
         """Start workers, then the gateway; returns when a request would be answered. Raises TaktlineError."""
         try:
+            self._began = asyncio.get_running_loop().time()
             for pod in self._pod_objects:
                 self._start(pod)
-            for name in list(self._runners):
+            self._swap_routes(self._items)
+            self._start(gateway_pod(self.routes, self.port))
+            for name in self._runners:
                 await self._wait_ready(name)
             await self._write_routes()
-            self._start(gateway_pod(self.routes, self.port))
-            await self._wait_ready(GATEWAY)
+            await self._wait_served()
             self._keeping = asyncio.create_task(self._keep_routes())
         except BaseException:
             await self.stop()
@@ -245,7 +250,6 @@ class Stack:
         runner = self._runners[name]
         container = runner.main[0]
         clock = asyncio.get_running_loop().time
-        began = clock()
         while not container.ready:
             ended = container.state.get("terminated") or container.last_state.get("terminated")
             if ended:
@@ -255,9 +259,9 @@ class Stack:
                     f"read the logs in {container.log.parent}",
                 )
             waiting = container.state.get("waiting", {}).get("message")
-            if waiting and clock() - began > 1.0:
+            if waiting and clock() - self._began > 1.0:
                 raise TaktlineError(ErrorCode.CONFIG_INVALID, f"{name}: {waiting}", f"correct {self.options.file}")
-            if clock() - began > READY_TIMEOUT_S:
+            if clock() - self._began > READY_TIMEOUT_S:
                 raise TaktlineError(
                     ErrorCode.WORKER_FAILED,
                     f"{name} was not ready after {READY_TIMEOUT_S:.0f} s",
@@ -268,7 +272,23 @@ class Stack:
                 async with asyncio.timeout(0.2):
                     await self._changed.wait()
         address = self.url if name == GATEWAY else runner.ip
-        self._say(f"{name} is ready after {clock() - began:.1f} s on {address}")
+        self._say(f"{name} is ready after {clock() - self._began:.1f} s on {address}")
+
+    async def _wait_served(self) -> None:
+        """Until the gateway has taken up the routes and spoken with a worker of every policy."""
+        clock = asyncio.get_running_loop().time
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as session:
+            while True:
+                served = (await session.get("/v1/policies")).json().get("policies", [])
+                if {item["policy"] for item in served if item["ready"]} >= set(self.policies):
+                    return
+                if clock() - self._began > READY_TIMEOUT_S:
+                    raise TaktlineError(
+                        ErrorCode.WORKER_UNAVAILABLE,
+                        "the gateway does not reach the workers, which are ready",
+                        f"read {self._runners[GATEWAY].main[0].log}",
+                    )
+                await asyncio.sleep(0.1)
 
     async def _write_routes(self) -> None:
         """Ask the planner for the routes to the workers that are ready now, and swap them in at one instant."""
@@ -279,7 +299,9 @@ class Stack:
         ]
         observed = self.options.folder / "observed.json"
         observed.write_text(json.dumps({"kind": "List", "items": [*self._objects, *pods]}))
-        planned = await asyncio.to_thread(run_planner, self.options.file, observed)
+        self._swap_routes(await asyncio.to_thread(run_planner, self.options.file, observed))
+
+    def _swap_routes(self, planned: list[Object]) -> None:
         table = next(
             item for item in planned if item["kind"] == "ConfigMap" and item["metadata"]["name"] == ROUTES_CONFIG_MAP
         )

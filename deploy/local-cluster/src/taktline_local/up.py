@@ -28,7 +28,7 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="the gateway's port; 0 picks a free one")] = 8080,
     episodes: Annotated[int, typer.Option(min=1, help="episodes each robot plays")] = 3,
     seed: Annotated[int, typer.Option(help="seed of the robots' scenes")] = 0,
-    report: Annotated[Path, typer.Option(help="where the HTML report goes")] = Path("taktline-report.html"),
+    report: Annotated[Path, typer.Option(help="where the HTML report goes")] = Path(".taktline/report.html"),
     policy: Annotated[str | None, typer.Option(help="the robots' policy, where the file holds several")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="serve until Ctrl-C instead of starting robots")] = False,
     logs: Annotated[Path | None, typer.Option(help="folder for logs; default .taktline/runs/<time>")] = None,
