@@ -247,6 +247,16 @@ async def test_an_event_that_cannot_be_posted_repeats_no_work(make: Any) -> None
     assert "status" in api.objects["PolicyDeployment", "line-1", "reach"]
 
 
+async def test_a_namespace_that_is_being_deleted_is_no_failure(make: Any) -> None:
+    api = make.Api(make.body())
+
+    async def terminating(desired: Json, subresource: str = "") -> Json:
+        raise ApiError(403, "Forbidden", "being terminated", causes=frozenset({"NamespaceTerminating"}))
+
+    api.apply = terminating
+    await controller_of(make, api).handle(KEY)
+
+
 @pytest.mark.parametrize("status", [409, 429, 500, 0])
 async def test_an_api_failure_reaches_the_queue(make: Any, status: int) -> None:
     api = make.Api(make.body())

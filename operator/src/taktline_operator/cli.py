@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dump(planned, sys.stdout, indent=1)
             sys.stdout.write("\n")
             return 0
-        from taktline_operator import service  # kopf and the client are slow to import; plan and crd need neither
+        from taktline_operator.service import run  # kopf and the client are slow to import; plan and crd need neither
 
-        return service.run(
+        return run(
             settings,
             namespaces=options.namespace or (),
             kubeconfig=options.kubeconfig,

@@ -40,10 +40,19 @@ class ApiError(Exception):
         status: HTTP status; 0 when no answer came.
         reason: the Status object's reason, for example `NotFound` or `Conflict`.
         retry_after_s: what the server asked to wait; None when it did not say.
+        causes: reasons of the Status object's details, for example `NamespaceTerminating`.
     """
 
-    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        retry_after_s: float | None = None,
+        causes: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(f"{status or 'no answer'} {reason}: {message}")
+        self.causes = causes
         self.status = status
         self.reason = reason
         self.message = message
@@ -209,7 +218,9 @@ def _decode_error(status: int, content: bytes, retry_after: str | None) -> ApiEr
     try:
         body = json.loads(content)
         reason, message = str(body.get("reason", "")), str(body.get("message", ""))
+        details = body.get("details") or {}
+        causes = frozenset(str(cause.get("reason", "")) for cause in details.get("causes") or [])
     except (ValueError, AttributeError):
-        reason, message = "", content[:200].decode("utf-8", "replace")
+        reason, message, causes = "", content[:200].decode("utf-8", "replace"), frozenset()
     seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
-    return ApiError(status, reason, message, seconds)
+    return ApiError(status, reason, message, seconds, causes)

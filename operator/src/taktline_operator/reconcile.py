@@ -107,8 +107,14 @@ class Controller:
         """
         if key == ROUTES:
             await self._write_routes()
-        else:
+            return
+        try:
             await self._reconcile(*key)
+        except ApiError as error:
+            if "NamespaceTerminating" not in error.causes:
+                raise
+            # The namespace goes and takes everything with it; the deletion's own event brings the rest.
+            logger.info("namespace is being deleted", extra={"namespace": key[0], "policy": key[1]})
 
     async def _reconcile(self, namespace: str, name: str) -> None:
         key = (namespace, name)
@@ -192,6 +198,8 @@ class Controller:
             try:
                 await self._api.create(event)
             except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
+                if "NamespaceTerminating" in error.causes:
+                    return
                 logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
 
     async def _write_routes(self) -> None:
