@@ -53,6 +53,35 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     revision: str = ""
 
 
+ClientProtocol = Literal["openpi", "vla-eval", "kserve", "groot"]
+"""Wire protocols of clients that already exist, which the gateway speaks besides its own."""
+
+
+class ClientMapping(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How observations of one client protocol become this policy's. An empty field takes the rule of docs/compat.md.
+
+    Attributes:
+        images: the client's image key -> camera name; what is not listed is not read.
+        state: the client's state keys, concatenated in this order.
+        instruction: the client's key of the task text.
+        default_instruction: task text of a client that sends none.
+        control_hz: actions a second that these robots execute; 0 takes the checkpoint's own rate.
+        execute_steps: actions of a chunk that are used before a new one is asked for, where the server holds the
+            chunk (vla-eval); 0 uses all.
+        actions: name -> width, in order, where the client wants the action row cut into named parts (GR00T).
+        metadata: what the server tells a client on connecting, e.g. openpi's `reset_pose`.
+    """
+
+    images: dict[str, str] = {}
+    state: tuple[str, ...] = ()
+    instruction: str = ""
+    default_instruction: str = ""
+    control_hz: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
+    execute_steps: Annotated[int, Meta(ge=0)] = 0
+    actions: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    metadata: dict[str, float | str | list[float]] = {}
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the gateway serves one policy.
 
@@ -60,6 +89,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         control_budget_ms: the SLO's budget, shown to clients; each observation still carries its own.
         max_batch: upper bound of a batch, whatever the worker's buckets allow.
         max_wait_ms: how long the first queued observation may wait for company.
+        clients: how the observations of each client protocol are read.
     """
 
     policy: str
@@ -69,6 +99,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     control_budget_ms: float = 0.0
     max_batch: int = 8
     max_wait_ms: float = 5.0
+    clients: dict[ClientProtocol, ClientMapping] = {}
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
