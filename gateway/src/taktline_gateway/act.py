@@ -110,7 +110,6 @@ class ActEndpoint:
         received_at: float,
     ) -> ActionChunk:
         """The answer to one observation, counted, and logged where it is late."""
-        """The answer, with its terms and margin, and the books kept of it; whatever protocol carried the request."""
         queue_s = served.sent_at - pending.arrived_at
         seen_s = time.monotonic() - received_at
         sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
@@ -157,7 +156,6 @@ class ActEndpoint:
 
     def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
         """Counts and logs one typed error."""
-        """Keeps the books of a request that gets a typed error."""
         self._gateway.telemetry.refused(self._label(policy), error.code.value, missed=error.code in _MISSED)
         log(
             _logger,
