@@ -124,3 +124,9 @@ def test_plan_starts_without_the_watch_libraries() -> None:
     code = "import sys; from taktline_operator import cli; print({'kopf', 'kubernetes'} & sys.modules.keys())"
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert reply.stdout.strip() == "set()"
+
+
+def test_the_reference_page_is_what_the_crd_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "policydeployment.md").read_text()
+    assert cli.main(["crd", "--markdown"]) == 0
+    assert page.endswith(capsys.readouterr().out), "run: taktline-operator crd --markdown, and paste it into the page"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from taktline_protocol.errors import TaktlineError
 
-from taktline_operator import __version__, planfile, schema
+from taktline_operator import __version__, planfile, reference, schema
 from taktline_operator.plan import Settings
 
 
@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-f", "--file", type=Path, required=True, help="YAML file with one or more PolicyDeployments")
     plan.add_argument("--observed", type=Path, metavar="JSON", help="a JSON List of what runs, pods included")
 
-    commands.add_parser("crd", help="print the CustomResourceDefinition as YAML")
+    crd = commands.add_parser("crd", help="print the CustomResourceDefinition as YAML")
+    crd.add_argument("--markdown", action="store_true", help="print its field reference instead")
     return parser
 
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "crd":
-            sys.stdout.write(schema.crd_text())
+            sys.stdout.write(reference.markdown() if options.markdown else schema.crd_text())
             return 0
         settings = Settings(image=options.image, gateway_namespace=options.gateway_namespace)
         if options.command == "plan":

@@ -31,7 +31,13 @@ def versions(policies: Any, name: str) -> dict[str, str]:
 
 
 def settled_versions(policies: Any, name: str) -> dict[str, str]:
-    """The same, once the last writes of a rollout are done."""
+    """The same, once the last writes of the rollout, and of earlier tests' namespaces, are done."""
+
+    def alone() -> bool:
+        names = {item["metadata"]["name"] for item in policies.kubectl.list("namespaces")}
+        return {found for found in names if found.startswith("test-")} == {policies.namespace}
+
+    wait_until(alone, "the namespaces of earlier tests are gone")
     seen: list[dict[str, str]] = []
 
     def unchanged() -> bool:
@@ -118,7 +124,6 @@ def test_drift_is_corrected_and_foreign_fields_are_kept(policies: Any) -> None:
 
 def test_a_steady_cluster_sees_no_write_at_all(policies: Any) -> None:
     apply_and_wait(policies, "pick-steady")
-    wait_until(lambda: policies.routes().keys() == {"pick-steady"}, "policies of other tests are gone")
     before = settled_versions(policies, "pick-steady")
     count = writes(policies.kubectl)
     time.sleep(8)
