@@ -26,8 +26,44 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     statistics: str = ""
 
 
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a planner searches, and how far a request may change it. The defaults are the published planner's.
+
+    Attributes:
+        candidates: action sequences a round; likewise rounds, elites and horizon of the search.
+        max_step_m: bound of each xyz delta of one action, in metres.
+        momentum_mean: share of the old mean that a round keeps, for xyz; likewise the other three.
+        pins: x, y, z or gripper -> fixed delta.
+        close_gripper: from this step of the plan on the gripper closes; None leaves it to the search.
+        convergence: stop when no standard deviation is above this share of its first value; 0 never.
+        anytime: answer with the best plan found when the hand-off deadline comes.
+        max_candidates: the most that a request may ask for; likewise rounds and horizon (None = this horizon).
+        micro_batch: candidates of one unit of computation; None = chosen by device. Plans are bit-identical at any
+            number of ranks for one value of it.
+    """
+
+    optimiser: Literal["cem", "mppi"] = "cem"
+    candidates: int = 400
+    rounds: int = 10
+    elites: int = 10
+    horizon: int = 2
+    max_step_m: float = 0.05
+    momentum_mean: float = 0.15
+    momentum_std: float = 0.15
+    momentum_mean_gripper: float = 0.15
+    momentum_std_gripper: float = 0.15
+    pins: dict[str, float] = {}
+    close_gripper: int | None = None
+    convergence: float = 0.0
+    anytime: bool = False
+    max_candidates: Annotated[int, Meta(ge=2)] = 4096
+    max_rounds: Annotated[int, Meta(ge=1)] = 100
+    max_horizon: Annotated[int, Meta(ge=1)] | None = None
+    micro_batch: Annotated[int, Meta(ge=1)] | None = None
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the worker runs the checkpoint. None keeps the checkpoint's own value."""
+    """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -35,6 +71,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     solver_steps: int | None = None
     action_horizon: int | None = None
     control_period_ms: float | None = None
+    search: SearchOptions | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

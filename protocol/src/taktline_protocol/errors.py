@@ -22,6 +22,8 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     IMAGE_TOO_LARGE = "image_too_large"
     STATE_INVALID = "state_invalid"
     INSTRUCTION_INVALID = "instruction_invalid"
+    GOAL_INVALID = "goal_invalid"
+    SEARCH_INVALID = "search_invalid"
     # Time.
     BUDGET_INVALID = "budget_invalid"
     DEADLINE_EXPIRED = "deadline_expired"
@@ -53,6 +55,8 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.IMAGE_TOO_LARGE: 422,
     ErrorCode.STATE_INVALID: 422,
     ErrorCode.INSTRUCTION_INVALID: 422,
+    ErrorCode.GOAL_INVALID: 422,
+    ErrorCode.SEARCH_INVALID: 422,
     ErrorCode.BUDGET_INVALID: 422,
     ErrorCode.DEADLINE_EXPIRED: 504,
     ErrorCode.DEADLINE_UNREACHABLE: 503,

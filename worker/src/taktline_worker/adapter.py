@@ -29,6 +29,27 @@ class Description:
     control_period_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """A planner's answer.
+
+    Attributes:
+        actions: float32 (H, D), the whole plan; row 0 is to be executed.
+        predicted_states: float32 (H, S), where the model expects the robot after each action.
+        energies: float32 (rounds run, 2), the lowest energy of each round and the mean of its elites.
+        stopped: why no further round was run: rounds, converged or budget.
+    """
+
+    actions: NDArray[np.float32]
+    predicted_states: NDArray[np.float32]
+    energies: NDArray[np.float32]
+    stopped: str
+
+
+Answer = NDArray[np.float32] | PlannedChunk
+"""What a good row gets: an action chunk (H, D) in robot units, or a planner's plan with what it expects."""
+
+
 class PendingRow(Protocol):
     """An observation whose images are being decoded in a thread pool."""
 
@@ -57,8 +78,8 @@ class Adapter(Protocol):
     def run(self, rows: Sequence[Any], bucket: int) -> Any:
         """Runs the engine for at most `bucket` rows; returns what `finish` takes."""
 
-    def finish(self, rows: Sequence[Any], outputs: Any) -> list[NDArray[np.float32] | TaktlineError]:
-        """Engine outputs -> float32 (H, D) in robot units, or that row's error."""
+    def finish(self, rows: Sequence[Any], outputs: Any) -> Sequence[Answer | TaktlineError]:
+        """Engine outputs -> each row's answer, or its error."""
 
     def largest_row(self) -> Any:
         """A valid row with every camera and the longest prompt, for warm-up and calibration."""

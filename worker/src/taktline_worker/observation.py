@@ -27,13 +27,42 @@ class EncodedImage:
 
 
 @dataclass(frozen=True, slots=True)
+class SearchInput:
+    """What one request asks of a planner's search instead of the deployment's settings; None keeps them.
+
+    Attributes:
+        budget_ms: time that the search may take; the best plan found by then is the answer.
+        anytime: whether the hand-off deadline ends the search in the same way.
+        previous: (n, action width) the robot's last plan, whose tail is where the search begins.
+    """
+
+    candidates: int | None = None
+    rounds: int | None = None
+    elites: int | None = None
+    horizon: int | None = None
+    budget_ms: float | None = None
+    anytime: bool | None = None
+    previous: NDArray[np.generic] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RobotInput:
-    """What a robot sent: frames by camera name, state (D,) in robot units, instruction, and the noise seed if fixed."""
+    """What a robot sent.
+
+    Attributes:
+        images: frames by camera name.
+        state: (D,) in robot units.
+        seed: fixes the noise; None draws it.
+        search: for planners only.
+        expires_at: monotonic instant of the hand-off deadline; None = none.
+    """
 
     images: Mapping[str, EncodedImage]
     state: NDArray[np.generic]
     instruction: str
     seed: int | None = None
+    search: SearchInput | None = None
+    expires_at: float | None = None
 
 
 def decode_image(name: str, image: EncodedImage, max_pixels: int = DEFAULT_MAX_PIXELS) -> NDArray[np.uint8]:

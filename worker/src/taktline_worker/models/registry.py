@@ -13,6 +13,7 @@ from taktline_worker.adapter import Adapter
 FAMILIES: dict[str, str] = {
     "pi0": "taktline_worker.models.pi.adapter",
     "pi05": "taktline_worker.models.pi.adapter",
+    "vjepa2-ac": "taktline_worker.models.vjepa2_ac.adapter",
 }
 
 

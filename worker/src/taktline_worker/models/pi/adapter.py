@@ -16,6 +16,7 @@ from torch import Tensor
 
 from taktline_worker.adapter import Description
 from taktline_worker.checkpoint import verify_digests
+from taktline_worker.devices import choose_device
 from taktline_worker.models.pi.config import PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
@@ -125,18 +126,6 @@ def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, d
     """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
     policy = {"fp32": FP32, "bf16": BF16}[precision]
     return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)
-
-
-def choose_device(wanted: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device.
-
-    Raises:
-        TaktlineError: CONFIG_INVALID where cuda is wanted and absent.
-    """
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise _config_error("engine.device is cuda, and no CUDA device is visible", "check the pool's accelerator")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
 def _config_error(message: str, next_step: str) -> TaktlineError:

@@ -1,0 +1,189 @@
+"""The search itself: rounds of sampling, scoring and fitting, for one or several robots at once, on any mesh.
+
+Nothing here waits for the device unless a search watches a clock or its own convergence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from taktline_worker.planning.cem import CrossEntropy, elites
+from taktline_worker.planning.mesh import Mesh, OneRank, share
+from taktline_worker.planning.mppi import PathIntegral
+from taktline_worker.planning.optimiser import CONTROLLED, ActionSpace, Optimiser
+from taktline_worker.planning.settings import SearchSettings
+from taktline_worker.planning.world import Scene, WorldModel
+
+Stopped = Literal["rounds", "converged", "budget"]
+
+Observer = Callable[[int, int, Tensor, Tensor], None]
+"""Called with (problem, round, actions (S, h, 7), energies (S,)) before each fit, for tests and reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One robot's search.
+
+    Attributes:
+        seed: of the noise; equal seeds give equal plans on any mesh of one kind of device.
+        previous: (n, 7) the last plan, whose tail is the first mean; None starts at zero.
+        deadline: instant of the injected clock after which no round may end; None = all rounds.
+        noise: (rounds, horizon, candidates, 4) standard normals instead of the seed's.
+    """
+
+    scene: Scene
+    settings: SearchSettings
+    seed: int = 0
+    previous: Tensor | None = None
+    deadline: float | None = None
+    noise: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a search found; tensors on the world model's device.
+
+    Attributes:
+        actions: (horizon, 7), the mean after the last round: exactly the plan of a search with that many rounds.
+        poses: (horizon, 7), where the model expects the end effector after each action.
+        energies: (rounds run, 2): the lowest energy of each round, and the elites' mean.
+        rounds: how many were run.
+        stopped: why no further one was.
+    """
+
+    actions: Tensor
+    poses: Tensor
+    energies: Tensor
+    rounds: int
+    stopped: Stopped
+
+
+def draw_noise(seed: int, settings: SearchSettings, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normals (rounds, horizon, candidates, 4) of one search, drawn on the CPU.
+
+    One generator a search, in the official order (round by round, step by step): the values depend on neither the
+    device nor the number of ranks, and equal those of the official planner run on a CPU with this seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (settings.candidates, CONTROLLED)
+    draws = [torch.randn(shape, generator=generator) for _ in range(settings.rounds * settings.horizon)]
+    return torch.stack(draws).view(settings.rounds, settings.horizon, *shape).to(dtype)
+
+
+def units_of(settings: SearchSettings, micro_batch: int) -> int:
+    """Micro-batches of one round."""
+    return -(-settings.candidates // micro_batch)
+
+
+class _Search:
+    """The state of one problem between rounds."""
+
+    def __init__(self, world: WorldModel, problem: Problem) -> None:
+        s = problem.settings
+        self.problem = problem
+        self.prepared: Any = world.prepare(problem.scene)
+        self.space = ActionSpace(s, world.device, world.dtype)
+        self.optimiser: Optimiser = (
+            CrossEntropy(self.space, s.elites) if s.optimiser == "cem" else PathIntegral(self.space, s.temperature)
+        )
+        noise = draw_noise(problem.seed, s) if problem.noise is None else problem.noise
+        self.noise = noise.to(device=world.device, dtype=world.dtype, non_blocking=True)
+        self.belief = self.space.first(problem.previous)
+        self.units = units_of(s, world.micro_batch)
+        self.actions = torch.zeros(0)
+        self.round = 0
+        self.history: list[Tensor] = []
+        self.stopped: Stopped | None = None
+
+    def sample(self, micro_batch: int) -> Tensor:
+        """This round's units (units, micro_batch, horizon, 7); the last one is padded with zero actions."""
+        self.actions = self.space.sample(self.belief, self.noise[self.round])
+        padded = self.actions.new_zeros(self.units * micro_batch, *self.actions.shape[1:])
+        padded[: len(self.actions)] = self.actions
+        return padded.reshape(self.units, micro_batch, *self.actions.shape[1:])
+
+    def fit(self, energies: Tensor) -> None:
+        """Ends the round with the energies (candidates,)."""
+        s = self.problem.settings
+        best = energies.index_select(0, elites(energies, s.elites))
+        self.history.append(torch.stack((best[0], best.mean())))
+        self.belief = self.optimiser.update(self.belief, self.actions, energies)
+        self.round += 1
+        if self.round == s.rounds:
+            self.stopped = "rounds"
+        elif s.convergence and float(self.space.spread(self.belief)) <= s.convergence:
+            self.stopped = "converged"
+
+    def plan(self, world: WorldModel) -> Plan:
+        """The answer after the rounds that were run."""
+        assert self.stopped is not None
+        actions = self.space.answer(self.belief)
+        poses = world.poses(self.problem.scene, actions)
+        return Plan(actions, poses, torch.stack(self.history), self.round, self.stopped)
+
+
+def search(
+    world: WorldModel,
+    problems: Sequence[Problem],
+    mesh: Mesh | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    observer: Observer | None = None,
+) -> list[Plan]:
+    """Plans for several robots side by side: each round, the units of all of them are spread over the mesh.
+
+    A unit never mixes robots, so every plan is bit-identical to the one its robot gets alone, and to the one of any
+    other number of ranks. A search with a deadline stops before the round that would end after it; its first round is
+    always run (the caller refuses budgets that are too short for one).
+
+    Args:
+        mesh: all its ranks must call with equal problems; None = this process alone.
+        clock: monotonic seconds; only rank 0's is read.
+    """
+    mesh = mesh if mesh is not None else OneRank()
+    searches = [_Search(world, problem) for problem in problems]
+    timed = any(problem.deadline is not None for problem in problems)
+    while active := [one for one in searches if one.stopped is None]:
+        began = clock() if timed else 0.0
+        _round(world, mesh, searches, active, observer)
+        if timed:
+            world.synchronize()
+            now = clock()
+            _stop_late(mesh, searches, now, now - began)
+    return [one.plan(world) for one in searches]
+
+
+def _round(
+    world: WorldModel, mesh: Mesh, searches: list[_Search], active: list[_Search], observer: Observer | None
+) -> None:
+    size = world.micro_batch
+    units = [(one, actions) for one in active for actions in one.sample(size)]
+    own = share(mesh.rank, mesh.size, len(units))
+    mine = torch.zeros(len(own), size, device=world.device, dtype=world.dtype)
+    for row, index in zip(mine, own, strict=True):
+        one, actions = units[index]
+        world.score(one.prepared, actions, row)
+    energies = mesh.gather(mine, len(units))
+    start = 0
+    for one in active:
+        scored = energies[start : start + one.units].reshape(-1)[: one.problem.settings.candidates]
+        start += one.units
+        if observer is not None:
+            observer(searches.index(one), one.round, one.actions, scored)
+        one.fit(scored)
+
+
+def _stop_late(mesh: Mesh, searches: list[_Search], now: float, round_s: float) -> None:
+    late = [
+        one.stopped is None and one.problem.deadline is not None and now + round_s > one.problem.deadline
+        for one in searches
+    ]
+    flags = mesh.agree(torch.tensor(late, dtype=torch.int64))
+    for one, flag in zip(searches, flags.tolist(), strict=True):
+        if flag:
+            one.stopped = "budget"
