@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     options = parser.parse_args(arguments)
     logs.configure(options.log_level)
+    # gRPC's C core writes plain text to stderr; what it would say reaches the log as an error of ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # torch and the families load only once the arguments are good.
     from taktline_worker import server
 

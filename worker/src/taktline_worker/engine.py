@@ -114,9 +114,12 @@ class Engine:
         )
 
     def calibrate(self) -> tuple[BucketTiming, ...]:
-        """Measures T_sync of every bucket with full rows; the runs before the measured one are the warm-up."""
+        """Measures T_sync of every bucket with full rows; the first, unmeasured run of each is the warm-up.
+
+        Runs in the caller's thread, so that a signal can end it: call it before the first `infer`.
+        """
         row = self.adapter.largest_row()
-        return tuple(self._lane.submit(self._calibrate_bucket, bucket, row).result() for bucket in self.buckets)
+        return tuple(self._calibrate_bucket(bucket, row) for bucket in self.buckets)
 
     def close(self) -> None:
         """Finishes what runs and stops the threads."""

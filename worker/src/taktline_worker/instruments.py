@@ -49,6 +49,7 @@ class Instruments:
         """Counts one batch that was not run."""
         self._dropped.labels(self._policy).inc()
 
-    def serve(self, host: str, port: int) -> None:
-        """Answers GET /metrics on a thread of its own. Raises OSError where the port is taken."""
-        start_http_server(port, addr=host, registry=self._registry)
+    def serve(self, host: str, port: int) -> int:
+        """Answers GET /metrics on a thread of its own; returns the port. Raises OSError where it is taken."""
+        server, _ = start_http_server(port, addr=host, registry=self._registry)
+        return int(server.server_port)

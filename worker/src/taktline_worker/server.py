@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,7 +70,21 @@ class Worker:
     def __init__(self, config: EngineConfig, options: ServeOptions) -> None:
         self._options = options
         self._policy = config.policy
-        self.engine = Engine(load_adapter(config), config.engine.buckets)
+        # A wrong address must not cost the minutes that loading takes.
+        for address in filter(None, (options.listen, options.metrics_listen)):
+            check_address(address)
+        adapter = load_adapter(config)
+        logger.info(
+            "loaded",
+            extra={
+                "policy": config.policy,
+                "family": adapter.description.family,
+                "revision": config.model.revision,
+                "precision": adapter.description.precision,
+                "device": adapter.description.device,
+            },
+        )
+        self.engine = Engine(adapter, config.engine.buckets)
         timings = self.engine.calibrate()
         for timing in timings:
             logger.info(
@@ -102,9 +117,10 @@ class Worker:
         if options.metrics_listen:
             host, port = split_address(options.metrics_listen)
             try:
-                instruments.serve(host, port)
+                bound = instruments.serve(host, port)
             except OSError as error:
                 raise _address_error(options.metrics_listen, str(error)) from error
+            logger.info("metrics", extra={"policy": config.policy, "address": f"{host}:{bound}"})
 
     def start(self) -> None:
         """Begins to serve, then reports SERVING."""
@@ -133,21 +149,37 @@ class Worker:
 def serve(config: EngineConfig, options: ServeOptions) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal cuts the lingering short.
 
+    A signal that comes while the policy is still being loaded ends the process at once.
+
     Raises:
         TaktlineError: the policy was refused before anything was served.
     """
-    stop, hurry = threading.Event(), threading.Event()
+    serving, stop, hurry = threading.Event(), threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         del number, frame
+        if not serving.is_set():
+            raise _StoppedError
         (hurry if stop.is_set() else stop).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    worker = Worker(config, options)
+    try:
+        worker = Worker(config, options)
+        serving.set()
+    except _StoppedError:
+        logger.info("stopped while loading", extra={"policy": config.policy})
+        return
     worker.start()
     stop.wait()
     worker.drain(hurry)
+
+
+class _StoppedError(BaseException):
+    """Raised by the signal handler in the main thread while nothing is served yet.
+
+    No Exception: the handler may run inside logging or a library that catches those.
+    """
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -162,12 +194,25 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def check_address(address: str) -> None:
+    """Binds `address` for an instant.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where it is malformed, taken, or not this machine's.
+    """
+    host, port = split_address(address)
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise _address_error(address, error.strerror or str(error)) from error
+
+
 def _bind(server: grpc.Server, listen: str) -> int:
-    split_address(listen)
     try:
         return int(server.add_insecure_port(listen))
     except RuntimeError as error:
-        raise _address_error(listen, str(error)) from error
+        raise _address_error(listen, "the port was taken meanwhile") from error
 
 
 def _address_error(address: str, reason: str) -> TaktlineError:

@@ -1,0 +1,277 @@
+"""The gRPC service in this process: batches, refusals, deadlines, cancellation, one run at a time, draining."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from taktline_protocol import ErrorCode, worker_pb2, worker_pb2_grpc
+from taktline_worker.server import SERVICE_NAME, ServeOptions, Worker
+from taktline_worker.service import MAX_WAITING_BATCHES
+
+
+@pytest.fixture(scope="module")
+def worker(folders: Any, config_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    path = folders.lerobot(tmp_path_factory.mktemp("service") / "policy", "pi05")
+    config = config_of(path, solver_steps=2, buckets=(1, 2))
+    made = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0))
+    made.start()
+    yield made
+    made.drain()
+
+
+@pytest.fixture
+def channel(worker: Worker) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as made:
+        yield made
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> Any:
+    return worker_pb2_grpc.WorkerStub(channel)
+
+
+@pytest.fixture
+def request_of(observations: Any) -> Callable[..., worker_pb2.InferRequest]:
+    def item(index: int, **changes: Any) -> worker_pb2.InferItem:
+        observation = observations.make(seed=index)
+        values: dict[str, Any] = {
+            "request_id": f"q{index}",
+            "robot_id": f"robot-{index}",
+            "seq": index,
+            "images": {
+                name: worker_pb2.Image(encoding=image.encoding, data=image.data)
+                for name, image in observation.images.items()
+            },
+            "state": worker_pb2.Tensor(dtype="float32", shape=[8], data=observation.state.astype("<f4").tobytes()),
+            "instruction": observation.instruction,
+            "seed": index,
+        }
+        return worker_pb2.InferItem(**(values | changes))
+
+    def request(*changes: dict[str, Any], policy: str = "tiny", revision: str = "") -> worker_pb2.InferRequest:
+        items = [item(index, **change) for index, change in enumerate(changes)]
+        return worker_pb2.InferRequest(policy=policy, revision=revision, items=items)
+
+    return request
+
+
+@pytest.fixture
+def gate(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Holds every run of the engine until it is opened, and counts the runs."""
+
+    class Gate:
+        def __init__(self) -> None:
+            self.opened, self.runs, self.most, self._now = threading.Event(), 0, 0, 0
+            self.entered = threading.Semaphore(0)
+
+    made, run = Gate(), worker.engine.adapter.run
+
+    def held(rows: Any, bucket: int) -> Any:
+        made.runs += 1
+        made._now += 1
+        made.most = max(made.most, made._now)
+        made.entered.release()
+        assert made.opened.wait(20)
+        try:
+            return run(rows, bucket)
+        finally:
+            made._now -= 1
+
+    monkeypatch.setattr(worker.engine.adapter, "run", held)
+    yield made
+    made.opened.set()
+    # The engine's thread must be free again before the next test counts its runs.
+    worker.engine._lane.submit(lambda: None).result(20)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("the condition never came true")
+
+
+def test_health_names_both_services(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    assert SERVICE_NAME == "taktline.worker.v1.Worker"
+    for service in ("", SERVICE_NAME):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_info_tells_what_a_gateway_needs(stub: Any) -> None:
+    info = stub.Info(worker_pb2.InfoRequest(), timeout=20)
+    assert (info.policy, info.family, info.revision, info.precision) == ("tiny", "pi05", "r1", "fp32")
+    assert list(info.cameras) == ["base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"]
+    assert (info.state_dim, info.action_dim, info.horizon, info.dt_s) == (8, 7, 10, 0.05)
+    assert [entry.batch for entry in info.t_sync] == [1, 2]
+    for entry in info.t_sync:
+        assert 0 < entry.median_ms <= entry.p99_ms
+
+
+def test_actions_come_back_in_order_and_depend_on_the_seed(stub: Any, request_of: Any) -> None:
+    answer = stub.Infer(request_of({}, {}, {}, revision="r1"), timeout=20)
+    assert [result.request_id for result in answer.results] == ["q0", "q1", "q2"]
+    chunks = [
+        np.frombuffer(result.actions.data, "<f4").reshape(tuple(result.actions.shape)) for result in answer.results
+    ]
+    assert [chunk.shape for chunk in chunks] == [(10, 7)] * 3
+    assert not np.allclose(chunks[0], chunks[1])
+    alone = stub.Infer(request_of({}), timeout=20).results[0].actions
+    assert np.allclose(np.frombuffer(alone.data, "<f4").reshape(10, 7), chunks[0], atol=1e-5)
+    assert (answer.bucket, answer.revision) == (2, "r1")
+    assert answer.total_ms >= answer.preprocess_ms + answer.engine_ms + answer.postprocess_ms > 0
+
+
+def test_bad_items_fail_alone(stub: Any, request_of: Any) -> None:
+    nan = np.full(8, np.nan, "<f4").tobytes()
+    answer = stub.Infer(
+        request_of(
+            {},
+            {"state": worker_pb2.Tensor(dtype="float32", shape=[8], data=nan)},
+            {"state": worker_pb2.Tensor(dtype="float32", shape=[8], data=b"123")},
+            {"state": worker_pb2.Tensor(dtype="complex64", shape=[8], data=b"")},
+            {"instruction": ""},
+            {"images": {}},
+            {},
+        ),
+        timeout=20,
+    )
+    codes = [result.error.code for result in answer.results]
+    assert codes == ["", "state_invalid", "state_invalid", "state_invalid", "instruction_invalid", "camera_missing", ""]
+    assert all(result.error.next_step for result in answer.results[1:6])
+    assert answer.results[6].WhichOneof("outcome") == "actions"
+
+
+@pytest.mark.parametrize(
+    ("policy", "revision", "code"),
+    [("other", "", ErrorCode.UNKNOWN_POLICY), ("tiny", "r2", ErrorCode.WORKER_UNAVAILABLE)],
+)
+def test_a_batch_for_another_policy_or_revision(
+    stub: Any, request_of: Any, policy: str, revision: str, code: ErrorCode
+) -> None:
+    answer = stub.Infer(request_of({}, {}, policy=policy, revision=revision), timeout=20)
+    assert [result.error.code for result in answer.results] == [code.value] * 2
+
+
+def test_an_empty_batch_is_answered(stub: Any, request_of: Any) -> None:
+    assert len(stub.Infer(request_of(), timeout=20).results) == 0
+
+
+def test_only_one_batch_runs_at_a_time(worker: Worker, stub: Any, request_of: Any, gate: Any) -> None:
+    calls = [stub.Infer.future(request_of({}), timeout=30) for _ in range(3)]
+    assert gate.entered.acquire(timeout=20)
+    gate.opened.set()
+    assert all(call.result().results[0].WhichOneof("outcome") == "actions" for call in calls)
+    assert (gate.runs, gate.most) == (3, 1)
+
+
+def test_a_batch_whose_deadline_is_over_is_not_run(stub: Any, request_of: Any, gate: Any, worker: Worker) -> None:
+    first = stub.Infer.future(request_of({}), timeout=30)
+    assert gate.entered.acquire(timeout=20)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Infer(request_of({}), timeout=0.3)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    gate.opened.set()
+    first.result()
+    stub.Infer(request_of({}), timeout=20)
+    assert gate.runs == 2  # the first and the last
+
+
+def test_a_cancelled_batch_is_not_run(stub: Any, request_of: Any, gate: Any, worker: Worker) -> None:
+    first = stub.Infer.future(request_of({}), timeout=30)
+    assert gate.entered.acquire(timeout=20)
+    second = stub.Infer.future(request_of({}), timeout=30)
+    _wait_until(lambda: worker.engine._lane._work_queue.qsize() == 1)
+    second.cancel()
+    time.sleep(0.2)  # the cancellation must reach the server before the engine is free
+    gate.opened.set()
+    first.result()
+    stub.Infer(request_of({}), timeout=20)
+    assert gate.runs == 2
+
+
+def test_an_item_whose_budget_ran_out_while_it_waited_is_dropped_alone(
+    stub: Any, request_of: Any, gate: Any, worker: Worker
+) -> None:
+    first = stub.Infer.future(request_of({}), timeout=30)
+    assert gate.entered.acquire(timeout=20)
+    second = stub.Infer.future(request_of({"budget_ms": 50.0}, {"budget_ms": 60_000.0}), timeout=30)
+    _wait_until(lambda: worker.engine._lane._work_queue.qsize() == 1)
+    time.sleep(0.1)
+    gate.opened.set()
+    first.result()
+    late, good = second.result().results
+    assert late.error.code == ErrorCode.DEADLINE_EXPIRED.value
+    assert good.WhichOneof("outcome") == "actions"
+
+
+def test_more_waiting_batches_than_places_are_refused_at_once(
+    stub: Any, request_of: Any, gate: Any, worker: Worker
+) -> None:
+    first = stub.Infer.future(request_of({}), timeout=30)
+    assert gate.entered.acquire(timeout=20)
+    waiting = [stub.Infer.future(request_of({}), timeout=30) for _ in range(MAX_WAITING_BATCHES - 1)]
+    _wait_until(lambda: worker.engine._lane._work_queue.qsize() == len(waiting))
+    answer = stub.Infer(request_of({}), timeout=20)
+    assert answer.results[0].error.code == ErrorCode.OVERLOADED.value
+    # Health still answers while every place is taken.
+    health = health_pb2_grpc.HealthStub(grpc.insecure_channel(f"127.0.0.1:{worker.port}"))
+    assert health.Check(health_pb2.HealthCheckRequest(), timeout=20).status == health_pb2.HealthCheckResponse.SERVING
+    gate.opened.set()
+    for call in (first, *waiting):
+        assert call.result().results[0].WhichOneof("outcome") == "actions"
+
+
+def test_a_drain_finishes_what_runs_and_takes_nothing_new(
+    folders: Any, config_of: Any, tmp_path: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(folders.lerobot(tmp_path / "policy", "pi05"), solver_steps=1, buckets=(1,))
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.3))
+    worker.start()
+    entered, opened, run = threading.Event(), threading.Event(), worker.engine.adapter.run
+
+    def held(rows: Any, bucket: int) -> Any:
+        entered.set()
+        assert opened.wait(20)
+        return run(rows, bucket)
+
+    monkeypatch.setattr(worker.engine.adapter, "run", held)
+    with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        call = stub.Infer.future(request_of({}), timeout=30)
+        assert entered.wait(20)
+        drain = threading.Thread(target=worker.drain)
+        drain.start()
+
+        def not_serving() -> bool:
+            try:
+                status = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20).status
+            except grpc.RpcError as error:
+                return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
+            return bool(status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        _wait_until(not_serving)
+
+        def refused() -> bool:
+            try:
+                stub.Info(worker_pb2.InfoRequest(), timeout=20)
+            except grpc.RpcError as error:
+                return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
+            return False
+
+        _wait_until(refused)
+        assert drain.is_alive()
+        opened.set()
+        assert call.result().results[0].WhichOneof("outcome") == "actions"
+        drain.join(20)
+        assert not drain.is_alive()
