@@ -91,7 +91,9 @@ class Child:
         """SIGTERM, `grace_s` seconds of patience, SIGKILL; returns the exit code."""
         self.send(signal.SIGTERM)
         try:
-            return await asyncio.wait_for(self.wait(), grace_s)
+            # Not wait_for, which before Python 3.12 may lose a cancellation that comes as the process ends.
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
         except TimeoutError:
             self.send(signal.SIGKILL)
             return await self.wait()

@@ -17,6 +17,7 @@ from taktline_local.child import Child, tail
 from taktline_local.fields import ContainerConfigError, ObjectSource, container_variables, expand
 from taktline_local.paths import LocalPaths, bind_address
 from taktline_local.probes import ProbeTarget, check, run_command
+from taktline_local.tasks import end_task
 
 Object = dict[str, Any]
 
@@ -248,9 +249,8 @@ class ContainerRunner:
         try:
             code = await child.wait()
         finally:
-            probing.cancel()
             child.send(signal.SIGKILL)  # only when cancelled is anything left to kill
-        await asyncio.wait([probing])
+            await end_task(probing)
         self._terminated(code, "Completed" if code == 0 else "Error", self._termination_message(code), started_at)
 
     def _termination_message(self, code: int) -> str:
@@ -269,8 +269,9 @@ class ContainerRunner:
 
     async def _probe(self, child: Child) -> None:
         """Startup probe first, then readiness and liveness side by side."""
-        if startup := self.spec.get("startupProbe"):
-            await self._probe_until_started(startup, child)
+        startup = self.spec.get("startupProbe")
+        if startup and not await self._passes_startup(startup, child):
+            return
         self.started = True
         self.ready = "readinessProbe" not in self.spec
         self._context.changed()
@@ -296,14 +297,16 @@ class ContainerRunner:
         ports = {port["name"]: int(port["containerPort"]) for port in self.spec.get("ports", []) if "name" in port}
         return ProbeTarget(self._context.pod_ip, ports, self._environment, self._folder())
 
-    async def _probe_until_started(self, probe: Object, child: Child) -> None:
+    async def _passes_startup(self, probe: Object, child: Child) -> bool:
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
         failures = 0
         while not await self._check(probe, "Startup"):
             failures += 1
             if failures >= probe.get("failureThreshold", 3):
                 await self._kill_unhealthy(child, "startup")
+                return False
             await asyncio.sleep(probe.get("periodSeconds", 10))
+        return True
 
     async def _probe_readiness(self, probe: Object) -> None:
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
@@ -331,6 +334,7 @@ class ContainerRunner:
             failures = 0 if await self._check(probe, "Liveness") else failures + 1
             if failures >= probe.get("failureThreshold", 3):
                 await self._kill_unhealthy(child, "liveness", probe.get("terminationGracePeriodSeconds"))
+                return
             await asyncio.sleep(probe.get("periodSeconds", 10))
 
     async def _kill_unhealthy(self, child: Child, kind: str, grace_s: float | None = None) -> None:

@@ -10,6 +10,7 @@ import httpx
 
 from taktline_local.container import timestamp
 from taktline_local.kube_api import ApiError, KubeApi
+from taktline_local.tasks import end_task
 
 Object = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -37,10 +38,10 @@ class PodEvents:
             logger.log(level, "%s: %s", reason, message, extra={"pod": self._pod["metadata"]["name"]})
         self._queue.put_nowait((reason, message, warning))
 
-    async def flush(self) -> None:
-        """Wait until everything queued is posted, then stop."""
+    async def close(self) -> None:
+        """Wait until everything queued is posted or refused, then stop."""
         await self._queue.join()
-        self._task.cancel()
+        await end_task(self._task)
 
     async def _post_all(self) -> None:
         while True:

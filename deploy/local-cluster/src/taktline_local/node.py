@@ -25,6 +25,7 @@ from taktline_local.network import LoopbackNetwork
 from taktline_local.node_endpoint import EndpointTls, NodeEndpoint
 from taktline_local.pod import PodRunner
 from taktline_local.registration import Registration
+from taktline_local.tasks import end_task
 
 Object = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -110,16 +111,15 @@ class ManagedPod:
     async def _end(self, grace_s: float) -> None:
         self._events("Killing", f"Stopping the Pod, grace period {grace_s:g}s")
         await self.runner.stop(grace_s)
-        self._reporting.cancel()
-        await asyncio.wait([self._reporting])
+        await end_task(self._reporting)
         try:
             await self._publish()
-            await self._events.flush()
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
             await self._node.api.request("DELETE", self._path, body=options)
         except (ApiError, httpx.TransportError) as error:
             # 404 and 409 mean that it is gone, or replaced by one of the same name: done either way.
             logger.info("pod %s: %s", self._path, error or type(error).__name__)
+        await self._events.close()
         self._source.close()
         self._node.network.give_back(self._ip)
         self._node.forget(self)

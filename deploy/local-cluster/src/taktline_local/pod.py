@@ -16,6 +16,7 @@ from taktline_local.paths import LocalPaths, mount_places
 from taktline_local.pki import write_private
 from taktline_local.pod_spec import not_enforced, refusals
 from taktline_local.pod_status import PodView, pod_status
+from taktline_local.tasks import end_task
 from taktline_local.volumes import Volumes
 
 Object = dict[str, Any]
@@ -99,8 +100,7 @@ class PodRunner:
         if task is not None:
             # Whatever still waits (for a volume, a back-off, a refusal to be read) has no process.
             await asyncio.wait([task], timeout=1.0)
-            task.cancel()
-            await asyncio.wait([task])
+            await end_task(task)
         self._ended = True
         self._context.changed()
 
