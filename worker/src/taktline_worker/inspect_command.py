@@ -42,15 +42,11 @@ def inspect(
 
 def _print(report: Report) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(soft_wrap=True)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     for name, value in _lines(report):
-        table.add_row(name, value)
-    console.print(table)
+        console.print(f"[bold]{name:<24}[/bold]", end="")
+        console.print(value, markup=False, highlight=False)
     for problem in report.problems:
         style = "bold red" if problem.severity == "error" else "yellow"
         code = f" {problem.code}" if problem.code else ""
