@@ -48,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         help="where /healthz and /readyz answer (default %(default)s)",
     )
 
+    run.add_argument(
+        "--lease",
+        default="",
+        metavar="NAME",
+        help="of several operators that name one Lease (in the gateway's namespace) only one works; default: none",
+    )
+
     plan = commands.add_parser(
         "plan",
         parents=[shared],
@@ -75,13 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dump(planned, sys.stdout, indent=1)
             sys.stdout.write("\n")
             return 0
-        from taktline_operator.service import run  # kopf and the client are slow to import; plan and crd need neither
+        from taktline_operator.service import (
+            RunOptions,
+            run,
+        )  # kopf and the client are slow to import; plan and crd need neither
 
         return run(
             settings,
-            namespaces=options.namespace or (),
-            kubeconfig=options.kubeconfig,
-            health_listen=options.health_listen,
+            RunOptions(
+                namespaces=tuple(options.namespace or ()),
+                kubeconfig=options.kubeconfig,
+                health_listen=options.health_listen,
+                lease=options.lease,
+            ),
         )
     except TaktlineError as error:
         sys.stderr.write(f"taktline-operator: {error}\n")

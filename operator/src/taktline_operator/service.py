@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
+import uuid
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 import kopf
+import msgspec
+from kubernetes import client
 
 from taktline_operator import health, logs, watching
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
+from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
 from taktline_operator.reconcile import Controller
 
@@ -30,19 +35,24 @@ class Service:
     def __init__(self, api: KubeApi, controller: Controller, ledger: watching.WatchLedger) -> None:
         self.controller = controller
         self.ledger = ledger
+        self.standby = False  # another operator leads
         self._api = api
-        self._last_list = asyncio.get_running_loop().time()
+        self._heard_at = asyncio.get_running_loop().time()
 
     def alive(self) -> str:
         """What keeps the process from doing its work for good; empty when nothing does."""
-        silent_s = asyncio.get_running_loop().time() - self._last_list
+        silent_s = asyncio.get_running_loop().time() - self._heard_at
         if silent_s > SILENT_S:
             return f"the API server has not answered for {silent_s:.0f} s"
         return "" if self.ledger.alive else "the watch misses changes that lists show"
 
     def ready(self) -> str:
-        """Empty once every PolicyDeployment is known."""
-        return "" if self.controller.listed else "PolicyDeployments are not listed yet"
+        """Empty once every PolicyDeployment is known, or while another operator leads."""
+        return "" if self.controller.listed or self.standby else "PolicyDeployments are not listed yet"
+
+    def heard(self) -> None:
+        """The API server has answered."""
+        self._heard_at = asyncio.get_running_loop().time()
 
     async def first_list(self) -> None:
         """Wait until PolicyDeployments can be listed, saying what is missing meanwhile."""
@@ -58,7 +68,7 @@ class Service:
                     await asyncio.sleep(error.retry_after_s or delay_s)
                     delay_s = min(2 * delay_s, 30.0)
                 else:
-                    self._last_list = asyncio.get_running_loop().time()  # the API answers; the CRD may come any time
+                    self.heard()  # the API answers; the CRD may come any time
                     await asyncio.sleep(2.0)
 
     async def resync(self) -> None:
@@ -75,7 +85,7 @@ class Service:
     async def _list(self, *, everything: bool) -> None:
         listed = await self.controller.resync(everything=everything)
         self.ledger.compare(listed)
-        self._last_list = asyncio.get_running_loop().time()
+        self.heard()
 
     async def work(self) -> None:
         """Handle keys for ever."""
@@ -96,44 +106,94 @@ class Service:
                 queue.done(key, failed=failed, delay_s=delay_s)
 
 
-async def _until_stopped(
-    settings: Settings, namespaces: Sequence[str], kubeconfig: Path | None, health_listen: str
-) -> None:
-    credentials = load_configuration(kubeconfig)
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How `run` is started.
+
+    Attributes:
+        namespaces: those served; empty means all.
+        kubeconfig: credentials; None looks for the pod's own, then for the default file.
+        health_listen: host:port of the health endpoints.
+        lease: name of the Lease, in the gateway's namespace, that lets one of several operators work; empty takes none.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    kubeconfig: Path | None = None
+    health_listen: str
+    lease: str = ""
+
+
+async def _until_stopped(settings: Settings, options: RunOptions) -> int:
+    credentials = load_configuration(options.kubeconfig)
     api = KubeApi(credentials)
-    controller = Controller(api, settings, namespaces)
+    controller = Controller(api, settings, options.namespaces)
     service = Service(api, controller, watching.WatchLedger())
+    election = None
+    if options.lease:
+        identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+        election = Election(api, settings.gateway_namespace, options.lease, identity, heard=service.heard)
+        service.standby = True
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)  # until kopf installs its own
-    endpoints = await health.serve(health_listen, service.alive, service.ready)
     try:
-        await _either(service.first_list(), stop)
-        if stop.is_set():
-            return
-        logger.info("operator started", extra={"namespaces": list(namespaces) or "all"})
-        async with asyncio.TaskGroup() as group:
-            background = [group.create_task(service.resync())]
-            background += [group.create_task(service.work()) for _ in range(WORKERS)]
-            await kopf.operator(
-                registry=watching.registry(controller, service.ledger, credentials),
-                settings=watching.settings(),
-                standalone=True,
-                clusterwide=not namespaces,
-                namespaces=list(namespaces),
-                stop_flag=stop,
-            )
-            for task in background:
-                task.cancel()
+        endpoints = await health.serve(options.health_listen, service.alive, service.ready)
+        try:
+            if election:
+                await _either(election.acquire(), stop)
+                service.standby = False
+            await _either(service.first_list(), stop)
+            if stop.is_set():
+                return 0
+            logger.info("operator started", extra={"namespaces": options.namespaces or "all"})
+            await _work(service, credentials, options.namespaces, election, stop)
+            return 1 if election and not election.leads else 0
+        finally:
+            if election:
+                await election.release()
+            await endpoints.cleanup()
     finally:
-        await endpoints.cleanup()
         await api.close()
         logger.info("operator stopped")
 
 
+async def _work(
+    service: Service,
+    credentials: client.Configuration,
+    namespaces: Sequence[str],
+    election: Election | None,
+    stop: asyncio.Event,
+) -> None:
+    """Watch and reconcile until `stop` is set or the lease is lost; nothing is written after this returns."""
+    background = [asyncio.create_task(service.resync())]
+    background += [asyncio.create_task(service.work()) for _ in range(WORKERS)]
+
+    def lost(_: asyncio.Task[None]) -> None:
+        for task in background:  # at once: kopf takes its time to stop
+            task.cancel()
+        stop.set()
+
+    keeper = asyncio.create_task(election.keep()) if election else None
+    if keeper:
+        keeper.add_done_callback(lost)
+    try:
+        await kopf.operator(
+            registry=watching.registry(service.controller, service.ledger, credentials),
+            settings=watching.settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=list(namespaces),
+            stop_flag=stop,
+        )
+    finally:
+        tasks = [*background, *([keeper] if keeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _either(work: Coroutine[None, None, None], stop: asyncio.Event) -> None:
-    """Run `work` until it ends or `stop` is set."""
+    """Run `work` until it ends or `stop` is set; nothing at all when it is set already."""
     task = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -146,12 +206,11 @@ async def _either(work: Coroutine[None, None, None], stop: asyncio.Event) -> Non
         await task
 
 
-def run(settings: Settings, *, namespaces: Sequence[str], kubeconfig: Path | None, health_listen: str) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit status.
+def run(settings: Settings, options: RunOptions) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status: 1 when the lease was lost, so that a fresh process starts.
 
     Raises:
         TaktlineError: CONFIG_INVALID; no usable credentials, or the health address cannot be bound.
     """
     logs.configure()
-    asyncio.run(_until_stopped(settings, namespaces, kubeconfig, health_listen))
-    return 0
+    return asyncio.run(_until_stopped(settings, options))

@@ -172,7 +172,22 @@ def operator_kubeconfig(kubectl: Kubectl, installed: None, tmp_path_factory: pyt
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def start_operator(operator_kubeconfig: Path, tmp_path: Path) -> Iterator[Callable[..., OperatorProcess]]:
+    """Start more operators, each with a name of its own and further arguments; they end with the test."""
+    started: list[OperatorProcess] = []
+
+    def start(name: str, *arguments: str) -> OperatorProcess:
+        started.append(OperatorProcess(operator_kubeconfig, tmp_path / f"{name}.log", *arguments))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.stop(kill=True)
+
+
+@pytest.fixture(scope="module")
 def running_operator(operator_kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
     """The operator, for all namespaces."""
     process = OperatorProcess(operator_kubeconfig, tmp_path_factory.mktemp("operator-log") / "operator.log")
