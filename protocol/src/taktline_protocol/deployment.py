@@ -106,7 +106,8 @@ class ClientMapping(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         execute_steps: actions of a chunk that are used before a new one is asked for, where the server holds the
             chunk (vla-eval); 0 uses all.
         actions: name -> width, in order, where the client wants the action row cut into named parts (GR00T).
-        metadata: what the server tells a client on connecting, e.g. openpi's `reset_pose`.
+        metadata: what the server tells a client on connecting: added to openpi's metadata, e.g. `reset_pose`; the
+            observation parameters of vla-eval, e.g. `send_wrist_image`.
     """
 
     images: dict[str, str] = {}
@@ -116,7 +117,7 @@ class ClientMapping(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     control_hz: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
     execute_steps: Annotated[int, Meta(ge=0)] = 0
     actions: dict[str, Annotated[int, Meta(ge=1)]] = {}
-    metadata: dict[str, float | str | list[float]] = {}
+    metadata: dict[str, bool | float | str | list[float]] = {}
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

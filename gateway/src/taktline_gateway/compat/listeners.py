@@ -8,14 +8,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from taktline_gateway.compat.openpi import openpi_listener
 from taktline_gateway.compat.ports import ClientPorts
 from taktline_gateway.compat.service import PolicyService
+from taktline_gateway.compat.vla_eval import vla_eval_listener
 
 
 @asynccontextmanager
 async def client_listeners(service: PolicyService, ports: ClientPorts) -> AsyncIterator[None]:
     """Keeps the ports open while the context lasts. Raises OSError where an address cannot be had."""
     async with AsyncExitStack() as stack:
-        for listen in ports.openpi:
-            listener = openpi_listener(listen, service)
+        listeners = [openpi_listener(listen, service) for listen in ports.openpi]
+        listeners += [vla_eval_listener(listen, service) for listen in ports.vla_eval]
+        for listener in listeners:
             await listener.start()
             stack.push_async_callback(listener.close)
         yield

@@ -18,7 +18,7 @@ from websockets.frames import CloseCode
 
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
-from taktline_gateway.compat.service import READY_POLL_S, Conversation, PolicyService, until_ready
+from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
 from taktline_gateway.compat.websocket_listener import (
     Arrival,
     FencedConnection,
@@ -54,7 +54,7 @@ class OpenpiServer:
 
     async def converse(self, connection: FencedConnection, arrival: Arrival) -> None:
         """Serves one client until it leaves. Raises ConnectionClosed."""
-        policy: str = await unless_closed(connection, self._policy(arrival))
+        policy: str = await unless_closed(connection, policy_of(self._service, arrival.policy, "openpi"))
         info: PolicyInfo = await unless_closed(connection, until_ready(self._service, policy))
         await connection.send(encode_openpi(self._metadata(info)))
         conversation = Conversation(self._service, arrival.caller, policy)
@@ -83,21 +83,6 @@ class OpenpiServer:
                 previous_ms = 1e3 * (time.monotonic() - received_at)
         finally:
             closed.cancel()
-
-    async def _policy(self, arrival: Arrival) -> str:
-        """The policy of this connection; where the handshake named none, the only one, as soon as there is one."""
-        while not arrival.policy:
-            served = self._service.policies()
-            if len(served) > 1:
-                raise TaktlineError(
-                    ErrorCode.UNKNOWN_POLICY,
-                    f"{len(served)} policies are served here",
-                    "connect to /v1/policies/POLICY/openpi",
-                )
-            if served:
-                return served[0]
-            await asyncio.sleep(READY_POLL_S)
-        return arrival.policy
 
     def _metadata(self, info: PolicyInfo) -> dict[str, Any]:
         facts = {

@@ -21,6 +21,7 @@ class ClientPorts:
     """Where each protocol listens."""
 
     openpi: Sequence[Listen] = ()
+    vla_eval: Sequence[Listen] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=form,
         help="speak openpi's WebSocket protocol there: for POLICY at /, for every policy at /v1/policies/POLICY/openpi",
     )
+    parser.add_argument(
+        "--vla-eval-listen",
+        type=listen_of,
+        action="append",
+        default=[],
+        metavar=form,
+        help="speak the vla-eval harness's protocol there: for POLICY at /, for every at /v1/policies/POLICY/vla-eval",
+    )
 
 
 def ports_of(arguments: argparse.Namespace) -> ClientPorts:
     """The ports that the command line asks for."""
-    return ClientPorts(openpi=tuple(arguments.openpi_listen))
+    return ClientPorts(openpi=tuple(arguments.openpi_listen), vla_eval=tuple(arguments.vla_eval_listen))
 
 
 def listen_of(text: str) -> Listen:

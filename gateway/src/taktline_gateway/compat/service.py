@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from taktline_protocol import ActionChunk, Observation, PolicyInfo, TaktlineError
+from taktline_protocol import ActionChunk, ErrorCode, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.deployment import ClientMapping, ClientProtocol
 from taktline_protocol.limits import Limits
 
@@ -95,6 +95,10 @@ class Conversation:
         period_ms = request_period_ms(list(self._arrivals), chunk_ms)
         return inferred_budget_ms(period_ms, chunk_ms, info.control_budget_ms, alone_ms, self.service.limits.budget_ms)
 
+    def begin_episode(self) -> None:
+        """The robot starts anew; its rhythm of before says nothing."""
+        self._arrivals.clear()
+
     async def act(self, read: ClientInput, *, budget_ms: float | None = None, seed: int | None = None) -> ActionChunk:
         """Sends one observation through the gateway. Raises TaktlineError."""
         now = time.monotonic()
@@ -112,6 +116,22 @@ class Conversation:
             seed=seed,
         )
         return await self.service.submit(self.caller, self.policy, observation)
+
+
+async def policy_of(service: PolicyService, policy: str, protocol: ClientProtocol) -> str:
+    """`policy`, or where it is empty the only one served, as soon as there is one. Raises `unknown_policy`."""
+    while not policy:
+        served = service.policies()
+        if len(served) > 1:
+            raise TaktlineError(
+                ErrorCode.UNKNOWN_POLICY,
+                f"{len(served)} policies are served here",
+                f"connect to /v1/policies/POLICY/{protocol}",
+            )
+        if served:
+            return served[0]
+        await asyncio.sleep(READY_POLL_S)
+    return policy
 
 
 async def until_ready(service: PolicyService, policy: str) -> PolicyInfo:
