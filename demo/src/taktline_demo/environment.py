@@ -120,6 +120,14 @@ class ReachEnvironment:
             self._cameras = Cameras(self._model, self._pixels)
         return self._cameras.frames(self._data, CAMERAS)
 
+    def picture(self, pixels: int) -> NDArray[np.uint8]:
+        """The scene camera's view, uint8 RGB, shape (pixels, pixels, 3); for people, not for the policy."""
+        cameras = Cameras(self._model, pixels)
+        try:
+            return cameras.frames(self._data, ("scene",))["scene"]
+        finally:
+            cameras.close()
+
     def close(self) -> None:
         """Frees the cameras."""
         if self._cameras is not None:

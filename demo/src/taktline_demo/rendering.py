@@ -5,6 +5,7 @@ MuJoCo reads MUJOCO_GL when it is first imported, so every module here that need
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import ctypes.util
 import os
@@ -71,6 +72,8 @@ class Cameras:
         """`pixels` is the edge of the square frames. Raises TaktlineError where no OpenGL library loads."""
         require_backend(os.environ["MUJOCO_GL"])
         self._renderer = mujoco.Renderer(model, pixels, pixels)
+        # An OpenGL context that outlives the interpreter's modules cannot be freed any more.
+        atexit.register(self.close)
 
     def frames(self, data: mujoco.MjData, names: Iterable[str]) -> dict[str, NDArray[np.uint8]]:
         """One RGB frame a camera, uint8, shape (pixels, pixels, 3)."""
@@ -82,4 +85,5 @@ class Cameras:
 
     def close(self) -> None:
         """Frees the OpenGL context."""
+        atexit.unregister(self.close)
         self._renderer.close()

@@ -83,6 +83,8 @@ def save_checkpoint(folder: Path, policy: DemoPolicy, statistics: dict[str, Stat
         "architecture": {"vision_heads": a.vision_heads, "heads": a.heads, "head_dim": a.head_dim},
     }
     _write_json(folder / "taktline.json", sidecar)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes files for their owner only; a checkpoint is for every worker
 
 
 def load_checkpoint(folder: Path) -> tuple[DemoPolicy, dict[str, Statistics]]:

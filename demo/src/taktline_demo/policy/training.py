@@ -32,7 +32,7 @@ class TrainingOptions:
         held_out: share of the episodes that only measure the error.
     """
 
-    steps: int = 6000
+    steps: int = 1000
     batch: int = 768
     draws: int = 4
     learning_rate: float = 1e-3
@@ -129,7 +129,7 @@ def _batch_loss(
 
 
 def _augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Slight changes of brightness, contrast and tint, a few shifted rows of noise; the geometry stays."""
+    """Slight changes of brightness, contrast and tint, and some grain; the geometry stays."""
     shape = (*pixels.shape[:2], 1, 1, 1)
     gain = 1.0 + 0.1 * torch.randn(shape, device=pixels.device, generator=generator)
     tint = 0.05 * torch.randn((*pixels.shape[:3], 1, 1), device=pixels.device, generator=generator)
