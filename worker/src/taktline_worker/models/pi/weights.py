@@ -185,7 +185,9 @@ class Packer:
             dtype = self._policy.language
         else:
             dtype = torch.float32
-        self._tensors[name] = tensor.to(device=self._device, dtype=dtype)
+        # A copy even where nothing changes: a tensor mapped from its file starts at any address, and the order in which
+        # a CPU sums depends on that.
+        self._tensors[name] = tensor.to(device=self._device, dtype=dtype, copy=True)
 
     def pack(self) -> PiWeights:
         """Everything added so far, fused and tabulated.
