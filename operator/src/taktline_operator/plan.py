@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from taktline_protocol.deployment import Route
 
-from taktline_operator import diff, naming, routing, status, workload
+from taktline_operator import diff, naming, rollout, routing, status, workload
 from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
@@ -76,15 +76,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     route: Route | None = None
 
 
-def desired_objects(policy: PolicyDeployment, settings: Settings) -> tuple[Json, ...]:
-    """Every object of a policy, stamped, in the order to create them: configuration before what mounts it."""
+def desired_objects(
+    policy: PolicyDeployment, settings: Settings, strategies: Mapping[str, Json] | None = None
+) -> tuple[Json, ...]:
+    """Every object of a policy, stamped, in the order to create them: configuration before what mounts it.
+
+    Args:
+        strategies: rolling-update parameters by pool, where they are not the usual ones.
+    """
     wanted = policy.spec.desired_replicas()
     objects = [workload.service(policy)]
     for pool in policy.spec.pools:
         objects += [
             workload.config_map(policy, pool),
             workload.disruption_budget(policy, pool),
-            workload.deployment(policy, pool, wanted[pool.name], settings.image),
+            workload.deployment(
+                policy, pool, wanted[pool.name], settings.image, (strategies or {}).get(pool.name, rollout.SURGE)
+            ),
         ]
     return tuple(diff.stamped(found) for found in objects)
 
@@ -97,7 +105,14 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         other = "/".join(observed.name_owner)
         message = f"policy name {policy.name!r} is taken by the older PolicyDeployment {other}; choose another name"
         return _refusal(policy, observed, "PolicyNameTaken", message)
-    desired = desired_objects(policy, settings)
+    pools = _count(policy, observed, settings)
+    strategies = {
+        pool.name: rollout.strategy(
+            pool, observed.children.get(Ref("Deployment", naming.workload_name(policy.name, pool.name)))
+        )
+        for pool in pools
+    }
+    desired = desired_objects(policy, settings, strategies)
     ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
     foreign = [ref for ref, owned in ownership.items() if owned == "foreign"]
     if foreign:
@@ -105,20 +120,16 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         message = f"{names} exists and is not this PolicyDeployment's; rename or delete one of the two"
         return _refusal(policy, observed, "ObjectConflict", message)
 
-    wanted = policy.spec.desired_replicas()
-    pools = [
-        status.PoolCount(
-            pool.name,
-            pool.accelerator,
-            wanted[pool.name],
-            workload.template_hash(workload.pod_template(policy, pool, settings.image)),
-            observed.pods,
-        )
-        for pool in policy.spec.pools
-    ]
     deployments = [child for ref, child in observed.children.items() if ref.kind == "Deployment"]
     new_status = status.observed(
-        policy, observed.live, pools, observed.pods, deployments, settings.gateway_url, observed.now
+        policy,
+        observed.live,
+        pools,
+        observed.pods,
+        deployments,
+        settings.gateway_url,
+        observed.now,
+        rollout.note(pools, list(strategies.values())),
     )
     return Plan(
         desired=desired,
@@ -132,6 +143,20 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, observed.pods),
     )
+
+
+def _count(policy: PolicyDeployment, observed: Observed, settings: Settings) -> list[status.PoolCount]:
+    wanted = policy.spec.desired_replicas()
+    return [
+        status.PoolCount(
+            pool.name,
+            pool.accelerator,
+            wanted[pool.name],
+            workload.template_hash(workload.pod_template(policy, pool, settings.image)),
+            observed.pods,
+        )
+        for pool in policy.spec.pools
+    ]
 
 
 def refuse(live: Json, reason: str, message: str, now: str) -> Plan:

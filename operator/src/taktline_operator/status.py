@@ -74,6 +74,7 @@ class PoolCount:
         self.name = name
         self.accelerator = accelerator
         self.desired = desired
+        self.current_pods = current
         self.updated = len([pod for pod in current if not pod["metadata"].get("deletionTimestamp")])
         self.ready = len([pod for pod in alive if routing.is_ready(pod)])
         self.updated_ready = len([pod for pod in current if routing.is_ready(pod)])
@@ -103,6 +104,7 @@ def observed(
     deployments: Sequence[Json],
     gateway_url: str,
     now: str,
+    rollout_note: str = "",
 ) -> Json:
     """Status of an accepted PolicyDeployment.
 
@@ -111,6 +113,7 @@ def observed(
         pods: all its worker pods.
         deployments: its live Deployments.
         gateway_url: base URL of the gateway inside the cluster.
+        rollout_note: what the Progressing condition says besides counts.
     """
     previous = live.get("status", {})
     settled = all(pool.settled for pool in pools)
@@ -135,7 +138,8 @@ def observed(
         progressing = ("False", "Stalled", stalled)
     else:
         updated = sum(pool.updated_ready for pool in pools)
-        progressing = ("True", "RollingOut", f"revision {revision}: {updated} of {desired} workers serve it")
+        message = f"revision {revision}: {updated} of {desired} workers serve it{rollout_note}"
+        progressing = ("True", "RollingOut", message)
 
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

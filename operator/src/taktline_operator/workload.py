@@ -115,7 +115,9 @@ def template_hash(template: dict[str, Any]) -> str:
     return str(template["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE])
 
 
-def deployment(policy: PolicyDeployment, pool: Pool, replicas: int, image: str) -> dict[str, Any]:
+def deployment(
+    policy: PolicyDeployment, pool: Pool, replicas: int, image: str, rolling_update: dict[str, Any]
+) -> dict[str, Any]:
     """The Deployment of a pool. `image` is the operator's default where the pool names none."""
     return {
         "apiVersion": "apps/v1",
@@ -124,8 +126,7 @@ def deployment(policy: PolicyDeployment, pool: Pool, replicas: int, image: str) 
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
-            # A new worker is ready before an old one leaves, also where there is only one.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": rolling_update},
             "progressDeadlineSeconds": STARTUP_LIMIT_S + 300,
             "revisionHistoryLimit": 2,
             "template": pod_template(policy, pool, image),
