@@ -75,7 +75,7 @@ def evaluate(
 ) -> None:
     """Measure success in lockstep: the simulation waits for each answer, so equal seeds give equal results."""
     from taktline_demo.evaluation import evaluate as run
-    from taktline_demo.evaluation import print_evaluations
+    from taktline_demo.evaluation import json_document, print_evaluations
     from taktline_demo.gateway_policy import gateway_act
 
     if (checkpoint is None) == (url is None):
@@ -100,7 +100,7 @@ def evaluate(
             evaluations.append(run(name, act, seeds, lambda result, task=task: bar.advance(task)))  # type: ignore[misc]
     print_evaluations(evaluations, Console())
     if json_path is not None:
-        json_path.write_text(json.dumps([evaluation.as_dict() for evaluation in evaluations], indent=1) + "\n")
+        json_path.write_text(json_document(evaluations))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -57,6 +58,16 @@ def evaluate(
     finally:
         environment.close()
     return Evaluation(policy, results)
+
+
+def json_document(evaluations: list[Evaluation]) -> str:
+    """All evaluations as a JSON list, one line an episode, so that two runs can be compared line by line."""
+    documents = []
+    for evaluation in evaluations:
+        head = evaluation.as_dict()
+        runs = ",\n".join(json.dumps(run) for run in head.pop("runs"))
+        documents.append(f'{json.dumps(head)[:-1]}, "runs": [\n{runs}\n]}}')
+    return "[\n" + ",\n".join(documents) + "\n]\n"
 
 
 def print_evaluations(evaluations: list[Evaluation], console: Console) -> None:

@@ -72,7 +72,7 @@ def result_table(run: FleetRun) -> Table:
     """One row a robot: requests, chunk rate, the latency terms' medians, margins, misses, success; 80 columns wide."""
     table = Table(
         title=f"policy {run.policy}: {run.successes} of {len(run.episodes)} episodes reached the named block",
-        caption="medians in ms; requests (refused ones); margin p99: 99 % of the chunks reach it; a miss: a buffer ran dry",
+        caption="medians in ms; (refused requests); margin p99: 99 % of the chunks reach it; miss: a buffer ran dry",
         box=SIMPLE_HEAD,
         padding=0,
     )
