@@ -74,7 +74,10 @@ def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_geglu(dtype: torch.dtype) -> None:
     x = rand(5, 2 * 136, dtype=dtype) * 3
-    close(activations.geglu(x, config={"block": 64}), REGISTRY["geglu"].reference(x), dtype)
+    expected = REGISTRY["geglu"].reference(x)
+    close(activations.geglu(x, config={"block": 64}), expected, dtype)
+    paired = x.view(5, 2, 17, 8).transpose(1, 2).reshape(5, -1)
+    close(activations.geglu(paired, config={"block": 64}, paired=True), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

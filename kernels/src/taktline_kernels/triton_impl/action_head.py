@@ -46,10 +46,10 @@ def _action_head_kernel(
         velocity = tl.load(out_bias_ptr + dims)
         for start in tl.range(0, WIDTH, CHUNK):
             part = start + tl.arange(0, CHUNK)
-            x = tl.load(hidden_ptr + row * WIDTH + part).to(tl.float32)
-            y = tl.load(update_ptr + row * WIDTH + part).to(tl.float32)
-            x = (x + y * tl.load(gate_ptr + part)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
-            normed = x * factor * (1.0 + tl.load(scale_ptr + part)) + tl.load(shift_ptr + part)
+            part_x = tl.load(hidden_ptr + row * WIDTH + part).to(tl.float32)
+            part_y = tl.load(update_ptr + row * WIDTH + part).to(tl.float32)
+            part_x = (part_x + part_y * tl.load(gate_ptr + part)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            normed = part_x * factor * (1.0 + tl.load(scale_ptr + part)) + tl.load(shift_ptr + part)
             normed = normed.to(hidden_ptr.dtype.element_ty).to(tl.float32)
             weight = tl.load(out_weight_ptr + dims[:, None] * WIDTH + part[None, :])
             velocity += tl.sum(weight * normed[None, :], axis=1)
@@ -73,7 +73,7 @@ def action_head(
     *,
     hidden: Tensor | None,
     update: Tensor | None,
-    modulation: Tensor | None,
+    modulation: tuple[Tensor, Tensor] | Tensor | None,
     gate: Tensor | None,
     dt: float,
     last: bool,

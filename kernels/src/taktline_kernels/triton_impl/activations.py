@@ -20,24 +20,38 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def _geglu_kernel(source_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _geglu_kernel(
+    source_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    gate = tl.load(source_ptr + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source_ptr + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    # Paired: eight gates, then their eight ups, and so on.
+    first = (columns // 8) * 16 + columns % 8 if PAIRED else columns
+    distance = 8 if PAIRED else WIDTH
+    gate = tl.load(source_ptr + row * 2 * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source_ptr + row * 2 * WIDTH + first + distance, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + columns, (gelu_tanh(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def geglu(gate_up: Tensor, config: Mapping[str, int]) -> Tensor:
-    """Run `ops.geglu`."""
+def geglu(gate_up: Tensor, config: Mapping[str, int], *, paired: bool = False) -> Tensor:
+    """Run `ops.geglu`; with `paired`, gates and ups alternate by eights."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(config.get("block", 2048), power_of_two(width))
     grid = (gate_up.numel() // (2 * width), triton.cdiv(width, block))
-    launch(_geglu_kernel, grid, gate_up, out, WIDTH=width, BLOCK=block, num_warps=config.get("num_warps", 8))
+    launch(
+        _geglu_kernel,
+        grid,
+        gate_up,
+        out,
+        WIDTH=width,
+        BLOCK=block,
+        PAIRED=paired,
+        num_warps=config.get("num_warps", 8),
+    )
     return out

@@ -1,0 +1,1 @@
+"""Benchmarks of the gateway: scheduling policies on traces, and overhead against other servers."""

@@ -1,0 +1,169 @@
+"""Scheduling policies of other servers, written from their documentation, and ours behind the same interface."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from taktline_gateway.deadline_queue import Ticket
+from taktline_gateway.scheduler import Scheduler
+from taktline_gateway.service_times import ServiceTimes
+
+from benchmarks.gateway.times import BUCKETS, Engine
+from benchmarks.gateway.traces import Job
+
+MAX_BATCH = BUCKETS[-1]
+
+
+class Policy(Protocol):
+    """One worker's queue. `next_batch` is asked when the worker is free; it may say when to ask again."""
+
+    name: str
+
+    def arrive(self, job: Job, now: float) -> None:
+        """A request comes in."""
+
+    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
+        """(the batch to start now or nothing, when to ask again if nothing)."""
+
+    def finished(self, size: int, seconds: float) -> None:
+        """The batch is done."""
+
+
+class Fifo:
+    """First come, first served: waits a window after the first request, as a plain batching server does."""
+
+    def __init__(self, engine: Engine, window_s: float = 0.020) -> None:
+        self.name = f"FIFO + {1e3 * window_s:g} ms"
+        self._window_s = window_s
+        self._queue: deque[Job] = deque()
+
+    def arrive(self, job: Job, now: float) -> None:
+        """Queues it at the end, whatever its deadline."""
+        self._queue.append(job)
+
+    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
+        """Everything queued, up to the largest batch, once the oldest has waited its window."""
+        if not self._queue:
+            return (), None
+        ready = self._queue[0].arrival + self._window_s
+        if len(self._queue) < MAX_BATCH and now < ready:
+            return (), ready
+        return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))], None
+
+    def finished(self, size: int, seconds: float) -> None:
+        """Learns nothing."""
+
+
+class TritonLike(Fifo):
+    """Dynamic batching with preferred sizes, a queue delay, and a queue timeout that rejects when a batch is formed."""
+
+    def __init__(self, engine: Engine, delay_s: float = 0.005, timeout_s: float = 0.300) -> None:
+        super().__init__(engine, delay_s)
+        self.name = "Triton-like"
+        self._timeout_s = timeout_s
+
+    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
+        """The largest preferred size that is there, else what is there after the delay."""
+        while self._queue and now - self._queue[0].arrival > self._timeout_s:
+            self._queue.popleft()
+        if not self._queue:
+            return (), None
+        ready = self._queue[0].arrival + self._window_s
+        preferred = max((size for size in (4, 8, 16, 32) if size <= len(self._queue)), default=0)
+        if not preferred and now < ready:
+            return (), ready
+        return [self._queue.popleft() for _ in range(preferred or len(self._queue))], None
+
+
+class RayLike(Fifo):
+    """`@serve.batch`: waits from the moment the batch begins to form, which is when the last one was handed over."""
+
+    def __init__(self, engine: Engine, wait_s: float = 0.010) -> None:
+        super().__init__(engine, wait_s)
+        self.name = "Ray-Serve-like"
+        self._formed_at: float | None = None
+
+    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
+        """Up to the largest batch, after the wait since the first member was taken from the queue."""
+        if not self._queue:
+            self._formed_at = None
+            return (), None
+        if self._formed_at is None:
+            self._formed_at = now
+        if len(self._queue) < MAX_BATCH and now < self._formed_at + self._window_s:
+            return (), self._formed_at + self._window_s
+        self._formed_at = None
+        return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))], None
+
+
+class ClockworkLike:
+    """Earliest deadline first with known times: drops what cannot be met, runs the largest batch its head allows."""
+
+    name = "Clockwork-like"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._queue: list[Job] = []
+
+    def arrive(self, job: Job, now: float) -> None:
+        """Keeps deadline order."""
+        self._queue.append(job)
+        self._queue.sort(key=lambda one: one.deadline)
+
+    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
+        """Drops the hopeless, then takes the largest bucket that the most urgent request allows."""
+        while self._queue and now + self._engine.median_s(1) > self._queue[0].deadline:
+            self._queue.pop(0)
+        if not self._queue:
+            return (), None
+        size = 1
+        for bucket in BUCKETS:
+            if bucket <= len(self._queue) and now + self._engine.median_s(bucket) <= self._queue[0].deadline:
+                size = bucket
+        batch, self._queue = self._queue[:size], self._queue[size:]
+        return batch, None
+
+    def finished(self, size: int, seconds: float) -> None:
+        """Its times are fixed."""
+
+
+class Ours:
+    """The gateway's scheduler itself."""
+
+    name = "Taktline"
+
+    def __init__(self, engine: Engine, max_wait_s: float = 0.005) -> None:
+        self.scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=max_wait_s)
+        self.scheduler.add_worker("worker", ServiceTimes(engine.table(), MAX_BATCH))
+        self._jobs: dict[Ticket, Job] = {}
+        self.refused = 0
+
+    def arrive(self, job: Job, now: float) -> None:
+        """Admits or refuses."""
+        ticket = Ticket(robot=str(job.robot), seq=job.seq, deadline=job.deadline, arrived_at=now)
+        refused, older = self.scheduler.submit(ticket, now)
+        if refused is None:
+            self._jobs[ticket] = job
+        else:
+            self.refused += 1
+        if older is not None:
+            del self._jobs[older]
+
+    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
+        """One poll of the scheduler."""
+        plan = self.scheduler.poll(now)
+        for refused in plan.refused:
+            del self._jobs[refused.ticket]
+            self.refused += 1
+        if not plan.batches:
+            return (), plan.wake_at
+        return [self._jobs.pop(ticket) for ticket in plan.batches[0].tickets], None
+
+    def finished(self, size: int, seconds: float) -> None:
+        """Updates the measured times."""
+        self.scheduler.finished("worker", size, seconds)
+
+
+POLICIES = (Ours, Fifo, TritonLike, RayLike, ClockworkLike)

@@ -1,0 +1,622 @@
+// The action expert at one row of the batch (at most 64 action tokens), as a chain of kernels that overlap by
+// programmatic dependent launch: each block copies its weights into shared memory before it waits for its predecessor.
+//
+// Matrix products: D[token, n] = A[token, k] W[n, k]. A comes from registers, read straight from L2; W from shared
+// memory as 64-column chunks with the 128-byte swizzle, laid out so by the host. Columns are permuted inside each block
+// of 32 alike in A and W, so that a thread reads its A fragments 16 bytes at a time: logical column 16 s + 8 h + 2 t + e
+// of a block is column 8 t + 4 s + 2 h + e.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE float bf16_low(u32 v) { return __uint_as_float(v << 16); }
+DEVICE float bf16_high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+DEVICE uint4 load_l2(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEVICE u32 load_l2_word(const void* p) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE float4 load_l2_float4(const float* p) {
+  uint4 v = load_l2(p);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
+DEVICE void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source),
+               "r"(bytes), "r"(bar)
+               : "memory");
+}
+DEVICE float gelu(float x) {
+  float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + __expf(-2.0f * u));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products. N columns a block (32 or 64), KB columns of K a block, SPLIT blocks of a cluster share K.
+// EPILOGUE 0: rotate queries and key, write q and the cache; 1: gelu(gate) * up; 2: gated residual add.
+#ifdef N
+#define CHUNKS (KB / 64)
+#define HALF_BLOCKS (KB / 64)          // blocks of 32 columns in one warpgroup's half of K
+#define BATCH 2
+#define BUFFERS 4                      // batches of A in flight
+#define BATCHES (HALF_BLOCKS / BATCH)
+#define WEIGHT_BYTES (N * KB * 2)
+#define GROUPS (N / 16)                // groups of 8 columns that one warpgroup finishes
+
+#if N == 64
+#define ACC 32
+DEVICE void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 desc) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+      "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
+        "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(desc));
+}
+#else
+#define ACC 16
+DEVICE void wgmma(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 desc) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(desc));
+}
+#endif
+
+DEVICE u64 descriptor(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
+}
+DEVICE void load_batch(uint4 (&a)[BATCH][2], const u16* source, int stride, bool first, bool second) {
+#pragma unroll
+  for (int b = 0; b < BATCH; ++b) {
+    a[b][0] = first ? load_l2(source + b * 32) : make_uint4(0, 0, 0, 0);
+    a[b][1] = second ? load_l2(source + 8 * stride + b * 32) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+struct Arguments {
+  const char* weights;     // [group][slice][chunk][N][64] bf16, swizzled
+  const u16* input;        // (rows, input_stride) bf16
+  const float* squares;    // (64, 128): parts of each token's sum of squares (epilogues 0, 1)
+  const float* constants;  // per packed column: shift @ W (epilogues 0, 1)
+  u16* output;             // 0: q (rows, 2048); 1: hidden (rows, 4096); 2: residual stream, read and written
+  u16* scaled;             // 2: stream * (1 + scale) for the next product
+  float* squares_out;      // 2: (64, 128)
+  const float* gate;       // 2: (columns)
+  const float* scale;      // 2: (columns), of the next norm
+  u16* k_cache;            // 0: (positions, 256)
+  u16* v_cache;
+  const float* cosines;    // 0: (positions, 128)
+  const float* sines;
+  const int* length;       // 0: valid prefix
+  int rows;
+  int input_stride;
+  int columns;             // 2: width of the stream; 1: width of the output
+  float eps;
+};
+
+extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_constant__ Arguments p) {
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) u64 barriers[2];
+  __shared__ float factors[64];
+  const int thread = threadIdx.x, group = thread >> 7, local = thread & 127, warp = local >> 5, lane = thread & 31;
+  const int g = lane >> 2, t = lane & 3;
+  const int tile = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT;
+  if (thread == 0) {
+    barrier_init(smem_address(&barriers[0]), 1);
+    barrier_init(smem_address(&barriers[1]), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    const char* source = p.weights + (size_t)blockIdx.x * WEIGHT_BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 bar = smem_address(&barriers[half]);
+      barrier_expect(bar, WEIGHT_BYTES / 2);
+      for (int piece = 0; piece < CHUNKS / 2; ++piece) {
+        u32 offset = half * (WEIGHT_BYTES / 2) + piece * (N * 128);
+        bulk_copy(smem_address(shared) + offset, source + offset, N * 128, bar);
+      }
+    }
+  }
+  launch_dependents();
+  // Everything that no predecessor writes is read before waiting: a round trip to L2 costs as much as the product.
+  const int row = warp * 16 + g;
+  const bool first = row < p.rows, second = row + 8 < p.rows;
+#if EPILOGUE == 0
+  const int pair = tile * 2 + group, head = pair >> 4, column = (pair & 15) * 8 + 2 * t, start = *p.length;
+  const float2 c0 = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 2 * t);
+  const float2 c1 = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 8 + 2 * t);
+  float2 cosine[2], sine[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int position = start + min(row + half * 8, p.rows - 1);
+    cosine[half] = *reinterpret_cast<const float2*>(p.cosines + position * 128 + column);
+    sine[half] = *reinterpret_cast<const float2*>(p.sines + position * 128 + column);
+  }
+#elif EPILOGUE == 1
+  float2 c0[GROUPS / 2], c1[GROUPS / 2];
+#pragma unroll
+  for (int i = 0; i < GROUPS / 2; ++i) {
+    const int pair = (tile * 2 + group) * (GROUPS / 2) + i;
+    c0[i] = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 2 * t);
+    c1[i] = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 8 + 2 * t);
+  }
+#else
+  const int part = tile * (2 * GROUPS) + slice, column = part * 8 + 2 * t;
+  const float2 gate = *reinterpret_cast<const float2*>(p.gate + column);
+  const float2 scale = *reinterpret_cast<const float2*>(p.scale + column);
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+  __syncthreads();
+  wait_predecessor();
+
+  const u16* source = p.input + (size_t)row * p.input_stride + slice * KB + group * (KB / 2) + t * 8;
+  uint4 a[BUFFERS][BATCH][2];
+#pragma unroll
+  for (int i = 0; i < BUFFERS; ++i) load_batch(a[i], source + i * BATCH * 32, p.input_stride, first, second);
+#if EPILOGUE == 2
+  u32 old[2] = {0, 0};
+  if (group == 0) {
+    if (first) old[0] = load_l2_word(p.output + (size_t)row * p.columns + column);
+    if (second) old[1] = load_l2_word(p.output + (size_t)(row + 8) * p.columns + column);
+  }
+#endif
+#if EPILOGUE < 2
+  {
+    // Four threads a token sum its 128 parts in a fixed order.
+    const int token = thread >> 2, part = (thread & 3) * 32;
+    float sum = 0.0f;
+    if (token < p.rows) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float4 v = load_l2_float4(p.squares + token * 128 + part + i * 4);
+        sum += (v.x + v.y) + (v.z + v.w);
+      }
+    }
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if ((thread & 3) == 0) factors[token] = rsqrtf(sum / 1024.0f + p.eps);
+  }
+#endif
+  float d[ACC];
+#pragma unroll
+  for (int i = 0; i < ACC; ++i) d[i] = 0.0f;
+  barrier_wait(smem_address(&barriers[group]), 0);
+  const u32 base = smem_address(shared) + group * (WEIGHT_BYTES / 2);
+#pragma unroll
+  for (int batch = 0; batch < BATCHES; ++batch) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const int block = batch * BATCH + b;
+      const uint4 lo = a[batch % BUFFERS][b][0], hi = a[batch % BUFFERS][b][1];
+      const u64 desc = descriptor(base + (block >> 1) * (N * 128) + (block & 1) * 64);
+      wgmma(d, lo.x, hi.x, lo.y, hi.y, desc);
+      wgmma(d, lo.z, hi.z, lo.w, hi.w, desc + 2);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    // A buffer is filled again as soon as the products that read it are done.
+    if (batch + BUFFERS < BATCHES) {
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      load_batch(a[batch % BUFFERS], source + (batch + BUFFERS) * BATCH * 32, p.input_stride, first, second);
+    }
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+
+  // The two warpgroups exchange halves, so that each finishes N / 2 columns: group w those from w * N / 2.
+  __syncthreads();
+  float4* exchange = reinterpret_cast<float4*>(shared);
+#pragma unroll
+  for (int i = 0; i < GROUPS; ++i) {
+    const int j = (group ^ 1) * GROUPS + i;
+    // Constant indices keep the accumulators in registers.
+    float4 v = group == 0 ? make_float4(d[(GROUPS + i) * 4], d[(GROUPS + i) * 4 + 1], d[(GROUPS + i) * 4 + 2], d[(GROUPS + i) * 4 + 3])
+                          : make_float4(d[i * 4], d[i * 4 + 1], d[i * 4 + 2], d[i * 4 + 3]);
+    exchange[j * 128 + local] = v;
+  }
+  __syncthreads();
+  float4 sums[GROUPS];
+#pragma unroll
+  for (int i = 0; i < GROUPS; ++i) {
+    float4 v = exchange[(group * GROUPS + i) * 128 + local];
+    float4 own = group == 1 ? make_float4(d[(GROUPS + i) * 4], d[(GROUPS + i) * 4 + 1], d[(GROUPS + i) * 4 + 2], d[(GROUPS + i) * 4 + 3])
+                            : make_float4(d[i * 4], d[i * 4 + 1], d[i * 4 + 2], d[i * 4 + 3]);
+    sums[i] = make_float4(own.x + v.x, own.y + v.y, own.z + v.z, own.w + v.w);
+  }
+
+#if EPILOGUE == 0
+  {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = row + half * 8;
+      if (token >= p.rows) continue;
+      const float f = factors[token];
+      const float x0 = (half ? sums[0].z : sums[0].x) * f + c0.x, x1 = (half ? sums[0].w : sums[0].y) * f + c0.y;
+      const float y0 = (half ? sums[1].z : sums[1].x) * f + c1.x, y1 = (half ? sums[1].w : sums[1].y) * f + c1.y;
+      const int position = start + token;
+      u32 low = pack_bf16(x0, x1), high = pack_bf16(y0, y1);
+      u16* target;
+      if (head == 9) {
+        target = p.v_cache + (size_t)position * 256 + column;
+      } else {
+        const float2 c = cosine[half], s = sine[half];
+        low = pack_bf16(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
+        high = pack_bf16(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
+        target = head == 8 ? p.k_cache + (size_t)position * 256 + column : p.output + (size_t)token * 2048 + head * 256 + column;
+      }
+      *reinterpret_cast<u32*>(target) = low;
+      *reinterpret_cast<u32*>(target + 128) = high;
+    }
+  }
+#elif EPILOGUE == 1
+#pragma unroll
+  for (int i = 0; i < GROUPS / 2; ++i) {
+    const int pair = (tile * 2 + group) * (GROUPS / 2) + i;
+    const float4 gate = sums[2 * i], up = sums[2 * i + 1];
+    if (first) {
+      const float f = factors[row];
+      *reinterpret_cast<u32*>(p.output + (size_t)row * p.columns + pair * 8 + 2 * t) =
+          pack_bf16(gelu(gate.x * f + c0[i].x) * (up.x * f + c1[i].x), gelu(gate.y * f + c0[i].y) * (up.y * f + c1[i].y));
+    }
+    if (second) {
+      const float f = factors[row + 8];
+      *reinterpret_cast<u32*>(p.output + (size_t)(row + 8) * p.columns + pair * 8 + 2 * t) =
+          pack_bf16(gelu(gate.z * f + c0[i].x) * (up.z * f + c1[i].x), gelu(gate.w * f + c0[i].y) * (up.w * f + c1[i].y));
+    }
+  }
+#else
+  {
+    // Each block of the cluster finishes one group of 8 columns: the others push their parts into its shared memory,
+    // past the weights, which it may still be reading.
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    float4* received = reinterpret_cast<float4*>(shared + WEIGHT_BYTES);
+    const u32 target = smem_address(received + slice * 128 + local);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      u32 remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(target), "r"(group * GROUPS + i));
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "f"(sums[i].x), "f"(sums[i].y), "f"(sums[i].z), "f"(sums[i].w) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (group == 0) {
+      float4 sum = received[local];
+#pragma unroll
+      for (int peer = 1; peer < SPLIT; ++peer) {
+        const float4 v = received[peer * 128 + local];
+        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = row + half * 8;
+        float square = 0.0f;
+        if (token < p.rows) {
+          const u32 fresh =
+              pack_bf16(bf16_low(old[half]) + gate.x * (half ? sum.z : sum.x), bf16_high(old[half]) + gate.y * (half ? sum.w : sum.y));
+          const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
+          *reinterpret_cast<u32*>(p.output + (size_t)token * p.columns + column) = fresh;
+          *reinterpret_cast<u32*>(p.scaled + (size_t)token * p.columns + column) = pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y));
+          square = x0 * x0 + x1 * x1;
+        }
+        square += __shfl_xor_sync(0xffffffffu, square, 1);
+        square += __shfl_xor_sync(0xffffffffu, square, 2);
+        if (t == 0 && token < p.rows) p.squares_out[token * 128 + part] = square;
+      }
+    }
+  }
+#endif
+}
+#endif  // N
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention of the action tokens: 32 query rows (token * 8 + head) and KEYS cached keys a block; prefix keys are copied
+// before waiting for the predecessor, which writes the suffix only.
+#ifdef KEYS
+#define ROWS 32
+#define WINDOWS 8  // blocks of a cluster, each with KEYS keys
+
+DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void copy16(u32 target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0) : "memory");
+}
+// Swizzles of the 16-byte units of a 512-byte row: one for 16-byte fragment reads, one for transposed matrix reads.
+DEVICE u32 key_offset(int row, int unit) { return row * 512 + ((unit ^ ((row & 1) << 2)) << 4); }
+DEVICE u32 value_offset(int row, int unit) { return row * 512 + ((unit ^ (row & 7)) << 4); }
+
+DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begin, int from, int to, int count) {
+  // Rows from..to - 1 of this block's window; those at or past `count` become zeros.
+  for (int index = threadIdx.x + from * 32; index < to * 32; index += 128) {
+    const int row = index >> 5, unit = index & 31;
+    const bool valid = begin + row < count;
+    const size_t offset = (size_t)(valid ? begin + row : 0) * 256 + unit * 8;
+    copy16(keys + key_offset(row, unit), k + offset, valid);
+    copy16(values + value_offset(row, unit), v + offset, valid);
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
+                                                                   int rows, float scale_log2) {
+  extern __shared__ __align__(1024) char shared[];
+  const u32 keys = smem_address(shared), values = keys + KEYS * 512;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int row_group = warp & 1, key_group = warp >> 1;
+  const int window = blockIdx.x % WINDOWS, block = blockIdx.x / WINDOWS, begin = window * KEYS;
+  const int prefix = *length, count = prefix + horizon;
+  int early = prefix - begin;
+  early = early < 0 ? 0 : (early > KEYS ? KEYS : early);
+  copy_rows(keys, values, k, v, begin, 0, early, prefix);
+  launch_dependents();
+  wait_predecessor();
+  copy_rows(keys, values, k, v, begin, early, KEYS, count);
+
+  const int row = block * ROWS + row_group * 16 + g;
+  const bool first = row < rows, second = row + 8 < rows;
+  uint4 a[8][2];
+#pragma unroll
+  for (int b = 0; b < 8; ++b) {
+    a[b][0] = first ? load_l2(q + (size_t)row * 256 + b * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+    a[b][1] = second ? load_l2(q + (size_t)(row + 8) * 256 + b * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+
+  constexpr int TILES = KEYS / 2 / 8;
+  float s[TILES][4];
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+#pragma unroll
+  for (int b = 0; b < 8; ++b) {
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      const int key = key_group * (KEYS / 2) + j * 8 + g;
+      const uint4 w = *reinterpret_cast<const uint4*>(shared + key_offset(key, b * 4 + t));
+      mma(s[j], a[b][0].x, a[b][1].x, a[b][0].y, a[b][1].y, w.x, w.y);
+      mma(s[j], a[b][0].z, a[b][1].z, a[b][0].w, a[b][1].w, w.z, w.w);
+    }
+  }
+  float top0 = -1e30f, top1 = -1e30f;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    const int key = begin + key_group * (KEYS / 2) + j * 8 + 2 * t;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const bool inside = key + e < count;
+      s[j][e] = inside ? s[j][e] * scale_log2 : -1e30f;
+      s[j][2 + e] = inside ? s[j][2 + e] * scale_log2 : -1e30f;
+      top0 = fmaxf(top0, s[j][e]);
+      top1 = fmaxf(top1, s[j][2 + e]);
+    }
+  }
+  top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 1));
+  top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 2));
+  top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 1));
+  top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2));
+  float total0 = 0.0f, total1 = 0.0f;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    const int key = begin + key_group * (KEYS / 2) + j * 8 + 2 * t;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      s[j][e] = key + e < count ? exp2f(s[j][e] - top0) : 0.0f;
+      s[j][2 + e] = key + e < count ? exp2f(s[j][2 + e] - top1) : 0.0f;
+      total0 += s[j][e];
+      total1 += s[j][2 + e];
+    }
+  }
+  total0 += __shfl_xor_sync(0xffffffffu, total0, 1);
+  total0 += __shfl_xor_sync(0xffffffffu, total0, 2);
+  total1 += __shfl_xor_sync(0xffffffffu, total1, 1);
+  total1 += __shfl_xor_sync(0xffffffffu, total1, 2);
+
+  float o[32][4];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < TILES / 2; ++step) {
+    const u32 a0 = pack_bf16(s[2 * step][0], s[2 * step][1]), a1 = pack_bf16(s[2 * step][2], s[2 * step][3]);
+    const u32 a2 = pack_bf16(s[2 * step + 1][0], s[2 * step + 1][1]), a3 = pack_bf16(s[2 * step + 1][2], s[2 * step + 1][3]);
+    const int key = key_group * (KEYS / 2) + step * 16 + (lane & 15);
+#pragma unroll
+    for (int pair = 0; pair < 16; ++pair) {
+      u32 b0, b1, b2, b3;
+      const u32 address = values + value_offset(key, pair * 2 + (lane >> 4));
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b0), "=r"(b1), "=r"(b2), "=r"(b3) : "r"(address) : "memory");
+      mma(o[pair * 2], a0, a1, a2, a3, b0, b1);
+      mma(o[pair * 2 + 1], a0, a1, a2, a3, b2, b3);
+    }
+  }
+
+  // The second half of the keys hands its part to the first through shared memory; the block's 32 x 256 sums stay there
+  // for the cluster, whose blocks are the windows of one row block: each finishes 32 / WINDOWS rows.
+  __syncthreads();
+  float4* exchange = reinterpret_cast<float4*>(shared);
+  float4* tops = exchange + 2 * 32 * 32;
+  float* sums = reinterpret_cast<float*>(shared);
+  if (key_group == 1) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) exchange[(row_group * 32 + i) * 32 + lane] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
+    tops[row_group * 32 + lane] = make_float4(top0, top1, total0, total1);
+  }
+  __syncthreads();
+  if (key_group == 0) {
+    const float4 other = tops[row_group * 32 + lane];
+    const float new0 = fmaxf(top0, other.x), new1 = fmaxf(top1, other.y);
+    const float own0 = exp2f(top0 - new0), own1 = exp2f(top1 - new1), their0 = exp2f(other.x - new0), their1 = exp2f(other.y - new1);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float4 v = exchange[(row_group * 32 + i) * 32 + lane];
+      o[i][0] = o[i][0] * own0 + v.x * their0, o[i][1] = o[i][1] * own0 + v.y * their0;
+      o[i][2] = o[i][2] * own1 + v.z * their1, o[i][3] = o[i][3] * own1 + v.w * their1;
+    }
+    top0 = new0, top1 = new1, total0 = total0 * own0 + other.z * their0, total1 = total1 * own1 + other.w * their1;
+  }
+  __syncthreads();
+  if (key_group == 0) {
+    const int own = row_group * 16 + g;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      *reinterpret_cast<float2*>(sums + own * 264 + i * 8 + 2 * t) = make_float2(o[i][0], o[i][1]);
+      *reinterpret_cast<float2*>(sums + (own + 8) * 264 + i * 8 + 2 * t) = make_float2(o[i][2], o[i][3]);
+    }
+    float2* mine = reinterpret_cast<float2*>(sums + 32 * 264);
+    if (t == 0) mine[own] = make_float2(top0, total0), mine[own + 8] = make_float2(top1, total1);
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  {
+    const int own = window * (ROWS / WINDOWS) + (threadIdx.x >> 5);  // ROWS / WINDOWS = 4 rows, one a warp
+    const u32 values_at = smem_address(sums + own * 264 + lane * 8), head_at = smem_address(sums + 32 * 264) + own * 8;
+    float2 heads[WINDOWS];
+    float4 low[WINDOWS], high[WINDOWS];
+#pragma unroll
+    for (int peer = 0; peer < WINDOWS; ++peer) {
+      u32 remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(head_at), "r"(peer));
+      asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(heads[peer].x), "=f"(heads[peer].y) : "r"(remote) : "memory");
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(values_at), "r"(peer));
+      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(low[peer].x), "=f"(low[peer].y), "=f"(low[peer].z), "=f"(low[peer].w) : "r"(remote) : "memory");
+      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(high[peer].x), "=f"(high[peer].y), "=f"(high[peer].z), "=f"(high[peer].w) : "r"(remote + 16) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    float top = heads[0].x, total = 0.0f, sum[8];
+#pragma unroll
+    for (int peer = 1; peer < WINDOWS; ++peer) top = fmaxf(top, heads[peer].x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+#pragma unroll
+    for (int peer = 0; peer < WINDOWS; ++peer) {
+      const float f = exp2f(heads[peer].x - top);
+      total += heads[peer].y * f;
+      sum[0] += low[peer].x * f, sum[1] += low[peer].y * f, sum[2] += low[peer].z * f, sum[3] += low[peer].w * f;
+      sum[4] += high[peer].x * f, sum[5] += high[peer].y * f, sum[6] += high[peer].z * f, sum[7] += high[peer].w * f;
+    }
+    const float f = 1.0f / total;
+    if (block * ROWS + own < rows)
+      *reinterpret_cast<uint4*>(out + (size_t)(block * ROWS + own) * 256 + lane * 8) =
+          make_uint4(pack_bf16(sum[0] * f, sum[1] * f), pack_bf16(sum[2] * f, sum[3] * f), pack_bf16(sum[4] * f, sum[5] * f), pack_bf16(sum[6] * f, sum[7] * f));
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+}
+#endif  // KEYS
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Between two steps, one block a token: final norm, action_out_proj, Euler update, action_in_proj, scaling for the first
+// layer. Width 1024, 32 action dimensions, fp32.
+#ifdef HEAD
+DEVICE float block_sum(float value, float* scratch) {
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = value;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += scratch[i];
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256) head(
+    u16* stream, u16* scaled, float* squares, float* actions, const float* final_scale, const float* final_shift, const float* first_scale,
+    const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in) {
+  __shared__ float scratch[8];
+  __shared__ float parts[8][32];
+  __shared__ float fresh[32];
+  const int row = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, column = thread * 4;
+  // Both weights are 1024 lines of 128 bytes; the streamed layers have evicted them from L2.
+  if (thread < 128) {
+    for (int line = row * 128 + thread; line < 2048; line += gridDim.x * 128) {
+      const float* source = line < 1024 ? out_weight + line * 32 : in_weight + (line - 1024) * 32;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+    }
+  }
+  const float4 scale_out = *reinterpret_cast<const float4*>(final_scale + column), shift_out = *reinterpret_cast<const float4*>(final_shift + column);
+  const float4 scale_in = *reinterpret_cast<const float4*>(first_scale + column);
+  launch_dependents();
+  wait_predecessor();
+  if (has_out) {
+    const u32* source = reinterpret_cast<const u32*>(stream + (size_t)row * 1024 + column);
+    const u32 low = load_l2_word(source), high = load_l2_word(source + 1);
+    float x[4] = {bf16_low(low), bf16_high(low), bf16_low(high), bf16_high(high)};
+    const float factor = rsqrtf(block_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3], scratch) / 1024.0f + eps);
+    const float4 scale = scale_out, shift = shift_out;
+    const u32 n0 = pack_bf16(x[0] * factor * (1.0f + scale.x) + shift.x, x[1] * factor * (1.0f + scale.y) + shift.y);
+    const u32 n1 = pack_bf16(x[2] * factor * (1.0f + scale.z) + shift.z, x[3] * factor * (1.0f + scale.w) + shift.w);
+    const float y0 = bf16_low(n0), y1 = bf16_high(n0), y2 = bf16_low(n1), y3 = bf16_high(n1);
+    float mine = 0.0f;
+#pragma unroll
+    for (int d = 0; d < 32; ++d) {
+      const float4 w = *reinterpret_cast<const float4*>(out_weight + d * 1024 + column);
+      float v = w.x * y0 + w.y * y1 + w.z * y2 + w.w * y3;
+#pragma unroll
+      for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(0xffffffffu, v, offset);
+      if (lane == d) mine = v;
+    }
+    parts[warp][lane] = mine;
+    __syncthreads();
+    if (thread < 32) {
+      float v = out_bias[lane];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v += parts[i][lane];
+      const float next = actions[row * 32 + lane] + dt * v;
+      actions[row * 32 + lane] = next;
+      fresh[lane] = next;
+    }
+  } else if (thread < 32) {
+    fresh[lane] = actions[row * 32 + lane];
+  }
+  __syncthreads();
+  if (!has_in) return;
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float v = in_bias[column + i];
+#pragma unroll
+    for (int d = 0; d < 32; d += 4) {
+      const float4 w = *reinterpret_cast<const float4*>(in_weight + (column + i) * 32 + d);
+      v += w.x * fresh[d] + w.y * fresh[d + 1] + w.z * fresh[d + 2] + w.w * fresh[d + 3];
+    }
+    y[i] = v;
+  }
+  const u32 low = pack_bf16(y[0], y[1]), high = pack_bf16(y[2], y[3]);
+  const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);
+  const float4 scale = scale_in;
+  *reinterpret_cast<uint2*>(stream + (size_t)row * 1024 + column) = make_uint2(low, high);
+  *reinterpret_cast<uint2*>(scaled + (size_t)row * 1024 + column) =
+      make_uint2(pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y)), pack_bf16(x2 * (1.0f + scale.z), x3 * (1.0f + scale.w)));
+  const float sum = block_sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, scratch);
+  if (thread < 128) squares[row * 128 + thread] = thread == 0 ? sum : 0.0f;
+}
+#endif  // HEAD

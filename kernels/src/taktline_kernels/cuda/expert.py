@@ -1,0 +1,300 @@
+"""The π0.5 action expert for one row of the batch, as a chain of overlapping CUDA kernels (expert.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from taktline_kernels.cuda.nvrtc import CudaKernel
+
+WIDTH, HIDDEN, HEADS, HEAD_DIM, ACTION = 1024, 4096, 8, 256, 32
+MAX_ROWS = 64
+"""Action tokens that one matrix tile holds."""
+
+MAX_KEYS = 1024
+"""Prefix slots plus action tokens that the attention's eight windows hold."""
+
+_EXCHANGE_BYTES = 32 * 264 * 4 + 32 * 8
+
+_WINDOWS = 8
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One matrix product of a layer: columns and K columns of a block, blocks that share K, and its epilogue."""
+
+    columns: int
+    depth: int
+    split: int
+    epilogue: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.columns * self.depth * 2
+
+
+_QKV = _Product(columns=32, depth=1024, split=1, epilogue=0)
+_OUT = _Product(columns=32, depth=512, split=4, epilogue=2)
+_GATE_UP = _Product(columns=64, depth=1024, split=1, epilogue=1)
+_DOWN = _Product(columns=64, depth=512, split=8, epilogue=2)
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` of expert.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "input", "squares", "constants", "output", "scaled")),
+        *((name, ctypes.c_void_p) for name in ("squares_out", "gate", "scale", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "length")),
+        *((name, ctypes.c_int) for name in ("rows", "input_stride", "columns")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def pair_halves(qkv: Tensor) -> Tensor:
+    """Interleave the halves of each head of (heads * 256, k) rows by eights: RoPE finds its pairs in one thread."""
+    return qkv.view(-1, 2, HEAD_DIM // 16, 8, qkv.shape[1]).transpose(1, 2).reshape(qkv.shape)
+
+
+def weight_image(weight: Tensor, product_columns: int, product_depth: int) -> Tensor:
+    """Lay (n, k) bf16 weights out as the blocks' shared memory: [tile][slice][chunk of 64][row][64], swizzled.
+
+    Columns inside each 32 are permuted to the order of the kernel's A fragments (expert.cu).
+    """
+    n, k = weight.shape
+    columns = weight.view(n, k // 32, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(n, k)
+    tiles, slices, chunks = n // product_columns, k // product_depth, product_depth // 64
+    image = columns.view(tiles, product_columns, slices, chunks, 8, 8).permute(0, 2, 3, 1, 4, 5)
+    row = torch.arange(product_columns, device=weight.device)[:, None]
+    unit = torch.arange(8, device=weight.device)[None, :] ^ (row & 7)
+    index = unit[None, None, None, :, :, None].expand(tiles, slices, chunks, product_columns, 8, 8)
+    return torch.gather(image, 4, index).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Weights of one expert layer, bf16.
+
+    qkv (2560, 1024), out (1024, 2048), gate_up (8192, 1024) as
+    `gpu.pack_gate_up` orders it, down (1024, 4096)."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class ExpertChain:
+    """All solver steps of π0.5 for one row.
+
+    Args:
+        layers: the expert's weights.
+        scale: (steps, 2 * depth + 1, 1024) fp32, AdaRMS scales; norms 2i and 2i + 1 are layer i's, the last is final.
+        shift: likewise.
+        gate: likewise.
+        in_weight: (1024, 32) fp32.
+        in_bias: (1024,) fp32.
+        out_weight: (32, 1024) fp32.
+        out_bias: (32,) fp32.
+        max_keys: most prefix slots plus action tokens of a request.
+        eps: of the norms.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        scale: Tensor,
+        shift: Tensor,
+        gate: Tensor,
+        in_weight: Tensor,
+        in_bias: Tensor,
+        out_weight: Tensor,
+        out_bias: Tensor,
+        max_keys: int,
+        eps: float = 1e-6,
+    ) -> None:
+        self._scale, self._shift, self._gate = scale, shift, gate
+        self._heads = (in_weight, in_bias, out_weight, out_bias)
+        self._eps, self._steps = eps, scale.shape[0]
+        if max_keys > MAX_KEYS:
+            raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
+        # Keys of a window: a multiple of 32, eight windows hold them all.
+        window = -(-max_keys // (32 * _WINDOWS)) * 32
+        self._images, self._constants = [], []
+        for index, layer in enumerate(layers):
+            qkv = pair_halves(layer.qkv)
+            gate_up = layer.gate_up
+            self._images.append(
+                (
+                    weight_image(qkv, _QKV.columns, _QKV.depth),
+                    weight_image(layer.out, _OUT.columns, _OUT.depth),
+                    weight_image(gate_up, _GATE_UP.columns, _GATE_UP.depth),
+                    weight_image(layer.down, _DOWN.columns, _DOWN.depth),
+                )
+            )
+            # The shift's share of a product depends on the step alone.
+            self._constants.append((shift[:, 2 * index] @ qkv.float().T, shift[:, 2 * index + 1] @ gate_up.float().T))
+        device, bf16 = scale.device, torch.bfloat16
+        self.stream = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
+        self._scaled = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
+        self._squares = torch.zeros(MAX_ROWS, 128, device=device)
+        self._query = torch.zeros(MAX_ROWS, HEADS * HEAD_DIM, dtype=bf16, device=device)
+        self._attended = torch.zeros_like(self._query)
+        self._hidden = torch.zeros(MAX_ROWS, HIDDEN, dtype=bf16, device=device)
+        self._products = {product: _kernel(product) for product in (_QKV, _OUT, _GATE_UP, _DOWN)}
+        self._attend = CudaKernel(
+            "expert.cu",
+            "attend",
+            {"KEYS": window},
+            threads=128,
+            shared_bytes=max(window * 1024, _EXCHANGE_BYTES),
+            cluster=_WINDOWS,
+        )
+        self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=0)
+
+    def solve(self, actions: Tensor, length: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Run every step, in place.
+
+        Args:
+            actions: (tokens, 32) fp32, at most MAX_ROWS tokens: noise in, actions out.
+            length: (1,) int32, valid prefix rows of the caches.
+            keys: (depth, rows, 256) bf16; rows length + i are overwritten.
+            values: likewise.
+            cos: (positions, 128) fp32.
+            sin: likewise.
+        """
+        rows = actions.shape[0]
+        # Not overlapped: everything before the chain, the prefix above all, is complete when it starts.
+        self.head(actions, step=-1, overlap=False)
+        for step in range(self._steps):
+            for layer in range(len(self._images)):
+                self.layer(rows, step, layer, length, keys[layer], values[layer], cos, sin)
+            self.head(actions, step=step, overlap=True)
+
+    def layer(
+        self,
+        rows: int,
+        step: int,
+        layer: int,
+        length: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None:
+        """Run one layer of one step on the chain's stream."""
+        qkv, out, gate_up, down = self._images[layer]
+        for_qkv, for_mlp = (constants[step] for constants in self._constants[layer])
+        scale, gate = self._scale[step], self._gate[step]
+        stream, scaled, squares = self.stream, self._scaled, self._squares
+        self._product(
+            _QKV,
+            WIDTH * 5 // 2 // _QKV.columns,
+            rows,
+            weights=qkv,
+            input=scaled,
+            squares=squares,
+            constants=for_qkv,
+            output=self._query,
+            k_cache=keys,
+            v_cache=values,
+            cosines=cos,
+            sines=sin,
+            length=length,
+            input_stride=WIDTH,
+        )
+        self.attention(rows, length, keys, values)
+        residual = {"output": stream, "scaled": scaled, "squares_out": squares, "columns": WIDTH}
+        self._product(
+            _OUT,
+            WIDTH // _OUT.columns,
+            rows,
+            weights=out,
+            input=self._attended,
+            gate=gate[2 * layer],
+            scale=scale[2 * layer + 1],
+            input_stride=HEADS * HEAD_DIM,
+            **residual,
+        )
+        self._product(
+            _GATE_UP,
+            2 * HIDDEN // _GATE_UP.columns,
+            rows,
+            weights=gate_up,
+            input=scaled,
+            squares=squares,
+            constants=for_mlp,
+            output=self._hidden,
+            columns=HIDDEN,
+            input_stride=WIDTH,
+        )
+        self._product(
+            _DOWN,
+            WIDTH // _DOWN.columns,
+            rows,
+            weights=down,
+            input=self._hidden,
+            gate=gate[2 * layer + 1],
+            scale=scale[2 * layer + 2],
+            input_stride=HIDDEN,
+            **residual,
+        )
+
+    def attention(self, rows: int, length: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Attend from the chain's queries over length + rows cache rows."""
+        self._attend.launch(
+            (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
+            [
+                self._query,
+                keys,
+                values,
+                self._attended,
+                length,
+                ctypes.c_int(rows),
+                ctypes.c_int(rows * HEADS),
+                ctypes.c_float(HEAD_DIM**-0.5 * _LOG2E),
+            ],
+            overlap=True,
+        )
+
+    def head(self, actions: Tensor, step: int, *, overlap: bool) -> None:
+        """Finish `step` (none for -1) and begin the next, if there is one."""
+        last = step + 1 == self._steps
+        following = self._scale[0 if last else step + 1]
+        self._head.launch(
+            (actions.shape[0], 1, 1),
+            [
+                self.stream,
+                self._scaled,
+                self._squares,
+                actions,
+                self._scale[step][-1],
+                self._shift[step][-1],
+                following[0],
+                *self._heads,
+                ctypes.c_float(-1.0 / self._steps),
+                ctypes.c_float(self._eps),
+                ctypes.c_int(int(step >= 0)),
+                ctypes.c_int(int(not last)),
+            ],
+            overlap=overlap,
+        )
+
+    def _product(self, product: _Product, tiles: int, rows: int, **fields: Tensor | int) -> None:
+        arguments = _Arguments(rows=rows, eps=self._eps)
+        for name, value in fields.items():
+            setattr(arguments, name, value.data_ptr() if isinstance(value, Tensor) else value)
+        self._products[product].launch((tiles * product.split, 1, 1), [arguments], overlap=True)
+
+
+def _kernel(product: _Product) -> CudaKernel:
+    defines = {"N": product.columns, "KB": product.depth, "SPLIT": product.split, "EPILOGUE": product.epilogue}
+    # Parts that the other blocks of a cluster send: 2 KB from each.
+    received = product.split * 2048 if product.epilogue == 2 else 0
+    shared = product.weight_bytes + received
+    return CudaKernel("expert.cu", "product", defines, threads=256, shared_bytes=shared, cluster=product.split)

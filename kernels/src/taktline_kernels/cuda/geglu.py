@@ -1,0 +1,98 @@
+"""gelu(x @ gate.T) * (x @ up.T) as one Hopper kernel (geglu.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from taktline_kernels.cuda.nvrtc import CudaKernel, tensor_map
+
+TOKEN_TILES = (104, 136, 160, 192, 200)
+"""Token counts of a tile that are compiled; each must be a multiple of 8, at most 200."""
+
+_STAGES = 3
+
+
+def wgmma_source(columns: int) -> str:
+    """CUDA text of wgmma(d, a, b, accumulate): 64 rows, `columns` columns, 16 deep, both operands in shared memory."""
+    count = columns // 2
+    registers = ",".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+    : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
+
+
+@functools.cache
+def _kernel(columns: int) -> CudaKernel:
+    shared = _STAGES * (256 + columns) * 128 + 2 * columns * 128
+    return CudaKernel(
+        "geglu.cu",
+        "geglu_product",
+        {"BN": columns, "STAGES": _STAGES},
+        threads=384,
+        shared_bytes=shared,
+        prologue=wgmma_source(columns),
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tile_for(rows: int, width: int, processors: int) -> int:
+    """The token tile with the least work in the longest-running block."""
+    weight_tiles = width // 128
+
+    def cost(columns: int) -> tuple[int, int]:
+        waves = -(-(-(-rows // columns) * weight_tiles) // processors)
+        # Filling the pipeline and the epilogue take about as long as 16 more columns (fitted to one H200).
+        return waves * (columns + 16), -columns
+
+    return min(TOKEN_TILES, key=cost)
+
+
+def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12) -> Tensor:
+    """Run the kernel.
+
+    Args:
+        x: (..., k) bf16, k a multiple of 64.
+        packed: (2n, k) bf16 from `gpu.pack_gate_up`, n a multiple of 128.
+        tile: tokens of a tile; None chooses.
+        span: weight tiles that a wave of blocks works on together.
+
+    Returns:
+        (..., n) bf16.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    rows, depth = flat.shape
+    width = packed.shape[0] // 2
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    processors = _processors(x.device)
+    columns = tile or tile_for(rows, width, processors)
+    token_tiles, weight_tiles = -(-rows // columns), width // 128
+    _kernel(columns).launch(
+        (min(processors, token_tiles * weight_tiles), 1, 1),
+        [
+            tensor_map(packed, (256, 64)),
+            tensor_map(flat, (columns, 64)),
+            tensor_map(out.view(rows, width), (columns, 64)),
+            ctypes.c_int(token_tiles),
+            ctypes.c_int(weight_tiles),
+            ctypes.c_int(depth // 64),
+            ctypes.c_int(min(span, weight_tiles)),
+        ],
+        overlap=True,
+    )
+    return out

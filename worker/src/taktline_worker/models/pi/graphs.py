@@ -1,0 +1,235 @@
+"""The GPU runner of π0.5: one CUDA graph a bucket with the whole request in it, over buffers that all buckets share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from taktline_kernels import gpu, ops
+from torch import Tensor
+
+from taktline_worker.models.pi import fused
+from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.models.pi.runner import PiBatch
+from taktline_worker.models.pi.weights import PiWeights
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_RUNS = 2
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The static shape of one graph.
+
+    Attributes:
+        rows: requests in a batch, B.
+        views: cameras a row; a row with fewer leaves its last image slots unread.
+        prompt: prompt slots a row, P; a row's prefix has views * tokens_per_image + prompt slots.
+    """
+
+    rows: int
+    views: int
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One captured graph and what it took.
+
+    Attributes:
+        capture_s: warm-up and capture, seconds.
+        pool_bytes: growth of the graphs' shared memory pool.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    capture_s: float
+    pool_bytes: int
+
+
+class GraphRunner:
+    """Replays one graph a batch: patches, vision, prefix and all solver steps, with no allocation after `capture`.
+
+    One call at a time: every bucket uses the same buffers, sized for the largest. A batch is padded to the smallest
+    captured bucket that holds it; padded rows have one valid slot and no influence on the others.
+
+    Args:
+        weights: packed bf16 weights of a π0.5 policy, on a CUDA device.
+        architecture: dimensions.
+        horizon: actions of a chunk.
+        buckets: the shapes to serve.
+    """
+
+    def __init__(
+        self, weights: PiWeights, architecture: PiArchitecture, horizon: int, buckets: Sequence[Bucket]
+    ) -> None:
+        a, device = architecture, weights.embedding.device
+        self.architecture, self.horizon, self.device = a, horizon, device
+        self.buckets = tuple(sorted(buckets))
+        self.captured: dict[Bucket, Captured] = {}
+        images = max(b.rows * b.views for b in buckets)
+        rows = max(b.rows for b in buckets)
+        slots = max(self.slots(b) for b in buckets)
+        cache = max(b.rows * (self.slots(b) + horizon) for b in buckets)
+        self._pixels = torch.zeros(images, 3, a.image_size, a.image_size, device=device)
+        self._tokens = torch.zeros(max(b.rows * b.prompt for b in buckets), dtype=torch.int64, device=device)
+        self._source = torch.zeros(rows * slots, dtype=torch.int64, device=device)
+        self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
+        self._actions = torch.zeros(rows, horizon, a.action_width, device=device)
+        shape = (a.depth * cache + gpu.CACHE_MARGIN) * a.head_dim
+        self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
+        self._values = torch.zeros_like(self._keys)
+        self.fused = fused.fuse(weights, a, horizon, slots + horizon)
+        self.weights = self.fused.packed
+        self._cos, self._sin = ops.rope_table(torch.arange(slots + horizon, device=device), a.head_dim)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def slots(self, bucket: Bucket) -> int:
+        """Prefix slots of a row, S."""
+        return bucket.views * self.architecture.tokens_per_image + bucket.prompt
+
+    def capture(self) -> None:
+        """Capture every bucket, the largest first, so that the shared pool grows once."""
+        for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
+            self._capture(bucket)
+
+    @torch.inference_mode()
+    def _capture(self, bucket: Bucket) -> None:
+        started, before = time.monotonic(), torch.cuda.memory_reserved(self.device)
+        # Indices that another bucket left may lie outside this one.
+        self._source.zero_()
+        self._lengths.fill_(1)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), _tf32():
+            for _ in range(WARM_UP_RUNS):
+                self.compute(bucket)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                self.compute(bucket)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        taken = torch.cuda.memory_reserved(self.device) - before
+        self.captured[bucket] = Captured(graph, time.monotonic() - started, taken)
+        logger.info(
+            "graph captured",
+            extra={
+                "rows": bucket.rows,
+                "views": bucket.views,
+                "prompt": bucket.prompt,
+                "capture_s": round(self.captured[bucket].capture_s, 3),
+                "pool_bytes": taken,
+            },
+        )
+
+    def compute(self, bucket: Bucket) -> None:
+        """The whole request over the static buffers, noise in and actions out."""
+        self.encode_images(bucket)
+        self.encode_prefix(bucket)
+        self.solve(bucket)
+
+    def encode_images(self, bucket: Bucket) -> None:
+        """Vision tower and projector."""
+        pixels = self._pixels[: bucket.rows * bucket.views]
+        self._images = fused.image_features(self.weights.vision, pixels, self.architecture.vision_heads)
+
+    def encode_prefix(self, bucket: Bucket) -> None:
+        """Prefix of the images that `encode_images` left and of the prompt."""
+        tokens = self._tokens[: bucket.rows * bucket.prompt].view(bucket.rows, bucket.prompt)
+        slots = self.slots(bucket)
+        source = self._source[: bucket.rows * slots].view(bucket.rows, slots)
+        keys, values = self.caches(bucket)
+        fused.prefix_pass(
+            self.weights,
+            self._images,
+            tokens,
+            source,
+            self._lengths[: bucket.rows],
+            keys,
+            values,
+            self._cos,
+            self._sin,
+            self.architecture.heads,
+        )
+
+    def solve(self, bucket: Bucket) -> None:
+        """All solver steps."""
+        keys, values = self.caches(bucket)
+        fused.solve(
+            self.fused,
+            self._actions[: bucket.rows],
+            self._lengths[: bucket.rows],
+            keys,
+            values,
+            self._cos,
+            self._sin,
+            self.architecture.heads,
+        )
+
+    def caches(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Keys and values as (depth, B, C, d)."""
+        a = self.architecture
+        shape = (a.depth, bucket.rows, self.slots(bucket) + self.horizon, a.head_dim)
+        count = shape[0] * shape[1] * shape[2] * shape[3]
+        return self._keys[:count].view(shape), self._values[:count].view(shape)
+
+    def bucket_for(self, batch: PiBatch) -> Bucket:
+        """The smallest captured bucket that holds the batch.
+
+        Raises:
+            ValueError: none does.
+        """
+        rows, prompt = batch.tokens.shape
+        tokens = self.architecture.tokens_per_image
+        slots = int(batch.lengths.max())
+        for bucket in self.buckets:
+            fits = bucket.rows >= rows and bucket.prompt >= prompt and self.slots(bucket) >= slots
+            if fits and bucket.rows * bucket.views >= batch.pixels.shape[0] and bucket.views * tokens + prompt >= slots:
+                return bucket
+        raise ValueError(f"no bucket for {rows} rows of {slots} slots with {prompt} prompt tokens")
+
+    def load(self, batch: PiBatch, bucket: Bucket) -> None:
+        """Copy a batch into the buffers of `bucket`."""
+        rows, prompt = batch.tokens.shape
+        images, slots = batch.pixels.shape[0], self.slots(bucket)
+        self._pixels[:images].copy_(batch.pixels, non_blocking=True)
+        tokens = self._tokens[: bucket.rows * bucket.prompt].view(bucket.rows, bucket.prompt)
+        tokens[:rows, :prompt].copy_(batch.tokens, non_blocking=True)
+        # The batch numbers its sources for its own image and prompt counts; the bucket has more of both.
+        tokens_per_image = self.architecture.tokens_per_image
+        text = images * tokens_per_image
+        index = batch.source[:, :slots]
+        moved = index - text
+        moved = moved // prompt * bucket.prompt + moved % prompt + bucket.rows * bucket.views * tokens_per_image
+        source = self._source[: bucket.rows * slots].view(bucket.rows, slots)
+        source.zero_()
+        source[:rows, : index.shape[1]].copy_(torch.where(index < text, index, moved), non_blocking=True)
+        self._lengths[:rows].copy_(batch.lengths, non_blocking=True)
+        self._lengths[rows : bucket.rows] = 1
+        self._actions[:rows].copy_(batch.noise, non_blocking=True)
+
+    @torch.inference_mode()
+    def run(self, batch: PiBatch) -> Tensor:
+        """Actions of each row, fp32 (B, H, action width) on the CPU, normalised units.
+
+        Raises:
+            ValueError: the batch fits no bucket.
+        """
+        bucket = self.bucket_for(batch)
+        self.load(batch, bucket)
+        self.captured[bucket].graph.replay()
+        return self._actions[: batch.tokens.shape[0]].cpu()
+
+
+class _tf32:
+    """Allow TF32 in fp32 products, as the official code does: here only the patch embedding is one."""
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before
