@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker.adapter import Adapter
+from taktline_worker.adapter import Adapter, Answer
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
 
-Outcome = NDArray[np.float32] | TaktlineError
+Outcome = Answer | TaktlineError
 
 _CALIBRATION_RUNS = 20
 _CALIBRATION_MIN_RUNS = 3

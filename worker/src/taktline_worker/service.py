@@ -13,6 +13,7 @@ import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
 
+from taktline_worker.adapter import PlannedChunk
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
 from taktline_worker.observation import EncodedImage, RobotInput
@@ -164,7 +165,8 @@ def _write_result(request_id: str, outcome: Outcome) -> worker_pb2.InferResult:
     if isinstance(outcome, TaktlineError):
         error = worker_pb2.Error(code=outcome.code.value, message=outcome.message, next_step=outcome.next_step)
         return worker_pb2.InferResult(request_id=request_id, error=error)
+    chunk = outcome.actions if isinstance(outcome, PlannedChunk) else outcome
     actions = worker_pb2.Tensor(
-        dtype="float32", shape=outcome.shape, data=np.ascontiguousarray(outcome, dtype="<f4").tobytes()
+        dtype="float32", shape=chunk.shape, data=np.ascontiguousarray(chunk, dtype="<f4").tobytes()
     )
     return worker_pb2.InferResult(request_id=request_id, actions=actions)

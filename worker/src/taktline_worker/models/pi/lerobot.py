@@ -280,7 +280,7 @@ def _relative_mask(
     if "use_relative_actions" in config:
         flags["config.json"] = bool(config["use_relative_actions"])
     if len(set(flags.values())) > 1:
-        raise refuse(f"relative actions (use_relative_actions) are on in some files and off in others: {flags}", "make the files agree")
+        raise refuse(f"use_relative_actions is on in some files and off in others: {flags}", "make the files agree")
     if not any(flags.values()):
         return ()
     names = relative.get("action_names") or config.get("action_feature_names")
