@@ -17,6 +17,7 @@ from taktline_protocol.messages import PolicyInfo, PolicyList
 
 from taktline_gateway.act import ActEndpoint
 from taktline_gateway.compat.gateway_service import GatewayService
+from taktline_gateway.compat.kserve import kserve_routes
 from taktline_gateway.compat.listeners import client_listeners
 from taktline_gateway.http_io import exchange_of, internal_error
 from taktline_gateway.logs import log
@@ -47,6 +48,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
     )
     app.router.routes.append(Route(ACT_PATH, endpoint=ActEndpoint(gateway), methods=["POST"]))
+    app.router.routes.extend(kserve_routes(GatewayService(gateway), gateway.settings.body_timeout_s))
 
     @app.get("/v1/policies")
     async def policies(request: Request) -> Response:

@@ -1,44 +1,49 @@
-"""Which tickets make the next batch: as large as the measured times allow without making a member late."""
+"""Which tickets make the next batch: as many deadlines as possible, then as little waiting as the load allows."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from taktline_gateway.service_times import ServiceTimes
 
-LOOKAHEAD = 64
-"""Tickets that a decision looks at; beyond two full batches the future is guesswork anyway."""
+LOOKAHEAD = 256
+"""Tickets that a decision looks at. A queue deeper than this is served for throughput."""
 
 
-def choose_batch(deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int) -> tuple[int, int]:
+def choose_batch(
+    deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int, rate_hz: float = 0.0, beyond: int = 0
+) -> tuple[int, int]:
     """(start, size) of the slice of `deadlines` to launch now on a worker with these times.
 
-    `deadlines` are in service order. Candidates are, for every bucket, the largest batch in it that keeps its most
-    urgent member on time by the tail, beginning at the head, or after as many heads as stand in the way of that bucket.
-    Each is judged by how many of the tickets in sight would still be on time when the rest follows greedily; ties go to
-    the shorter total time. So a tight head does not cost a larger batch behind it more than itself.
+    `deadlines` are those of the tickets in sight, in service order; `rate_hz` is the arrival rate, `beyond` counts the
+    tickets out of sight. Candidates begin at the head, with every bucket that keeps the most urgent member on time by
+    the tail, and behind as many heads as stand in the way of a larger bucket. Each is judged by how many of the tickets
+    in sight would be on time when the rest follows greedily. Between equals the one with the least total waiting wins:
+    of those in sight, and of those expected to arrive meanwhile. So a large batch is formed where the load needs its
+    throughput and a small one where it would only delay, and a tight head never costs the batch behind it more than
+    itself.
 
-    With k tickets in sight and b buckets: O(b * k) steps, k <= LOOKAHEAD.
+    With k tickets in sight, b buckets and batches of B: O(b * (log k + k / B)) steps and one copy of k numbers.
     """
     count = min(len(deadlines), LOOKAHEAD)
     limit = min(limit, times.max_batch)
-    head = _feasible(deadlines, 0, count, now, times, limit)
-    if head >= min(count, limit):
-        # Everything in sight goes, and on time: nothing else can be better.
-        return (0, head)
-    candidates = {(0, max(head, 1))}
+    head = max(1, _feasible(deadlines, 0, count, now, times, limit))
+    if head == 1 and count == 1:
+        return (0, 1)
+    candidates = {(0, head), (0, times.thrifty(head))}
     for bucket in times.buckets:
         size = min(bucket, limit)
         if size < head:
             candidates.add((0, size))
         elif size > head:
             needed = now + times.tail[size]
-            start = next((index for index in range(count) if deadlines[index] >= needed), count)
+            start = bisect_left(deadlines, needed, 0, count)
             if start < count and start:
                 candidates.add((start, _feasible(deadlines, start, count, now, times, limit)))
     if len(candidates) == 1:
         return candidates.pop()
-    return max(candidates, key=lambda candidate: _score(candidate, deadlines, count, now, times, limit))
+    return max(candidates, key=lambda candidate: _score(candidate, deadlines, now, times, limit, rate_hz, beyond))
 
 
 def _feasible(deadlines: Sequence[float], start: int, count: int, now: float, times: ServiceTimes, limit: int) -> int:
@@ -54,21 +59,35 @@ def _feasible(deadlines: Sequence[float], start: int, count: int, now: float, ti
 
 
 def _score(
-    candidate: tuple[int, int], deadlines: Sequence[float], count: int, now: float, times: ServiceTimes, limit: int
+    candidate: tuple[int, int],
+    deadlines: Sequence[float],
+    now: float,
+    times: ServiceTimes,
+    limit: int,
+    rate_hz: float,
+    beyond: int,
 ) -> tuple[int, float]:
-    """(tickets on time, minus the time until they are done) when `candidate` goes first and the rest follows."""
+    """(tickets on time, minus their total wait in s) when `candidate` goes first and what is behind it follows.
+
+    The heads before a candidate count as lost: they stood in its way because they could not wait.
+    """
     start, size = candidate
-    at = now + times.median[size]
-    on_time = sum(1 for index in range(start, start + size) if deadlines[index] >= now + times.median[size])
-    rest = [*deadlines[:start], *deadlines[start + size : count]]
-    index = 0
-    total = len(rest)
+    elapsed = times.median[size]
+    # A lone head may be past its tail, and still have an even chance.
+    on_time = size if size > 1 or deadlines[start] >= now + elapsed else 0
+    waited = size * elapsed
+    index = start + size
+    total = min(len(deadlines), LOOKAHEAD)
     while index < total:
-        size = times.largest_within(rest[index] - at, min(limit, total - index))
-        if not size:
-            index += 1
-            continue
-        on_time += size
-        at += times.median[size]
-        index += size
-    return (on_time, -at)
+        size = times.thrifty(times.largest_within(deadlines[index] - now - elapsed, min(limit, total - index)))
+        if size:
+            on_time += size
+            elapsed += times.median[size]
+            waited += size * elapsed
+            index += size
+        else:
+            index = bisect_left(deadlines, now + elapsed + times.tail[1], index + 1, total)
+    if beyond:
+        return (on_time, -elapsed)
+    # Whoever arrives while these are served waits for their end: rate * elapsed arrivals, half of elapsed each.
+    return (on_time, -(waited + 0.5 * rate_hz * elapsed * elapsed))

@@ -8,6 +8,7 @@ again. docs/api.md describes the algorithm to its users.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import Enum
@@ -18,6 +19,7 @@ from taktline_gateway.service_times import ServiceTimes
 
 ACTIVE_ROBOT_S = 2.0
 """A robot that sent nothing for so long is not waited for."""
+RATE_MEMORY_S = 1.0
 COMPANY_WEIGHT = 1 / 32
 """Weight of the newest gap in the running share of arrivals that follow another within the wait."""
 
@@ -91,6 +93,7 @@ class Scheduler:
         self._in_flight = 0
         self._last_arrival: float | None = None
         self._company = 0.0
+        self._arrivals = _ArrivalRate()
 
     # ----- workers
 
@@ -224,7 +227,10 @@ class Scheduler:
         sight = [ticket for ticket in self.queue.first(LOOKAHEAD) if ticket.deadline >= soonest]
         if not sight:
             return None, None
-        start, size = choose_batch([ticket.deadline for ticket in sight], now, worker.times, limit)
+        rate_hz = self._arrivals.rate_hz(now) / max(1, len(self._workers))
+        start, size = choose_batch(
+            [ticket.deadline for ticket in sight], now, worker.times, limit, rate_hz, queued - len(sight)
+        )
         chosen = sight[start : start + size]
         if size == queued:
             wait_until = self._worth_waiting(chosen, worker.times, now)
@@ -281,6 +287,7 @@ class Scheduler:
             follows = 1.0 if now - self._last_arrival <= self.max_wait_s else 0.0
             self._company += COMPANY_WEIGHT * (follows - self._company)
         self._last_arrival = now
+        self._arrivals.note(now)
         self._robots[robot] = now
         self._robots.move_to_end(robot)
         self._forget_idle_robots(now)
@@ -291,3 +298,18 @@ class Scheduler:
             if now - seen <= ACTIVE_ROBOT_S:
                 break
             del self._robots[robot]
+
+
+class _ArrivalRate:
+    """Arrivals a second, forgetting with a time constant of RATE_MEMORY_S."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._at = 0.0
+
+    def note(self, now: float) -> None:
+        self._rate = self.rate_hz(now) + 1.0 / RATE_MEMORY_S
+        self._at = now
+
+    def rate_hz(self, now: float) -> float:
+        return self._rate * math.exp((self._at - now) / RATE_MEMORY_S)

@@ -57,8 +57,8 @@ def read_observation(
     Images are uint8 or float in [0, 1], (H, W, 3) or (3, H, W), or encoded frames. The state is float64 (D,).
 
     Raises:
-        TaktlineError: `invalid_body`, `camera_missing`, `camera_unknown`, `image_corrupt`, `state_invalid` or
-            `instruction_invalid`. Sizes are the gateway's to check, as of every observation.
+        TaktlineError: `invalid_body`, `camera_missing`, `camera_unknown`, `image_corrupt`, `state_invalid`,
+            `instruction_invalid`, or `worker_unavailable` where no worker has told the policy's cameras yet. Sizes are the gateway's to check, as of every observation.
     """
     if not isinstance(observation, dict):
         raise TaktlineError(
@@ -129,6 +129,14 @@ def _mapped_images(leaves: Mapping[str, Any], mapping: ClientMapping, protocol: 
 
 def _conventional_images(leaves: Mapping[str, Any], info: PolicyInfo) -> dict[str, Any]:
     cameras = [*info.cameras, *info.optional_cameras]
+    if not cameras:
+        # The names come from a worker, and none has been up since this gateway started.
+        raise TaktlineError(
+            ErrorCode.WORKER_UNAVAILABLE,
+            f"no worker of policy {info.policy!r} is ready",
+            "wait for GET /v1/policies/{policy} to say ready, or look at the worker's log",
+            retry_after_ms=1000.0,
+        )
     found: dict[str, Any] = {}
     for key, value in leaves.items():
         if not _looks_like_an_image(value):

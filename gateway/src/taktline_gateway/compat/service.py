@@ -51,6 +51,10 @@ class Caller:
         name = robot if robot and len(robot) <= 128 and robot.isprintable() else f"{protocol}-{session_id}"
         return cls(protocol, peer, name, session_id, api_key)
 
+    def without_session(self) -> Caller:
+        """For protocols whose requests stand alone: two of them under one name are no conflict."""
+        return dataclasses.replace(self, session_id="")
+
 
 class PolicyService(Protocol):
     """The gateway as the client protocols see it."""
