@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,19 +18,33 @@ from torch import Tensor
 from taktline_worker.adapter import Description
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
-from taktline_worker.models.pi.config import PiConventions
+from taktline_worker.models.pi.config import PiArchitecture, PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
-from taktline_worker.models.pi.runner import PiRow, PiRunner, collate
+from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
 from taktline_worker.models.pi.tokenizer import BOS_ID
-from taktline_worker.models.pi.weights import BF16, FP32, PiWeights, pack_weights
+from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, pack_weights
 from taktline_worker.observation import RobotInput
+
+# Prompts mostly fit the first; a row pays for the slots of its graph, so the full budget has one of its own.
+_PROMPT_SLOTS = 64
+
+
+class BatchRunner(Protocol):
+    """What the adapter needs of a runner, eager or captured."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    def run(self, batch: PiBatch) -> Tensor:
+        """fp32 (B, H, action width) on the CPU, normalised units."""
 
 
 class PiAdapter:
     """One loaded π0 or π0.5 policy."""
 
-    def __init__(self, processor: PiProcessor, runner: PiRunner, precision: str) -> None:
+    def __init__(self, processor: PiProcessor, runner: BatchRunner, precision: str) -> None:
         self.processor = processor
         self.runner = runner
         conventions = processor.conventions
@@ -51,7 +66,7 @@ class PiAdapter:
 
     def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
         """fp32 (rows, H, action width) on the CPU, normalised units."""
-        del bucket  # eager: shapes are free, so padding rows would only cost time
+        del bucket  # the graph runner pads by itself; eager, padding would only cost time
         batch = collate([prepared.row for prepared in rows], self.processor.architecture.tokens_per_image)
         return self.runner.run(batch)
 
@@ -99,7 +114,25 @@ def load(config: EngineConfig) -> PiAdapter:
     processor = PiProcessor(folder.architecture, conventions, folder.tokenizer, config.model.cameras)
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
-    return PiAdapter(processor, PiRunner(weights, folder.architecture), config.engine.precision)
+    runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets)
+    return PiAdapter(processor, runner, config.engine.precision)
+
+
+def make_runner(
+    weights: PiWeights, architecture: PiArchitecture, conventions: PiConventions, buckets: Sequence[int]
+) -> BatchRunner:
+    """Captured graphs for π0.5 in bf16 on a GPU; the eager runner for everything else."""
+    if not (weights.embedding.is_cuda and weights.embedding.dtype == torch.bfloat16 and architecture.family == "pi05"):
+        return PiRunner(weights, architecture)
+    # Its kernels load only where there is a GPU.
+    from taktline_worker.models.pi.graphs import Bucket, GraphRunner
+
+    views = sum(1 for slot in conventions.slots if slot.names)
+    prompts = sorted({min(_PROMPT_SLOTS, conventions.prompt_tokens), conventions.prompt_tokens})
+    shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
+    runner = GraphRunner(weights, architecture, conventions.horizon, shapes)
+    runner.capture()
+    return runner
 
 
 def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
@@ -124,7 +157,9 @@ def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
 
 def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, device: torch.device) -> PiWeights:
     """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
-    policy = {"fp32": FP32, "bf16": BF16}[precision]
+    policy = FP32
+    if precision == "bf16":
+        policy = BF16_VISION if device.type == "cuda" else BF16
     return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)
 
 
