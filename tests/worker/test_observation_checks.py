@@ -108,6 +108,15 @@ def test_size_is_read_from_the_header_alone(observations: Any, monkeypatch: pyte
     assert caught.value.code is ErrorCode.IMAGE_TOO_LARGE
 
 
+def test_the_limit_comes_from_the_engine_config(
+    folders: Any, config_of: Any, tmp_path: Any, observations: Any, pool: Any
+) -> None:
+    adapter = load(config_of(folders.lerobot(tmp_path / "policy", "pi05"), max_image_pixels=48 * 64 - 1))
+    with pytest.raises(TaktlineError) as caught:
+        adapter.begin(observations.make(), pool).result()
+    assert caught.value.code is ErrorCode.IMAGE_TOO_LARGE
+
+
 @pytest.mark.parametrize("kind", ["png", "raw"])
 def test_lossless_frames_arrive_as_sent(observations: Any, kind: str) -> None:
     raw = observations.image("raw", 12, 20, seed=3)

@@ -63,7 +63,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only."""
+    """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only.
+
+    Camera frames over `max_image_pixels` are refused by their header, before any pixel is decoded.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -71,6 +74,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     solver_steps: int | None = None
     action_horizon: int | None = None
     control_period_ms: float | None = None
+    max_image_pixels: Annotated[int, Meta(ge=1)] = 16_000_000
     search: SearchOptions | None = None
 
 

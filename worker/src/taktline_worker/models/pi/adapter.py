@@ -111,7 +111,9 @@ def load(config: EngineConfig) -> PiAdapter:
         )
     conventions = resolve(folder.conventions, config)
     # Before the weights: a wrong camera name must not cost minutes of loading.
-    processor = PiProcessor(folder.architecture, conventions, folder.tokenizer, config.model.cameras)
+    processor = PiProcessor(
+        folder.architecture, conventions, folder.tokenizer, config.model.cameras, config.engine.max_image_pixels
+    )
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
     runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets)
