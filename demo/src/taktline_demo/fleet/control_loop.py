@@ -19,12 +19,13 @@ from taktline_demo.jpeg import encode_jpeg
 from taktline_demo.lockstep import observation_seed
 from taktline_demo.task import CONTROL_PERIOD_S, HORIZON
 
-ASK_AFTER_ROWS = 5
+ASK_AFTER_ROWS = 3
 """Rows of a chunk that are executed before the next chunk is asked for."""
 STANDING_BUDGET_MS = 1000.0 * (HORIZON - ASK_AFTER_ROWS) * CONTROL_PERIOD_S
 """Budget of an observation sent while the robot stands still: as much as it has when it moves."""
 RETRY_S = 0.1
 """Pause after a refused observation that names no time for a retry."""
+_STANDING_POLL_S = 0.002
 _FATAL = {
     ErrorCode.UNKNOWN_POLICY,
     ErrorCode.CAMERA_MISSING,
@@ -66,11 +67,35 @@ class _Executing:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A request in flight."""
+    """A request in flight; `standing`: the arm does not move until it is answered, so its chunk starts whenever."""
 
     answer: Future[Chunk]
     captured_step: int
-    first: bool
+    standing: bool
+
+
+@dataclass
+class _Episode:
+    """Where an episode stands: the control step, the chunk in the buffer, the request in flight."""
+
+    seed: int
+    began_s: float
+    step: int = 0
+    asked: int = 0
+    retry_at_s: float = 0.0
+    dry: bool = False
+    executing: _Executing | None = None
+    pending: _Pending | None = None
+
+    @property
+    def row(self) -> int:
+        """Row of the buffered chunk that is meant for this control step."""
+        return 0 if self.executing is None else self.step - self.executing.captured_step
+
+    @property
+    def rows_left(self) -> int:
+        """Rows in the action buffer, 0 where it is dry or nothing has come yet."""
+        return 0 if self.executing is None else max(0, len(self.executing.chunk.actions) - self.row)
 
 
 class ControlLoop:
@@ -104,64 +129,34 @@ class ControlLoop:
         Raises:
             TaktlineError: where the gateway cannot be reached or says that the observations can never be served.
         """
-        environment = self._environment
-        environment.reset(seed)
-        self._changed(environment.instruction)
-        began = self._clock()
-        executing: _Executing | None = None
-        pending: _Pending | None = None
-        retry_at = 0.0
-        step = sent = 0
-        dry = False
-        next_tick = began
-        while not environment.outcome().done:
-            if pending is not None and pending.answer.done():
-                pending_first, pending_step, answer = pending.first, pending.captured_step, pending.answer
-                pending = None
-                try:
-                    chunk = answer.result()
-                except TaktlineError as error:
-                    retry_at = self._clock() + self._note_error(error)
-                else:
-                    if step - pending_step < len(chunk.actions):  # else it is too old to hold a row for this step
-                        now = self._clock()
-                        self._note_chunk(chunk, pending_first)
-                        if executing is not None:
-                            self._note_cycle(executing, chunk, now)
-                        # A robot that stood still has been waiting since the observation: that is part of its cycle.
-                        since = began if pending_first else now
-                        executing = _Executing(chunk, pending_step, since, pending_first)
-                        dry = False
-            row = HORIZON if executing is None else step - executing.captured_step
-            left = 0 if executing is None else len(executing.chunk.actions) - row
-            if pending is None and left <= HORIZON - ASK_AFTER_ROWS and self._clock() >= retry_at:
-                budget_ms = 1000.0 * left * CONTROL_PERIOD_S if left > 0 else STANDING_BUDGET_MS
-                answer = self._request(budget_ms, observation_seed(seed, sent))
-                pending = _Pending(answer, step, executing is None)
-                sent += 1
-            if executing is None:  # standing still before the first chunk: the simulation does not move
-                self._sleep(0.002)
+        self._environment.reset(seed)
+        self._changed(self._environment.instruction)
+        episode = _Episode(seed, self._clock())
+        next_tick = episode.began_s
+        while not self._environment.outcome().done:
+            if episode.pending is not None and episode.pending.answer.done():
+                self._take_answer(episode, episode.pending)
+            due = episode.rows_left <= HORIZON - ASK_AFTER_ROWS and self._clock() >= episode.retry_at_s
+            if episode.pending is None and due:
+                self._ask(episode)
+            if episode.executing is None:  # standing still before the first chunk: the simulation does not move
+                self._sleep(_STANDING_POLL_S)
                 next_tick = self._clock()
                 continue
-            if left > 0:
-                environment.step(executing.chunk.actions[row])
-                executing.rows += 1
-            else:
-                if not dry:
-                    dry = True
-                    self._report.misses += 1
-                environment.step(executing.chunk.actions[-1])  # the buffer ran dry: hold the last pose
-            step += 1
+            self._move(episode, episode.executing)
             next_tick = self._wait_until(next_tick + CONTROL_PERIOD_S)
-        episode = self._end(seed, began)
-        if pending is not None:
-            wait([pending.answer])  # asked for before the end was known; nothing is left to do with it
-        return episode
+        record = self._end(episode)
+        if episode.pending is not None:
+            wait([episode.pending.answer])  # asked for before the end was known; nothing is left to do with it
+        return record
 
-    def _request(self, budget_ms: float, seed: int) -> Future[Chunk]:
-        environment = self._environment
+    def _ask(self, episode: _Episode) -> None:
+        """Sends an observation of this control step."""
+        environment, left = self._environment, episode.rows_left
         captured_at = self._clock()
         frames, state, instruction = environment.frames(), environment.state(), environment.instruction
+        budget_ms = 1000.0 * left * CONTROL_PERIOD_S if left else STANDING_BUDGET_MS
+        seed = observation_seed(episode.seed, episode.asked)
         self._report.requests += 1
 
         def ask() -> Chunk:
@@ -171,7 +166,40 @@ class ControlLoop:
                 images, state, instruction, budget_ms - spent_ms, captured_at=captured_at, seed=seed
             )
 
-        return self._requester.submit(ask)
+        episode.pending = _Pending(self._requester.submit(ask), episode.step, standing=left == 0)
+        episode.asked += 1
+
+    def _take_answer(self, episode: _Episode, pending: _Pending) -> None:
+        """Hands the control over to an answered chunk, if a row of it is meant for now or a later step."""
+        episode.pending = None
+        try:
+            chunk = pending.answer.result()
+        except TaktlineError as error:
+            episode.retry_at_s = self._clock() + self._note_error(error)
+            return
+        executing, now = episode.executing, self._clock()
+        self._note_chunk(chunk, first=executing is None)
+        start = episode.step if pending.standing else pending.captured_step
+        if episode.step - start >= len(chunk.actions):
+            return
+        if executing is None:  # the robot stood still until now: the wait is part of this chunk's cycle
+            episode.executing = _Executing(chunk, start, episode.began_s, first=True)
+        else:
+            self._note_cycle(executing, chunk, now)
+            episode.executing = _Executing(chunk, start, now, first=False)
+        episode.dry = False
+
+    def _move(self, episode: _Episode, executing: _Executing) -> None:
+        """Commands one control step: the chunk's row for it, or the last pose where the buffer has run dry."""
+        if episode.rows_left:
+            self._environment.step(executing.chunk.actions[episode.row])
+            executing.rows += 1
+        else:
+            if not episode.dry:
+                episode.dry = True
+                self._report.misses += 1
+            self._environment.step(executing.chunk.actions[-1])
+        episode.step += 1
 
     def _note_error(self, error: TaktlineError) -> float:
         """Counts a refusal and returns how long to wait, s. Raises it where no later observation can fare better."""
@@ -216,11 +244,13 @@ class ControlLoop:
         self._sleep(tick - now)
         return tick
 
-    def _end(self, seed: int, began: float) -> EpisodeRecord:
+    def _end(self, episode: _Episode) -> EpisodeRecord:
         environment, outcome = self._environment, self._environment.outcome()
-        took = self._clock() - began
-        episode = EpisodeRecord(seed, environment.instruction, environment.goal, outcome.reached, outcome.steps, took)
-        self._report.episodes.append(episode)
-        self._report.running_s += took
-        self._changed("reached it" if episode.success else "did not reach it")
-        return episode
+        took_s = self._clock() - episode.began_s
+        record = EpisodeRecord(
+            episode.seed, environment.instruction, environment.goal, outcome.reached, outcome.steps, took_s
+        )
+        self._report.episodes.append(record)
+        self._report.running_s += took_s
+        self._changed("reached it" if record.success else "did not reach it")
+        return record

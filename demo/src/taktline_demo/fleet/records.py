@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """One chunk that came in time to be executed. Times in ms.
+    """One chunk that came, in time or not. Times in ms.
 
     Attributes:
         first: the robot stood still until this chunk came.
