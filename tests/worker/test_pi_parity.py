@@ -13,7 +13,7 @@ from taktline_kernels import ops
 from taktline_worker.models.pi import modules
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.runner import PiRow, PiRunner, collate
-from taktline_worker.models.pi.weights import BF16, FP32, solver_times, time_embedding
+from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, solver_times, time_embedding
 from torch import Tensor
 
 CASES = [
@@ -147,8 +147,10 @@ def test_a_row_does_not_depend_on_its_neighbours(mixed: Any, distance: Any) -> N
         assert distance(together[index], alone) <= 1e-6
 
 
-def test_same_shape_other_neighbours_is_bit_identical(mixed: Any) -> None:
-    runner, architecture, rows = mixed
+@pytest.mark.parametrize("policy", [FP32, BF16, BF16_VISION], ids=["fp32", "bf16", "bf16 vision"])
+def test_same_shape_other_neighbours_is_bit_identical(golden: Any, network: Any, mixed: Any, policy: Any) -> None:
+    runner, architecture = _open(network, golden, "pi05_tiny/full", policy)
+    rows = mixed[2]
     first = runner.run(collate(rows, architecture.tokens_per_image))
     loud = [rows[0], *(dataclasses.replace(row, noise=row.noise * 50, pixels=-row.pixels) for row in rows[1:])]
     second = runner.run(collate(loud, architecture.tokens_per_image))
