@@ -20,4 +20,11 @@ async def client_listeners(service: PolicyService, ports: ClientPorts) -> AsyncI
         for listener in listeners:
             await listener.start()
             stack.push_async_callback(listener.close)
+        for listen in ports.groot:
+            # Here, so that a gateway without GR00T clients needs no ZeroMQ.
+            from taktline_gateway.compat.groot import GrootListener
+
+            groot = GrootListener(listen, service, ports.groot_api_token)
+            stack.push_async_callback(groot.close)
+            await groot.start()
         yield

@@ -58,7 +58,8 @@ def read_observation(
 
     Raises:
         TaktlineError: `invalid_body`, `camera_missing`, `camera_unknown`, `image_corrupt`, `state_invalid`,
-            `instruction_invalid`, or `worker_unavailable` where no worker has told the policy's cameras yet. Sizes are the gateway's to check, as of every observation.
+            `instruction_invalid`, or `worker_unavailable` where no worker has told the policy's cameras yet. Sizes
+            are the gateway's to check, as of every observation.
     """
     if not isinstance(observation, dict):
         raise TaktlineError(

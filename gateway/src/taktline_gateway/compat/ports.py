@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,10 +20,12 @@ class Listen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientPorts:
-    """Where each protocol listens."""
+    """Where each protocol listens; `groot_api_token` is what GR00T's clients must send, empty where nothing."""
 
     openpi: Sequence[Listen] = ()
     vla_eval: Sequence[Listen] = ()
+    groot: Sequence[Listen] = ()
+    groot_api_token: str = dataclasses.field(default="", repr=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +47,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=form,
         help="speak the vla-eval harness's protocol there: for POLICY at /, for every at /v1/policies/POLICY/vla-eval",
     )
+    parser.add_argument(
+        "--groot-listen",
+        type=groot_listen_of,
+        action="append",
+        default=[],
+        metavar=form,
+        help="speak Isaac GR00T's ZeroMQ protocol there, for POLICY or the only one (needs the extra `groot`)",
+    )
+    parser.add_argument(
+        "--groot-token-file", type=token_in, metavar="FILE", help="file with the API token of GR00T clients"
+    )
 
 
 def ports_of(arguments: argparse.Namespace) -> ClientPorts:
     """The ports that the command line asks for."""
-    return ClientPorts(openpi=tuple(arguments.openpi_listen), vla_eval=tuple(arguments.vla_eval_listen))
+    return ClientPorts(
+        openpi=tuple(arguments.openpi_listen),
+        vla_eval=tuple(arguments.vla_eval_listen),
+        groot=tuple(arguments.groot_listen),
+        groot_api_token=arguments.groot_token_file or "",
+    )
 
 
 def listen_of(text: str) -> Listen:
@@ -57,3 +77,21 @@ def listen_of(text: str) -> Listen:
     if not host or not port.isdigit() or int(port) > 65535 or (separator and not policy):
         raise argparse.ArgumentTypeError(f"{text!r} is not [POLICY=]HOST:PORT")
     return Listen(host.strip("[]"), int(port), policy)
+
+
+def groot_listen_of(text: str) -> Listen:
+    """Reads `[POLICY=]HOST:PORT` where ZeroMQ is installed. Raises argparse.ArgumentTypeError."""
+    if importlib.util.find_spec("zmq") is None:
+        raise argparse.ArgumentTypeError("pyzmq is not installed: install taktline-gateway[groot]")
+    return listen_of(text)
+
+
+def token_in(path: str) -> str:
+    """The token in a file, without the white space around it. Raises argparse.ArgumentTypeError."""
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read") from error
+    if not token:
+        raise argparse.ArgumentTypeError(f"{path} is empty")
+    return token

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -40,10 +40,17 @@ class EncodedFrame:
     data: bytes
 
 
-def decode(frame: bytes, limits: Limits) -> Any:
+Marked = Callable[[dict[str, Any]], Any]
+"""Turns a map that carries a marker key into the value that it stands for; returns any other map as it is."""
+
+
+def decode(frame: bytes, limits: Limits, marked: Marked | None = None) -> Any:
     """Decodes one frame into None, bool, int, float, str, bytes, list, dict with str keys, ndarray and EncodedFrame.
 
     Arrays have dtype kinds b, i, u or f only. Size, depth and number of values are bounded before anything is built.
+
+    Args:
+        marked: what a protocol's marked maps stand for; None reads the layouts of openpi and vla-eval.
 
     Raises:
         TaktlineError: `body_too_large` or `invalid_body`, nothing else.
@@ -53,8 +60,8 @@ def decode(frame: bytes, limits: Limits) -> Any:
     try:
         value = msgspec.msgpack.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError) as error:
-        raise _invalid(f"the frame is no msgpack: {str(error)[:200]}") from error
-    return _rebuild(value)
+        raise invalid_frame(f"the frame is no msgpack: {str(error)[:200]}") from error
+    return _rebuild(value, marked or _marked)
 
 
 def encode_openpi(value: Any) -> bytes:
@@ -69,19 +76,19 @@ def encode_vla_eval(value: Any) -> bytes:
 
 def _openpi_hook(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        _check_kind(value.dtype)
+        check_kind(value.dtype)
         return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
     if isinstance(value, np.float64 | np.str_):
         return value.item()
     if isinstance(value, np.generic):
-        _check_kind(value.dtype)
+        check_kind(value.dtype)
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
     raise TypeError(f"{type(value).__name__} has no place on the wire")
 
 
 def _vla_eval_hook(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        _check_kind(value.dtype)
+        check_kind(value.dtype)
         return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
     if isinstance(value, np.generic) and value.dtype.kind in "biufU":
         return value.item()
@@ -92,60 +99,65 @@ _openpi = msgspec.msgpack.Encoder(enc_hook=_openpi_hook)
 _vla_eval = msgspec.msgpack.Encoder(enc_hook=_vla_eval_hook)
 
 
-def _check_kind(dtype: np.dtype[Any]) -> None:
+def check_kind(dtype: np.dtype[Any]) -> None:
+    """Raises TypeError for a dtype that no client could read safely."""
     if dtype.kind not in _ITEM_BYTES:
         raise TypeError(f"arrays of dtype {dtype} have no place on the wire")
 
 
-def _rebuild(value: Any) -> Any:
+def _rebuild(value: Any, marked: Marked) -> Any:
     """The walk is as deep as the frame, which the structure check has bounded."""
     kind = type(value)
     if kind is dict:
-        return _rebuild_map(value)
+        return _rebuild_map(value, marked)
     if kind is list:
-        return [_rebuild(element) for element in value]
+        return [_rebuild(element, marked) for element in value]
     if value is None or kind in (str, bytes, int, float, bool):
         return value
-    raise _invalid(f"{kind.__name__} values (msgpack extensions) are not read here")
+    raise invalid_frame(f"{kind.__name__} values (msgpack extensions) are not read here")
 
 
-def _rebuild_map(value: dict[Any, Any]) -> Any:
+def _rebuild_map(value: dict[Any, Any], marked: Marked) -> Any:
     entries: dict[str, Any] = {}
     for key, element in value.items():
         if type(key) is bytes:
             try:
                 key = key.decode()
             except UnicodeDecodeError as error:
-                raise _invalid("a key is not UTF-8") from error
+                raise invalid_frame("a key is not UTF-8") from error
         if type(key) is not str:
-            raise _invalid(f"keys must be text, not {type(key).__name__}")
+            raise invalid_frame(f"keys must be text, not {type(key).__name__}")
         if key in entries:
-            raise _invalid(f"key {key[:64]!r} appears twice")
+            raise invalid_frame(f"key {key[:64]!r} appears twice")
         entries[key] = element
+    found = marked(entries)
+    if found is not entries:
+        return found
+    return {key: _rebuild(element, marked) for key, element in entries.items()}
+
+
+def _marked(entries: dict[str, Any]) -> Any:
     if "__ndarray__" in entries:
-        del entries["__ndarray__"]
-        return array_of(entries)
+        return array_of({key: value for key, value in entries.items() if key != "__ndarray__"})
     if "__npgeneric__" in entries:
-        del entries["__npgeneric__"]
-        return _scalar_of(entries)
+        return _scalar_of({key: value for key, value in entries.items() if key != "__npgeneric__"})
     if "__image__" in entries:
-        del entries["__image__"]
-        return _image_of(entries)
-    return {key: _rebuild(element) for key, element in entries.items()}
+        return _image_of({key: value for key, value in entries.items() if key != "__image__"})
+    return entries
 
 
 def array_of(entries: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
     """A read-only array over `data` with exactly `dtype` and `shape`. Raises TaktlineError `invalid_body`."""
     if entries.keys() != _ARRAY_KEYS:
-        raise _invalid(f"an array has the keys {sorted(entries)[:8]}, not data, dtype and shape")
+        raise invalid_frame(f"an array has the keys {sorted(entries)[:8]}, not data, dtype and shape")
     data = entries["data"]
     dtype = dtype_of(entries["dtype"])
     shape = _shape_of(entries["shape"])
     if type(data) is not bytes:
-        raise _invalid(f"the data of an array is {type(data).__name__}, not bytes")
+        raise invalid_frame(f"the data of an array is {type(data).__name__}, not bytes")
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(data):
-        raise _invalid(f"an array of {dtype.str} and shape {list(shape)} needs {expected} bytes, not {len(data)}")
+        raise invalid_frame(f"an array of {dtype.str} and shape {list(shape)} needs {expected} bytes, not {len(data)}")
     if dtype.kind == "b":
         # Any byte but 0 and 1 in a boolean array is undefined behaviour in what reads it.
         data = (np.frombuffer(data, np.uint8) != 0).tobytes()
@@ -159,48 +171,51 @@ def dtype_of(text: Any) -> np.dtype[Any]:
         text = text.decode()
     dtype = _DTYPES.get(text) if type(text) is str else None
     if dtype is None:
-        raise _invalid(f"dtype {str(text)[:32]!r} is not read here: send booleans, integers or floats")
+        raise invalid_frame(f"dtype {str(text)[:32]!r} is not read here: send booleans, integers or floats")
     return dtype
 
 
 def _shape_of(shape: Any) -> tuple[int, ...]:
     if type(shape) is not list or len(shape) > MAX_RANK:
-        raise _invalid(f"the shape of an array is no list of at most {MAX_RANK} lengths")
+        raise invalid_frame(f"the shape of an array is no list of at most {MAX_RANK} lengths")
     for length in shape:
         if type(length) is not int or not 0 <= length < 2**31:
-            raise _invalid("a length in the shape of an array is not a whole number from 0 to 2^31 - 1")
+            raise invalid_frame("a length in the shape of an array is not a whole number from 0 to 2^31 - 1")
     if math.prod(length or 1 for length in shape) >= 2**31:
         # Also where a length is 0 and no byte is needed: NumPy multiplies the other lengths all the same.
-        raise _invalid(f"the shape {shape} of an array is out of all proportion")
+        raise invalid_frame(f"the shape {shape} of an array is out of all proportion")
     return tuple(shape)
 
 
 def _scalar_of(entries: Mapping[str, Any]) -> bool | int | float:
     if entries.keys() != _SCALAR_KEYS:
-        raise _invalid(f"a scalar has the keys {sorted(entries)[:8]}, not data and dtype")
+        raise invalid_frame(f"a scalar has the keys {sorted(entries)[:8]}, not data and dtype")
     data = entries["data"]
     kind = dtype_of(entries["dtype"]).kind
     if type(data) not in (bool, int, float):
-        raise _invalid(f"the data of a scalar is {type(data).__name__}, not a number")
+        raise invalid_frame(f"the data of a scalar is {type(data).__name__}, not a number")
     if kind == "b":
         return bool(data)
     if kind == "f":
         return float(data)
     if type(data) is float:
-        raise _invalid("the data of an integer scalar is a float")
+        raise invalid_frame("the data of an integer scalar is a float")
     return int(data)
 
 
 def _image_of(entries: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]] | EncodedFrame:
     encoding, data = entries.get("format"), entries.get("data")
     if encoding not in _IMAGE_FORMATS or type(data) is not bytes:
-        raise _invalid(f"an image has format {str(encoding)[:32]!r}; it needs bytes as {', '.join(_IMAGE_FORMATS)}")
+        raise invalid_frame(
+            f"an image has format {str(encoding)[:32]!r}; it needs bytes as {', '.join(_IMAGE_FORMATS)}"
+        )
     if encoding == "raw":
         return array_of({key: entries.get(key) for key in _ARRAY_KEYS})
     return EncodedFrame(encoding, data)
 
 
-def _invalid(message: str) -> TaktlineError:
+def invalid_frame(message: str) -> TaktlineError:
+    """The error of a frame that cannot be read."""
     return TaktlineError(
         ErrorCode.INVALID_BODY, message, "encode the frame as your client's own packer does; see docs/compat.md"
     )

@@ -1,0 +1,207 @@
+"""Isaac GR00T's ZeroMQ policy protocol: get_action, ping, reset, get_modality_config; `kill` does not exist here.
+
+A ROUTER socket serves all clients at once: a client waits for its own answer only. Nothing of a request is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from taktline_protocol import ErrorCode, TaktlineError
+
+from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot
+from taktline_gateway.compat.groot_observations import (
+    action_map,
+    is_flat,
+    joined_keys,
+    mapping_of,
+    modality_config,
+    rows_of,
+)
+from taktline_gateway.compat.observations import read_observation
+from taktline_gateway.compat.ports import Listen
+from taktline_gateway.compat.service import Caller, Conversation, PolicyService, policy_of, until_ready
+from taktline_gateway.http_io import internal_error
+from taktline_gateway.logs import log
+
+COLD_WAIT_S = 10.0
+"""GR00T's client gives up after 15 s; a request of a cold start waits for less."""
+MAX_CLIENTS = 4096
+"""Clients remembered, the longest silent forgotten first; a reconnect is a new client to ZeroMQ."""
+MAX_IN_FLIGHT = 1024
+QUEUED_MESSAGES = 4
+_UNAUTHORIZED = "Unauthorized: Invalid API token"
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Client:
+    caller: Caller
+    generation: Generation = Generation.MSGPACK_NUMPY
+    conversations: list[Conversation] = dataclasses.field(default_factory=list)
+    """One for each place in its batch."""
+    answering: asyncio.Task[None] | None = None
+
+
+class GrootListener:
+    """One port on which GR00T's protocol is spoken for one policy."""
+
+    def __init__(self, listen: Listen, service: PolicyService, api_token: str = "") -> None:
+        """`api_token` is what every request must carry; empty asks for none."""
+        self._listen = listen
+        self._service = service
+        self._token = api_token
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
+        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._receiver: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to listen. Raises OSError (zmq.ZMQError) where the address cannot be had."""
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._service.limits.body_bytes)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.IPV6, 1 if ":" in self._listen.host else 0)
+        host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
+        self._socket.bind(f"tcp://{host}:{self._listen.port}")
+        self._receiver = asyncio.create_task(self._receive())
+        log(_logger, logging.INFO, "listening", protocol="groot", host=self._listen.host, port=self._listen.port)
+
+    async def close(self) -> None:
+        """Closes the port; answers already sent are still delivered."""
+        tasks = [task for task in (self._receiver, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            envelope = [frame.bytes for frame in frames[:-1]]
+            if not envelope:
+                continue
+            client = self._client(envelope[0], frames[-1])
+            if client.answering is not None and not client.answering.done():
+                # It gave up on that answer, which it would now take for this request's.
+                client.answering.cancel()
+            if len(self._tasks) >= MAX_IN_FLIGHT:
+                busy = TaktlineError(ErrorCode.OVERLOADED, "too many requests are in flight here", "retry later")
+                await self._send(envelope, client, {"error": str(busy)})
+                continue
+            task = asyncio.create_task(self._serve(envelope, client, frames[-1].bytes))
+            client.answering = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _client(self, identity: bytes, frame: zmq.Frame) -> _Client:
+        client = self._clients.get(identity)
+        if client is None:
+            try:
+                peer = str(frame.get("Peer-Address"))
+            except zmq.ZMQError:
+                peer = ""
+            client = self._clients[identity] = _Client(Caller.connecting("groot", peer))
+            about: dict[str, Any] = {"peer": peer, "robot": client.caller.robot_id}
+            log(_logger, logging.INFO, "client_connected", protocol="groot", **about)
+            while len(self._clients) > MAX_CLIENTS:
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(identity)
+        return client
+
+    async def _serve(self, envelope: list[bytes], client: _Client, message: bytes) -> None:
+        try:
+            reply = await self._reply(client, message)
+        except TaktlineError as error:
+            reply = {"error": str(error)}
+        except Exception:
+            log(_logger, logging.ERROR, "internal", exc_info=True, protocol="groot", robot=client.caller.robot_id)
+            reply = {"error": str(internal_error())}
+        await self._send(envelope, client, reply)
+
+    async def _send(self, envelope: list[bytes], client: _Client, reply: Any) -> None:
+        await self._socket.send_multipart([*envelope, encode_groot(reply, client.generation)])
+
+    async def _reply(self, client: _Client, message: bytes) -> Any:
+        request, generation = decode_groot(message, self._service.limits)
+        if generation is not None:
+            client.generation = generation
+        if not isinstance(request, dict):
+            raise _invalid(f"the request is {type(request).__name__}, not a map")
+        token = request.get("api_token")
+        if self._token and not (isinstance(token, str) and hmac.compare_digest(token.encode(), self._token.encode())):
+            return {"error": _UNAUTHORIZED}
+        client.caller = dataclasses.replace(client.caller, api_key=token if isinstance(token, str) else None)
+        endpoint = request.get("endpoint", "get_action")
+        data = request.get("data") or {}
+        if not isinstance(data, dict):
+            raise _invalid("the request's data is no map")
+        match endpoint:
+            case "ping":
+                return {"status": "ok", "message": "Server is running"}
+            case "reset":
+                for conversation in client.conversations:
+                    conversation.begin_episode()
+                return {}
+            case "get_modality_config":
+                policy = await self._ready()
+                return modality_config(self._service.info(policy), self._service.mapping(policy, "groot"))
+            case "get_action":
+                return await self._get_action(client, data.get("observation"))
+            case _:
+                return {"error": f"Unknown endpoint: {str(endpoint)[:64]}"}
+
+    async def _get_action(self, client: _Client, observation: Any) -> list[dict[str, Any]]:
+        policy = await self._ready()
+        rows = rows_of(joined_keys(observation))
+        mapping = self._service.mapping(policy, "groot")
+        info = self._service.info(policy)
+        reads = [read_observation(row, mapping_of(row, mapping), info, "groot") for row in rows]
+        while len(client.conversations) < len(reads):
+            caller = client.caller
+            if len(reads) > 1:
+                caller = dataclasses.replace(caller, robot_id=f"{caller.robot_id}-{len(client.conversations)}")
+            client.conversations.append(Conversation(self._service, caller, policy))
+        acting = [
+            asyncio.ensure_future(talk.act(read)) for talk, read in zip(client.conversations, reads, strict=False)
+        ]
+        try:
+            chunks = await asyncio.gather(*acting)
+        finally:
+            for task in acting:
+                task.cancel()
+        facts = {
+            "request_id": [chunk.request_id for chunk in chunks],
+            "revision": [chunk.revision for chunk in chunks],
+            "margin_ms": [chunk.margin_ms for chunk in chunks],
+        }
+        return [action_map(chunks, mapping, flat=is_flat(observation)), facts]
+
+    async def _ready(self) -> str:
+        """The policy, as soon as a worker of it is ready. Raises TaktlineError after `COLD_WAIT_S`."""
+        try:
+            async with asyncio.timeout(COLD_WAIT_S):
+                policy = await policy_of(self._service, self._listen.policy, "groot")
+                await until_ready(self._service, policy)
+                return policy
+        except TimeoutError as error:
+            raise TaktlineError(
+                ErrorCode.WORKER_UNAVAILABLE,
+                f"no worker of policy {self._listen.policy or 'any'!r} is ready",
+                "wait for GET /v1/policies/{policy} to say ready, or look at the worker's log",
+            ) from error
+
+
+def _invalid(message: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.INVALID_BODY, message, "send {endpoint, data} as GR00T's own client does")
