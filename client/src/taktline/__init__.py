@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline_protocol import ErrorCode, TaktlineError
+    from taktline_protocol.messages import Search
 
     from taktline.chunk import Chunk
     from taktline.robot import AsyncRobot, Robot
 
-__all__ = ["AsyncRobot", "Chunk", "ErrorCode", "Robot", "TaktlineError"]
+__all__ = ["AsyncRobot", "Chunk", "ErrorCode", "Robot", "Search", "TaktlineError"]
 
 _HOMES = {
     "AsyncRobot": "taktline.robot",
     "Chunk": "taktline.chunk",
     "ErrorCode": "taktline_protocol",
     "Robot": "taktline.robot",
+    "Search": "taktline_protocol.messages",
     "TaktlineError": "taktline_protocol",
 }
 

@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from taktline_protocol.messages import ActionChunk, Observation, Timings
+from taktline_protocol.messages import ActionChunk, Observation, PlanReport, Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Chunk:
         valid_until: robot clock, s; there are no rows beyond it.
         timings: the five terms in ms; their sum is L_critical as the robot measured it.
         margin_ms: control margin; negative means that the chunk came after the hand-off deadline.
+        plan: of planners: predicted states and energies; `actions` is then the whole plan, row 0 is to be executed.
     """
 
     actions: NDArray[np.float32]
@@ -35,6 +36,7 @@ class Chunk:
     worker: str
     batch_size: int
     request_id: str
+    plan: PlanReport | None = None
 
 
 def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float) -> tuple[Chunk, float]:
@@ -59,5 +61,6 @@ def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float
         worker=answer.worker,
         batch_size=answer.batch_size,
         request_id=answer.request_id,
+        plan=answer.plan,
     )
     return chunk, unseen_ms

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.images import sniff_encoding
-from taktline_protocol.messages import Array, Image, Observation
+from taktline_protocol.messages import Array, Image, Observation, Search
 
 Frame = bytes | NDArray[np.uint8] | Image
 """One camera frame: JPEG or PNG bytes, or a uint8 RGB array (H, W, 3)."""
@@ -38,6 +38,7 @@ class Sender:
         captured_at: float | None = None,
         actuate_ms: float = 0.0,
         seed: int | None = None,
+        search: Search | None = None,
     ) -> Observation:
         """The next observation of this session, stamped now on the monotonic clock.
 
@@ -59,6 +60,7 @@ class Sender:
             state=as_state(state),
             instruction=instruction,
             seed=seed,
+            search=search,
         )
 
     @property

@@ -21,7 +21,7 @@ from taktline_protocol.codecs import (
     error_from_body,
     media_type,
 )
-from taktline_protocol.messages import Observation, PolicyInfo, PolicyList
+from taktline_protocol.messages import Observation, PolicyInfo, PolicyList, Search
 
 from taktline.chunk import Chunk, complete
 from taktline.observing import Frame, Sender, State
@@ -67,6 +67,7 @@ class Robot:
         captured_at: float | None = None,
         actuate_ms: float = 0.0,
         seed: int | None = None,
+        search: Search | None = None,
     ) -> Chunk:
         """Asks for the next action chunk.
 
@@ -78,12 +79,20 @@ class Robot:
             captured_at: when the cameras were read, on `time.monotonic()`; now where None.
             actuate_ms: the robot's own L_actuate.
             seed: fixes the sampler's noise.
+            search: of planners: what this request changes of the deployment's search.
 
         Raises:
             TaktlineError: every failure, with its code; `gateway_unreachable` where no gateway answered.
         """
         observation = self._sender.observe(
-            images, state, instruction, budget_ms, captured_at=captured_at, actuate_ms=actuate_ms, seed=seed
+            images,
+            state,
+            instruction,
+            budget_ms,
+            captured_at=captured_at,
+            actuate_ms=actuate_ms,
+            seed=seed,
+            search=search,
         )
         try:
             return self._send(observation)
@@ -141,10 +150,18 @@ class AsyncRobot:
         captured_at: float | None = None,
         actuate_ms: float = 0.0,
         seed: int | None = None,
+        search: Search | None = None,
     ) -> Chunk:
         """As `Robot.act`. Cancelling the task closes the connection, and a queued observation leaves the queue."""
         observation = self._sender.observe(
-            images, state, instruction, budget_ms, captured_at=captured_at, actuate_ms=actuate_ms, seed=seed
+            images,
+            state,
+            instruction,
+            budget_ms,
+            captured_at=captured_at,
+            actuate_ms=actuate_ms,
+            seed=seed,
+            search=search,
         )
         try:
             return await self._send(observation)

@@ -152,6 +152,7 @@ class ActEndpoint:
             margin_ms=margin_ms,
             batch_size=served.batch_size,
             worker=served.worker,
+            plan=served.plan,
         )
 
     def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.deployment import Route, Target
-from taktline_protocol.messages import Array, Observation, PolicyInfo
-from taktline_protocol.rpc import from_error, from_tensor, to_item
+from taktline_protocol.messages import Array, Observation, PlanReport, PolicyInfo
+from taktline_protocol.rpc import from_error, from_plan, from_tensor, to_item
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.logs import log
@@ -45,6 +45,7 @@ class Served:
     batch_size: int
     sent_at: float
     inference_s: float
+    plan: PlanReport | None = None
 
 
 class ClientGone(Exception):
@@ -242,6 +243,7 @@ class Lane:
                 if actions.dtype != "float32" or len(actions.shape) != 2 or not np.isfinite(actions.to_numpy()).all():
                     # A robot must never be handed numbers that are not actions.
                     raise _worker_failed(link, "its actions are not finite float32 rows")
+                plan = from_plan(result.plan) if result.HasField("plan") else None
             except TaktlineError as error:
                 member.result.set_exception(error)
                 continue
@@ -254,6 +256,7 @@ class Lane:
                     batch_size=len(members),
                     sent_at=sent_at,
                     inference_s=response.total_ms / 1e3,
+                    plan=plan,
                 )
             )
 

@@ -32,11 +32,13 @@ def check_observation(observation: Observation, limits: Limits) -> None:
 
     Raises:
         TaktlineError: `budget_invalid`, `deadline_expired`, `invalid_body`, `instruction_invalid`, `state_invalid`,
-            `camera_unknown` (too many), `image_corrupt`, `image_too_large`.
+            `search_invalid`, `camera_unknown` (too many), `image_corrupt`, `image_too_large`.
     """
     _check_time(observation, limits)
     _check_instruction(observation.instruction, limits)
     state_length(observation.state, limits)
+    if observation.search is not None and observation.search.previous is not None:
+        check_array("search.previous", observation.search.previous, ErrorCode.SEARCH_INVALID)
     if len(observation.images) > limits.cameras:
         raise TaktlineError(
             ErrorCode.CAMERA_UNKNOWN,

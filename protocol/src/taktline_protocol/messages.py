@@ -49,6 +49,25 @@ class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     shape: tuple[int, int, int] | None = None
 
 
+class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one request asks of a planner's search; what is left out is the deployment's own setting.
+
+    Attributes:
+        candidates: action sequences a round; likewise rounds, elites and horizon, all within the deployment's limits.
+        budget_ms: time that the search may take; the best plan found by then is the answer.
+        anytime: whether the hand-off deadline ends the search in the same way.
+        previous: the robot's last plan, float Array (n, D): the search begins at its tail.
+    """
+
+    candidates: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    rounds: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    elites: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    horizon: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    budget_ms: float | None = None
+    anytime: bool | None = None
+    previous: Array | None = None
+
+
 class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One robot request.
 
@@ -67,6 +86,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         state: proprioceptive state in robot units, list of numbers or a float Array of shape (D,).
         instruction: task in words.
         seed: fixes the sampler's noise; None draws fresh noise.
+        search: for planners only, whose goal travels as one more image.
     """
 
     robot_id: Name
@@ -81,6 +101,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     actuate_ms: Annotated[float, Meta(ge=0)] = 0.0
     network_ms: Annotated[float, Meta(ge=0)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    search: Search | None = None
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +123,21 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         return self.observe_ms + self.transfer_ms + self.queue_ms + self.inference_ms + self.actuate_ms
 
 
+class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a planner adds to its actions.
+
+    Attributes:
+        predicted_states: float32 Array (H, S), where the model expects the robot after each action; row 0 is the state
+            to plan the next action from while the first one is executed.
+        energies: float32 Array (rounds run, 2): the lowest energy of each round, and the mean of its elites.
+        stopped: why no further round was run.
+    """
+
+    predicted_states: Array
+    energies: Array
+    stopped: Literal["rounds", "converged", "budget"]
+
+
 class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer to one observation.
 
@@ -112,6 +148,7 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         valid_until: robot clock, captured_at + H * dt_s; later rows do not exist.
         margin_ms: control margin B_ctrl - L_critical; negative is a deadline miss.
         batch_size: how many observations shared the engine call.
+        plan: of planners: `actions` is then the whole plan, of which row 0 is to be executed.
     """
 
     request_id: str
@@ -127,6 +164,7 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     margin_ms: float
     batch_size: int
     worker: str = ""
+    plan: PlanReport | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

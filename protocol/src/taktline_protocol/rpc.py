@@ -11,7 +11,7 @@ from taktline_protocol import worker_pb2
 from taktline_protocol.checks import check_array
 from taktline_protocol.errors import ErrorCode, TaktlineError
 from taktline_protocol.limits import MIB
-from taktline_protocol.messages import Array, BucketTime, Image, Observation, PolicyInfo
+from taktline_protocol.messages import Array, BucketTime, Image, Observation, PlanReport, PolicyInfo, Search
 
 SERVICE_NAME = "taktline.worker.v1.Worker"
 MAX_MESSAGE_BYTES = 512 * MIB
@@ -52,6 +52,8 @@ def to_item(request_id: str, observation: Observation, budget_ms: float) -> work
         seed=observation.seed,
         budget_ms=budget_ms,
     )
+    if observation.search is not None:
+        item.search.CopyFrom(_to_search(observation.search))
     for camera, image in observation.images.items():
         wire = item.images[camera]
         wire.encoding = image.encoding
@@ -91,6 +93,21 @@ def from_tensor(name: str, tensor: worker_pb2.Tensor, code: ErrorCode = ErrorCod
     array = Array(tensor.dtype, tuple(tensor.shape), tensor.data)  # type: ignore[arg-type]
     check_array(name, array, code)
     return array
+
+
+def from_plan(plan: worker_pb2.Plan) -> PlanReport:
+    """What a planner said besides its actions. Raises TaktlineError `worker_failed` where it does not fit."""
+    if plan.stopped not in ("rounds", "converged", "budget"):
+        raise TaktlineError(
+            ErrorCode.WORKER_FAILED,
+            f"the planner stopped for {plan.stopped[:32]!r}, which this gateway does not know",
+            "run the gateway and the workers of one release",
+        )
+    return PlanReport(
+        predicted_states=from_tensor("predicted_states", plan.predicted_states, ErrorCode.WORKER_FAILED),
+        energies=from_tensor("energies", plan.energies, ErrorCode.WORKER_FAILED),
+        stopped=plan.stopped,  # type: ignore[arg-type]
+    )
 
 
 def to_error(error: TaktlineError) -> worker_pb2.Error:
@@ -133,6 +150,22 @@ def policy_info(response: worker_pb2.InfoResponse) -> PolicyInfo:
 def to_bucket_times(times: Sequence[BucketTime]) -> list[worker_pb2.BucketTime]:
     """The wire form of a T_sync table."""
     return [worker_pb2.BucketTime(batch=time.batch, median_ms=time.median_ms, p99_ms=time.p99_ms) for time in times]
+
+
+def _to_search(search: Search) -> worker_pb2.Search:
+    wire = worker_pb2.Search(
+        candidates=search.candidates,
+        rounds=search.rounds,
+        elites=search.elites,
+        horizon=search.horizon,
+        budget_ms=search.budget_ms,
+    )
+    if search.anytime is not None:
+        wire.anytime = search.anytime
+    if search.previous is not None:
+        previous = search.previous
+        wire.previous.CopyFrom(worker_pb2.Tensor(dtype=previous.dtype, shape=previous.shape, data=previous.data))
+    return wire
 
 
 def _list_array(values: list[float]) -> Array:

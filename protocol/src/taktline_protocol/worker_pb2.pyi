@@ -68,8 +68,26 @@ class InfoResponse(_message.Message):
     t_sync: _containers.RepeatedCompositeFieldContainer[BucketTime]
     def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ...) -> None: ...
 
+class Search(_message.Message):
+    __slots__ = ("candidates", "rounds", "elites", "horizon", "budget_ms", "anytime", "previous")
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ELITES_FIELD_NUMBER: _ClassVar[int]
+    HORIZON_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    ANYTIME_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    candidates: int
+    rounds: int
+    elites: int
+    horizon: int
+    budget_ms: float
+    anytime: bool
+    previous: Tensor
+    def __init__(self, candidates: _Optional[int] = ..., rounds: _Optional[int] = ..., elites: _Optional[int] = ..., horizon: _Optional[int] = ..., budget_ms: _Optional[float] = ..., anytime: bool = ..., previous: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
 class InferItem(_message.Message):
-    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms")
+    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms", "search")
     class ImagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +103,7 @@ class InferItem(_message.Message):
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     robot_id: str
     seq: int
@@ -93,7 +112,8 @@ class InferItem(_message.Message):
     instruction: str
     seed: int
     budget_ms: float
-    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ...) -> None: ...
+    search: Search
+    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ...) -> None: ...
 
 class InferRequest(_message.Message):
     __slots__ = ("policy", "revision", "items")
@@ -115,15 +135,27 @@ class Error(_message.Message):
     next_step: str
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., next_step: _Optional[str] = ...) -> None: ...
 
+class Plan(_message.Message):
+    __slots__ = ("predicted_states", "energies", "stopped")
+    PREDICTED_STATES_FIELD_NUMBER: _ClassVar[int]
+    ENERGIES_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    predicted_states: Tensor
+    energies: Tensor
+    stopped: str
+    def __init__(self, predicted_states: _Optional[_Union[Tensor, _Mapping]] = ..., energies: _Optional[_Union[Tensor, _Mapping]] = ..., stopped: _Optional[str] = ...) -> None: ...
+
 class InferResult(_message.Message):
-    __slots__ = ("request_id", "actions", "error")
+    __slots__ = ("request_id", "actions", "error", "plan")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     actions: Tensor
     error: Error
-    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    plan: Plan
+    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class InferResponse(_message.Message):
     __slots__ = ("results", "preprocess_ms", "engine_ms", "postprocess_ms", "total_ms", "bucket", "revision")

@@ -10,13 +10,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
 
 from taktline_worker.adapter import PlannedChunk
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
-from taktline_worker.observation import EncodedImage, RobotInput
+from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
 
 logger = logging.getLogger(__name__)
 
@@ -141,32 +142,55 @@ def _read_item(item: worker_pb2.InferItem, received: float) -> Item:
                 name: EncodedImage(image.encoding, image.data, tuple(image.shape))
                 for name, image in item.images.items()
             },
-            state=_read_state(item.state),
+            state=_read_array("the state", item.state, ErrorCode.STATE_INVALID),
             instruction=item.instruction,
             seed=item.seed if item.HasField("seed") else None,
+            search=_read_search(item.search) if item.HasField("search") else None,
+            expires_at=expires,
         )
     except TaktlineError as error:
         observation = error
     return Item(observation, expires)
 
 
-def _read_state(tensor: worker_pb2.Tensor) -> np.ndarray[Any, np.dtype[np.generic]]:
+def _read_search(search: worker_pb2.Search) -> SearchInput:
+    previous = None
+    if search.HasField("previous"):
+        previous = _read_array("the previous plan", search.previous, ErrorCode.SEARCH_INVALID)
+    return SearchInput(
+        candidates=search.candidates if search.HasField("candidates") else None,
+        rounds=search.rounds if search.HasField("rounds") else None,
+        elites=search.elites if search.HasField("elites") else None,
+        horizon=search.horizon if search.HasField("horizon") else None,
+        budget_ms=search.budget_ms if search.HasField("budget_ms") else None,
+        anytime=search.anytime if search.HasField("anytime") else None,
+        previous=previous,
+    )
+
+
+def _read_array(name: str, tensor: worker_pb2.Tensor, code: ErrorCode) -> np.ndarray[Any, np.dtype[np.generic]]:
     try:
         if tensor.dtype not in _STATE_DTYPES:
             raise ValueError(f"dtype {tensor.dtype!r} is none of {', '.join(sorted(_STATE_DTYPES))}")
         return np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<")).reshape(tuple(tensor.shape))
     except ValueError as error:
-        raise TaktlineError(
-            ErrorCode.STATE_INVALID, f"the state is no array: {error}", "send prod(shape) little-endian values"
-        ) from error
+        raise TaktlineError(code, f"{name} is no array: {error}", "send prod(shape) little-endian values") from error
 
 
 def _write_result(request_id: str, outcome: Outcome) -> worker_pb2.InferResult:
     if isinstance(outcome, TaktlineError):
         error = worker_pb2.Error(code=outcome.code.value, message=outcome.message, next_step=outcome.next_step)
         return worker_pb2.InferResult(request_id=request_id, error=error)
-    chunk = outcome.actions if isinstance(outcome, PlannedChunk) else outcome
-    actions = worker_pb2.Tensor(
-        dtype="float32", shape=chunk.shape, data=np.ascontiguousarray(chunk, dtype="<f4").tobytes()
+    if not isinstance(outcome, PlannedChunk):
+        return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome))
+    plan = worker_pb2.Plan(
+        predicted_states=_write_array(outcome.predicted_states),
+        energies=_write_array(outcome.energies),
+        stopped=outcome.stopped,
     )
-    return worker_pb2.InferResult(request_id=request_id, actions=actions)
+    return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome.actions), plan=plan)
+
+
+def _write_array(value: NDArray[np.float32]) -> worker_pb2.Tensor:
+    data = np.ascontiguousarray(value, dtype="<f4").tobytes()
+    return worker_pb2.Tensor(dtype="float32", shape=value.shape, data=data)

@@ -145,7 +145,7 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     period_s = _control_period_s(sidecar, config.engine.control_period_ms)
     image_size = sidecar.architecture.image_size
     # Before the weights: a wrong camera name must not cost minutes of loading.
-    processor = PlannerProcessor(image_size, settings, limits, config.model.cameras)
+    processor = PlannerProcessor(image_size, settings, limits, config.model.cameras, config.engine.max_image_pixels)
     checkpoint = open_checkpoint(find_file(folder), sidecar.architecture)
     precision = {"fp32": FP32, "bf16": BF16}[config.engine.precision]
     weights = pack_weights(checkpoint, precision, device)

@@ -42,8 +42,8 @@ def latent_norm(x: Tensor) -> Tensor:
 
 
 def embed_latents(weights: PredictorWeights, latents: Tensor) -> Tensor:
-    """(..., T, D) -> (..., T, W) in the predictor's dtype."""
-    return functional.linear(latents.to(weights.embed_weight.dtype), weights.embed_weight, weights.embed_bias)
+    """(..., T, D) -> (..., T, W), fp32 or wider."""
+    return _wide_linear(latents, weights.embed_weight, weights.embed_bias)
 
 
 def frame_tokens(
@@ -95,9 +95,9 @@ def predictor_frame(
 
 
 def predictor_output(weights: PredictorWeights, x: Tensor) -> Tensor:
-    """(m, K, W) -> (m, T, D): the next frame's latents before `latent_norm`."""
+    """(m, K, W) -> (m, T, D), fp32 or wider: the next frame's latents before `latent_norm`."""
     normed = _norm(x[:, CONDITIONING:], weights.norm_weight, weights.norm_bias)
-    return functional.linear(normed.to(weights.out_weight.dtype), weights.out_weight, weights.out_bias)
+    return _wide_linear(normed, weights.out_weight, weights.out_bias)
 
 
 def energy(latents: Tensor, goal: Tensor) -> Tensor:
@@ -122,6 +122,17 @@ def _after_attention(block: Block, x: Tensor, attended: Tensor) -> Tensor:
     normed = _norm(x, block.norm2_weight, block.norm2_bias).to(block.fc1_weight.dtype)
     hidden = functional.gelu(functional.linear(normed, block.fc1_weight, block.fc1_bias))
     return x + functional.linear(hidden, block.fc2_weight, block.fc2_bias)
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A product of rounded operands whose sums stay fp32: what it feeds is compared, or added to, in fp32."""
+    rounded = x.to(weight.dtype)
+    if weight.dtype != torch.bfloat16:
+        return functional.linear(rounded, weight, bias)
+    if weight.device.type == "cuda":
+        product = torch.mm(rounded.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+        return (product + bias.float()).view(*x.shape[:-1], -1)
+    return functional.linear(rounded.float(), weight.float(), bias.float())
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

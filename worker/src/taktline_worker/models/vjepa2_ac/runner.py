@@ -22,7 +22,7 @@ class PreparedScene:
     """What all units of one plan share, on the device.
 
     Attributes:
-        patches: (T, W) the present, embedded.
+        patches: (T, W) fp32, the present, embedded.
         goal: (T, D) fp32.
         pose: (7,) fp32, as sent: its angles are re-wrapped by the first integration, not here.
     """
@@ -70,7 +70,7 @@ class VJepa2World:
         self._keys = torch.zeros(cache, device=self.device, dtype=precision.predictor)
         self._values = torch.zeros(cache, device=self.device, dtype=precision.predictor)
         self._actions = torch.zeros(m, max_horizon, ACTION_WIDTH, device=self.device, dtype=self.dtype)
-        self._patches = torch.zeros(a.tokens, a.width, device=self.device, dtype=precision.predictor)
+        self._patches = torch.zeros(a.tokens, a.width, device=self.device, dtype=self.dtype)
         self._goal = torch.zeros(a.tokens, a.encoder_width, device=self.device, dtype=self.dtype)
         self._pose = torch.zeros(POSE_WIDTH, device=self.device, dtype=self.dtype)
         self._energies = torch.zeros(m, device=self.device, dtype=self.dtype)
