@@ -1,0 +1,108 @@
+"""Forks eight ranks over gloo and lets meshes of 1, 2, 3, 4 and 8 of them plan; writes each plan's bytes.
+
+Run as a script, so that the ranks fork from one process that has imported everything: python mesh_ranks.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from taktline_worker.models.vjepa2_ac.config import SidecarArchitecture
+from taktline_worker.models.vjepa2_ac.processor import to_pixels
+from taktline_worker.models.vjepa2_ac.runner import VJepa2World
+from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, open_checkpoint, pack_weights
+from taktline_worker.planning.mesh import Mesh, OneRank, ProcessGroupMesh
+from taktline_worker.planning.relay import dismiss, follow, lead
+from taktline_worker.planning.search import Plan, Problem
+from taktline_worker.planning.settings import SearchSettings
+from taktline_worker.planning.world import Scene
+from torch import distributed as dist
+
+RANKS = 8
+SIZES = (1, 2, 3, 4, 8)
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "vjepa2_ac_tiny"
+SETTINGS = SearchSettings(candidates=64, elites=8, rounds=3)
+
+
+def make_world(precision: str) -> VJepa2World:
+    checkpoint = open_checkpoint(GOLDEN / "checkpoint.pt", SidecarArchitecture(64, 4, 4))
+    weights = pack_weights(checkpoint, {"fp32": FP32, "bf16": BF16}[precision], torch.device("cpu"))
+    return VJepa2World(weights, checkpoint.architecture, micro_batch=8, max_horizon=2)
+
+
+def make_problems(world: VJepa2World) -> list[Problem]:
+    """Two robots; the second one has a search that is no multiple of the micro-batch, a warm start and a budget."""
+    generator = torch.Generator().manual_seed(5)
+    frames = torch.randint(0, 256, (4, 64, 64, 3), generator=generator, dtype=torch.uint8)
+    latents = world.encode(torch.stack([to_pixels(frame.numpy(), 64) for frame in frames]))
+    poses = torch.tensor([[0.4, 0.1, 0.3, 3.0, 0.1, -0.2, 0.5], [0.5, -0.1, 0.2, 0.0, 0.0, 0.0, 0.0]])
+    previous = 0.03 * torch.ones(2, 7)
+    return [
+        Problem(Scene(latents[0], latents[1], poses[0]), SETTINGS, seed=11),
+        Problem(
+            Scene(latents[2], latents[3], poses[1]),
+            replace(SETTINGS, candidates=36, rounds=9),
+            seed=12,
+            previous=previous,
+            deadline=3.5,
+        ),
+    ]
+
+
+class RoundClock:
+    """Rank 0's clock: one second between two readings, so the budget ends after a known round. Others never read it."""
+
+    def __init__(self) -> None:
+        self.now = -1.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def summary(plan: Plan) -> dict[str, object]:
+    tensors = {name: getattr(plan, name).numpy().tobytes().hex() for name in ("actions", "poses", "energies")}
+    return tensors | {"rounds": plan.rounds, "stopped": plan.stopped}
+
+
+def rank_main(rank: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=RANKS)
+    found: dict[str, list[dict[str, object]]] = {}
+    for size in SIZES:
+        group = dist.new_group(list(range(size)))  # every rank takes part in making every group
+        if rank >= size:
+            continue
+        mesh: Mesh = OneRank() if size == 1 else ProcessGroupMesh(group)
+        for precision in ("fp32", "bf16"):
+            world = make_world(precision)
+            if rank == 0:
+                plans = lead(world, make_problems(world), mesh, RoundClock())
+                dismiss(mesh)
+                found[f"{precision} {size}"] = [summary(plan) for plan in plans]
+            else:
+                follow(world, mesh)
+    if rank == 0:
+        (out / "plans.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    out = Path(sys.argv[1])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank, out)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The tiny planner behind the real worker server and a real gateway: plans, reports and typed errors end to end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from taktline import Robot
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
+from taktline_protocol.deployment import Route, RoutingTable, Target
+from taktline_protocol.messages import Array, Image, Observation, Search
+from taktline_protocol.rpc import from_plan, from_tensor, to_item
+from taktline_worker.server import ServeOptions, Worker
+
+READY_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def worker(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    folder = kit.folder(tmp_path_factory.mktemp("served") / "planner")
+    made = Worker(kit.config(folder, buckets=(1,)), ServeOptions("127.0.0.1:0", linger_s=0.0))
+    made.start()
+    yield made
+    made.drain()
+
+
+def observation(kit: Any, **changes: Any) -> Observation:
+    good = kit.observe()
+    values: dict[str, Any] = {
+        "robot_id": "arm",
+        "seq": 1,
+        "captured_at": 0.0,
+        "budget_ms": 60_000.0,
+        "images": {name: Image("raw", image.data, (128, 128, 3)) for name, image in good.images.items()},
+        "state": good.state.tolist(),
+        "instruction": "reach the goal image",
+        "seed": 30,
+    }
+    return Observation(**(values | changes))
+
+
+def infer(worker: Worker, *sent: Observation) -> list[worker_pb2.InferResult]:
+    items = [to_item(str(index), one, one.budget_ms) for index, one in enumerate(sent)]
+    with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+        request = worker_pb2.InferRequest(policy="planner", items=items)
+        return list(worker_pb2_grpc.WorkerStub(channel).Infer(request, timeout=120).results)
+
+
+def test_the_worker_answers_with_the_official_plan(golden: Path, kit: Any, worker: Worker) -> None:
+    case = load_file(golden / "full" / "cem_main.safetensors")
+    (result,) = infer(worker, observation(kit))
+    actions = from_tensor("actions", result.actions).to_numpy()
+    np.testing.assert_allclose(actions, case["returned_action"].numpy(), atol=1e-6)
+    report = from_plan(result.plan)
+    assert report.stopped == "rounds"
+    assert report.energies.shape == (4, 2)
+    assert report.predicted_states.shape == (2, 7)
+
+
+def test_search_settings_travel(kit: Any, worker: Worker) -> None:
+    plans = [
+        infer(worker, observation(kit, search=Search(rounds=1, candidates=20, elites=5, horizon=1, previous=previous)))
+        for previous in (None, Array.from_numpy(np.full((2, 7), 0.02)))
+    ]
+    actions = [from_tensor("actions", results[0].actions).to_numpy() for results in plans]
+    assert actions[0].shape == actions[1].shape == (1, 7)
+    assert not np.array_equal(*actions)
+    assert from_plan(plans[0][0].plan).energies.shape == (1, 2)
+
+
+def test_a_bad_robot_does_not_harm_its_neighbour(kit: Any, worker: Worker) -> None:
+    bad = observation(kit, robot_id="other", search=Search(rounds=1000))
+    refused, served = infer(worker, bad, observation(kit, search=Search(rounds=1)))
+    assert refused.error.code == ErrorCode.SEARCH_INVALID.value
+    assert "rounds is 1000" in refused.error.message
+    assert served.WhichOneof("outcome") == "actions"
+
+
+@pytest.fixture(scope="module")
+def gateway(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("gateway")
+    target = Target(address=f"127.0.0.1:{worker.port}", revision="r1")
+    table = RoutingTable(routes=(Route(policy="planner", family="vjepa2-ac", revision="r1", targets=(target,)),))
+    (folder / "routes.json").write_bytes(msgspec.json.encode(table))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "taktline-gateway"), "serve"]
+    command += ["--routes", str(folder / "routes.json"), "--listen", f"127.0.0.1:{port}"]
+    log = folder / "gateway.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stderr=stream, stdout=stream, env=os.environ)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            with Robot(url, "planner", "probe") as robot:
+                if robot.info().ready:
+                    return
+        except TaktlineError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"the gateway does not report the planner ready\n{log.read_text()[-3000:]}")
+
+
+def test_a_robot_plans_over_http(golden: Path, kit: Any, gateway: str) -> None:
+    """The SDK, the gateway, the worker: the plan, its report, and the next plan warm-started from it."""
+    case = load_file(golden / "full" / "cem_main.safetensors")
+    given = kit.inputs("full")
+    images = {"camera": given["frame"].numpy(), "goal": given["goal"].numpy()}
+    with Robot(gateway, "planner", "arm-1") as robot:
+        chunk = robot.act(images, given["pose"].numpy(), "reach the goal image", budget_ms=60_000, seed=30)
+        np.testing.assert_allclose(chunk.actions, case["returned_action"].numpy(), atol=1e-6)
+        assert chunk.plan is not None
+        assert chunk.plan.stopped == "rounds"
+        energies = chunk.plan.energies.to_numpy()
+        assert energies.shape == (4, 2)
+        assert (energies[:, 0] <= energies[:, 1]).all()
+        landing = chunk.plan.predicted_states.to_numpy()[0]
+        search = Search(rounds=1, previous=Array.from_numpy(chunk.actions))
+        again = robot.act(images, landing, "reach the goal image", budget_ms=60_000, seed=31, search=search)
+        assert again.plan is not None
+        assert again.plan.energies.shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"images": {"camera": np.zeros((128, 128, 3), np.uint8)}}, ErrorCode.CAMERA_MISSING),
+        (
+            {
+                "images": {
+                    "camera": np.zeros((128, 128, 3), np.uint8),
+                    "goal": np.zeros((64, 128, 3), np.uint8),
+                }
+            },
+            ErrorCode.GOAL_INVALID,
+        ),
+        ({"state": [0.0] * 6}, ErrorCode.STATE_INVALID),
+        ({"state": [float("nan")] * 7}, ErrorCode.STATE_INVALID),
+        ({"search": Search(horizon=9)}, ErrorCode.SEARCH_INVALID),
+        ({"search": Search(previous=Array("float32", (2, 7), b"\0"))}, ErrorCode.SEARCH_INVALID),
+        ({"search": Search(budget_ms=1e-3)}, ErrorCode.DEADLINE_UNREACHABLE),
+        ({"search": Search(budget_ms=-1.0)}, ErrorCode.BUDGET_INVALID),
+    ],
+)
+def test_refusals_reach_the_robot_whole(kit: Any, gateway: str, changes: dict[str, Any], code: ErrorCode) -> None:
+    given = kit.inputs("full")
+    values: dict[str, Any] = {
+        "images": {"camera": given["frame"].numpy(), "goal": given["goal"].numpy()},
+        "state": given["pose"].numpy(),
+        "instruction": "reach the goal image",
+        "budget_ms": 60_000,
+    }
+    robot_id = f"arm-{uuid.uuid4().hex}"  # a robot of one name may have one session at a time
+    with Robot(gateway, "planner", robot_id) as robot, pytest.raises(TaktlineError) as caught:
+        robot.act(**(values | changes))
+    assert caught.value.code is code
+    assert caught.value.next_step
