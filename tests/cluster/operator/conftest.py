@@ -17,6 +17,7 @@ import yaml
 from kubernetes import client, config
 from taktline_local.cluster import Cluster
 from taktline_local.kubectl import Kubectl, wait_until
+from taktline_protocol.errors import TaktlineError
 
 ROOT = Path(__file__).resolve().parents[3]
 MANIFESTS = ROOT / "deploy" / "manifests"
@@ -93,8 +94,9 @@ class HandDrivenNode:
         reported: dict[str, str] = {}
         beat = time.monotonic()
         while not self._stop.wait(0.1):
-            if time.monotonic() - beat > 10:
-                self._beat()
+            if time.monotonic() - beat > 5:
+                with contextlib.suppress(client.ApiException):
+                    self._beat()
                 beat = time.monotonic()
             reply = self._api.list_pod_for_all_namespaces(
                 field_selector=f"spec.nodeName={NODE}", _preload_content=False
@@ -108,7 +110,10 @@ class HandDrivenNode:
                         continue
                     status = self.behave(pod)
                     text = json.dumps(status)
-                    if reported.get(metadata["uid"]) != text:
+                    # The node controller marks pods not ready when heartbeats are late on a busy machine: say it again.
+                    live = {c["type"]: c["status"] for c in pod["status"].get("conditions", [])}
+                    told = live.get("Ready") == status["conditions"][0]["status"]
+                    if reported.get(metadata["uid"]) != text or not told:
                         self._api.patch_namespaced_pod_status(name, namespace, {"status": status})
                         reported[metadata["uid"]] = text
 
@@ -247,7 +252,12 @@ class Policies:
                     return found if reason in (None, found["reason"]) else None
             return None
 
-        return wait_until(look, f"{name} has {condition}={status} {reason or ''}")
+        try:
+            return wait_until(look, f"{name} has {condition}={status} {reason or ''}")
+        except TaktlineError as error:
+            live = self.get(name) or {}
+            pods = [(pod["metadata"]["name"], pod["status"]) for pod in self.children(name) if pod["kind"] == "Pod"]
+            raise AssertionError(f"{error}; status: {live.get('status')}; pods: {pods}") from error
 
     def routes(self) -> dict[str, list[str]]:
         """Addresses by policy in the routing table."""
