@@ -79,7 +79,8 @@ def _roofline(run: FleetRun) -> str:
         "</ul></figcaption></figure>"
         "<p>Left of X = 1 the robot waits for inference, right of it the arm's own motion sets the pace. A serial loop "
         "needs L_control = L_env + L_inference for a cycle; a loop that asks ahead needs the longer of the two. A "
-        "cycle below its curve lost the rest to transfer, queueing and the hand-off at the next control step.</p>"
+        "cycle below its curve lost the rest to transfer, queueing and the hand-off at the next control step; a dot a "
+        "hair above the roof shows the scatter of the control clock.</p>"
         "</section>"
     )
 
