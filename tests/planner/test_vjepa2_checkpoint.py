@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.checkpoint import file_sha256
 from taktline_worker.models.registry import load_adapter
-from taktline_worker.models.vjepa2_ac.config import SidecarArchitecture
+from taktline_worker.models.vjepa2_ac import rope
+from taktline_worker.models.vjepa2_ac.config import (
+    SidecarArchitecture,
+    VJepa2Architecture,
+    expected_encoder_shapes,
+    expected_predictor_shapes,
+    read_architecture,
+)
 from taktline_worker.models.vjepa2_ac.weights import open_checkpoint
 
 
@@ -46,6 +54,21 @@ def test_dimensions_come_from_the_shapes(published: Any) -> None:
     assert (a.encoder_width, a.encoder_depth, a.encoder_mlp, a.encoder_head_dim) == (64, 2, 320, 32)
     assert (a.width, a.depth, a.mlp, a.head_dim) == (128, 2, 512, 64)
     assert (a.grid, a.tokens, a.frame_tokens) == (8, 64, 66)
+
+
+def test_the_published_model_has_the_published_size() -> None:
+    """Tensors and parameters of both towers, from shapes alone."""
+    published = VJepa2Architecture(
+        image_size=256, patch_size=16, encoder_width=1408, encoder_depth=40, encoder_heads=22, encoder_mlp=6144,
+        width=1024, depth=24, heads=16, mlp=4096,
+    )  # fmt: skip
+    encoder, predictor = expected_encoder_shapes(published), expected_predictor_shapes(published)
+    assert (len(encoder), len(predictor)) == (484, 300)
+    assert sum(math.prod(shape) for shape in encoder.values()) == 1_012_173_952
+    assert sum(math.prod(shape) for shape in predictor.values()) == 305_220_992
+    assert (published.tokens, published.frame_tokens) == (256, 258)
+    assert read_architecture(encoder, predictor, SidecarArchitecture()) == published  # nothing needs to be stated
+    assert (rope.axis_width(published.head_dim), rope.axis_width(published.encoder_head_dim)) == (20, 20)
 
 
 def _drop(content: Any) -> None:
