@@ -139,21 +139,27 @@ class ClientEnvironment:
         return json.loads(out.splitlines()[-1])
 
 
-def client_environment(name: str, *requirements: str) -> ClientEnvironment:
-    """Installs `requirements` once, outside the repository; skips where the package index cannot be reached."""
+def client_environment(name: str, *requirements: str, overrides: tuple[str, ...] = ()) -> ClientEnvironment:
+    """Installs `requirements` once, outside the repository; skips where the package index cannot be reached.
+
+    `overrides` replace what the requirements themselves ask for.
+    """
     uv = subprocess.run([str(ROOT / "tools" / "find-uv")], capture_output=True, text=True).stdout.strip()
     if not uv:
         pytest.fail("uv is missing: run `make setup`")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    digest = hashlib.sha256("\n".join((version, *requirements)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256("\n".join((version, *requirements, *overrides)).encode()).hexdigest()[:12]
     folder = CACHE / f"{name}-{digest}"
     python = folder / "bin" / "python"
     complete = folder / "complete"
     if not complete.exists():
         shutil.rmtree(folder, ignore_errors=True)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        replaced = CACHE / f"{name}-{digest}.overrides"
+        replaced.write_text("\n".join(overrides))
         steps = (
             [uv, "venv", "--quiet", "--python", sys.executable, str(folder)],
-            [uv, "pip", "install", "--quiet", "--python", str(python), *requirements],
+            [uv, "pip", "install", "--quiet", "--python", str(python), "--override", str(replaced), *requirements],
         )
         for step in steps:
             done = subprocess.run(step, capture_output=True, text=True)

@@ -94,7 +94,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     revision: str = ""
 
 
-ClientProtocol = Literal["openpi", "vla-eval", "kserve", "groot"]
+ClientProtocol = Literal["openpi", "vla-eval", "kserve", "groot", "lerobot"]
 """Wire protocols of clients that already exist, which the gateway speaks besides its own."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from taktline_gateway.compat.lerobot import LerobotListener
 from taktline_gateway.compat.openpi import openpi_listener
 from taktline_gateway.compat.ports import ClientPorts
 from taktline_gateway.compat.service import PolicyService
@@ -20,6 +21,10 @@ async def client_listeners(service: PolicyService, ports: ClientPorts) -> AsyncI
         for listener in listeners:
             await listener.start()
             stack.push_async_callback(listener.close)
+        for listen in ports.lerobot:
+            lerobot = LerobotListener(listen, service)
+            await lerobot.start()
+            stack.push_async_callback(lerobot.close)
         for listen in ports.groot:
             # Here, so that a gateway without GR00T clients needs no ZeroMQ.
             from taktline_gateway.compat.groot import GrootListener

@@ -25,6 +25,7 @@ class ClientPorts:
     openpi: Sequence[Listen] = ()
     vla_eval: Sequence[Listen] = ()
     groot: Sequence[Listen] = ()
+    lerobot: Sequence[Listen] = ()
     groot_api_token: str = dataclasses.field(default="", repr=False)
 
 
@@ -56,6 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speak Isaac GR00T's ZeroMQ protocol there, for POLICY or the only one (needs the extra `groot`)",
     )
     parser.add_argument(
+        "--lerobot-listen",
+        type=listen_of,
+        action="append",
+        default=[],
+        metavar=form,
+        help="serve LeRobot's asynchronous inference there, for POLICY or the one that the client's model path names",
+    )
+    parser.add_argument(
         "--groot-token-file", type=token_in, metavar="FILE", help="file with the API token of GR00T clients"
     )
 
@@ -66,6 +75,7 @@ def ports_of(arguments: argparse.Namespace) -> ClientPorts:
         openpi=tuple(arguments.openpi_listen),
         vla_eval=tuple(arguments.vla_eval_listen),
         groot=tuple(arguments.groot_listen),
+        lerobot=tuple(arguments.lerobot_listen),
         groot_api_token=arguments.groot_token_file or "",
     )
 

@@ -1,0 +1,270 @@
+"""LeRobot's asynchronous inference service (gRPC), for any number of robots on one port.
+
+A robot pushes observations and pulls chunks over one connection, which is its session: nothing in a message says who it
+is. The newest observation is the one that a pull answers; none is filtered by likeness to the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+from taktline_protocol import ErrorCode, TaktlineError
+
+from taktline_gateway.compat.lerobot_messages import (
+    BEGIN,
+    CLIENT_MESSAGE_BYTES,
+    END,
+    MIDDLE,
+    actions_message,
+    observation_piece,
+    setup_data,
+)
+from taktline_gateway.compat.lerobot_pickle import Record, read_record, value_of, write_actions
+from taktline_gateway.compat.observations import read_observation
+from taktline_gateway.compat.ports import Listen
+from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
+from taktline_gateway.http_io import internal_error
+from taktline_gateway.logs import log
+
+SERVICE = "transport.AsyncInference"
+PULL_WAIT_S = 2.0
+"""How long a pull waits for an observation before it answers `nothing yet`, as the reference server does."""
+PUSH_TIMEOUT_S = 10.0
+MAX_SESSIONS = 4096
+STATE_KEY = "observation.state"
+IMAGE_PREFIX = "observation.images."
+# Never UNAVAILABLE or DEADLINE_EXCEEDED: the client's channel repeats those by itself.
+_STATUS = {
+    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorCode.WORKER_FAILED: grpc.StatusCode.ABORTED,
+    ErrorCode.WORKER_UNAVAILABLE: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.DRAINING: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.DEADLINE_UNREACHABLE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.DEADLINE_EXPIRED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.SUPERSEDED: grpc.StatusCode.ABORTED,
+}
+_logger = logging.getLogger(__name__)
+Context = Any
+"""grpc.aio.ServicerContext, which carries no types."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    """One robot: what it said about itself, and its newest observation that no pull has taken."""
+
+    conversation: Conversation
+    module: str
+    state_names: tuple[str, ...]
+    image_names: dict[str, str]
+    actions_per_chunk: int
+    newest: Record | None = None
+    arrived: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+
+class LerobotListener:
+    """One port of the service, for one policy or for the one that each client's model path names."""
+
+    def __init__(self, listen: Listen, service: PolicyService) -> None:
+        self._listen = listen
+        self._service = service
+        self._sessions: dict[str, _Session] = {}
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", CLIENT_MESSAGE_BYTES),
+            ]
+        )
+        handlers = {
+            "Ready": grpc.unary_unary_rpc_method_handler(self._ready),
+            "SendPolicyInstructions": grpc.unary_unary_rpc_method_handler(self._instructions),
+            "SendObservations": grpc.stream_unary_rpc_method_handler(self._observations),
+            "GetActions": grpc.unary_unary_rpc_method_handler(self._actions),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def start(self) -> None:
+        """Begins to listen. Raises RuntimeError where the address cannot be had."""
+        host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
+        self._server.add_insecure_port(f"{host}:{self._listen.port}")
+        await self._server.start()
+        log(_logger, logging.INFO, "listening", protocol="lerobot", host=self._listen.host, port=self._listen.port)
+
+    async def close(self) -> None:
+        """Closes the port after the pulls in flight."""
+        await self._server.stop(PULL_WAIT_S)
+
+    async def _ready(self, request: bytes, context: Context) -> bytes:
+        """A robot begins; what an earlier one left on this connection is forgotten."""
+        self._sessions.pop(context.peer(), None)
+        return b""
+
+    async def _instructions(self, request: bytes, context: Context) -> bytes:
+        """Binds the connection to a policy, once a worker of it is ready. Nothing that a client names is loaded."""
+        try:
+            setup = read_record(setup_data(request), "RemotePolicyConfig")
+            policy = self._policy(setup.fields.get("pretrained_name_or_path"))
+            caller = Caller.connecting("lerobot", context.peer())
+            session = _session_of(setup, Conversation(self._service, caller, policy))
+        except TaktlineError as error:
+            await self._abort(context, error)
+        log(_logger, logging.INFO, "client_connected", protocol="lerobot", peer=caller.peer, robot=caller.robot_id)
+        await until_ready(self._service, policy)
+        self._sessions[caller.peer] = session
+        while len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        return b""
+
+    async def _observations(self, pieces: AsyncIterator[bytes], context: Context) -> bytes:
+        """Takes an observation; it replaces the one that no pull has taken yet."""
+        try:
+            async with asyncio.timeout(PUSH_TIMEOUT_S):
+                data = await self._joined(pieces)
+            session = self._session(context)
+            session.newest = read_record(data, "TimedObservation")
+        except TaktlineError as error:
+            await self._abort(context, error)
+        except TimeoutError:
+            await self._abort(context, _invalid(f"the observation did not arrive within {PUSH_TIMEOUT_S:g} s"))
+        session.arrived.set()
+        return b""
+
+    async def _joined(self, pieces: AsyncIterator[bytes]) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for piece in pieces:
+            state, data = observation_piece(piece)
+            if state == BEGIN:
+                parts, size = [], 0
+            elif state not in (MIDDLE, END):
+                raise _invalid(f"transfer state {state} is not known")
+            size += len(data)
+            if size > self._service.limits.body_bytes:
+                raise TaktlineError(
+                    ErrorCode.BODY_TOO_LARGE,
+                    f"the observation is over {self._service.limits.body_bytes} bytes",
+                    "send fewer or smaller images",
+                )
+            parts.append(data)
+            if state == END:
+                return b"".join(parts)
+        raise _invalid("the observation ends early")
+
+    async def _actions(self, request: bytes, context: Context) -> bytes:
+        """Answers a pull with a chunk for the newest observation; empty where none comes in time."""
+        try:
+            session = self._session(context)
+            try:
+                async with asyncio.timeout(PULL_WAIT_S):
+                    await session.arrived.wait()
+            except TimeoutError:
+                return b""
+            session.arrived.clear()
+            record, session.newest = session.newest, None
+            return b"" if record is None else await self._chunk(session, record)
+        except TaktlineError as error:
+            await self._abort(context, error)
+        except Exception:
+            log(_logger, logging.ERROR, "internal", exc_info=True, protocol="lerobot", peer=context.peer())
+            await self._abort(context, internal_error())
+        raise AssertionError("abort raises")
+
+    async def _chunk(self, session: _Session, record: Record) -> bytes:
+        conversation = session.conversation
+        policy = conversation.policy
+        mapping = self._service.mapping(policy, "lerobot")
+        timestep, timestamp = _times(record)
+        read = read_observation(_observation(session, record), mapping, self._service.info(policy), "lerobot")
+        chunk = await conversation.act(read)
+        rows = chunk.actions.to_numpy().astype(np.float32, copy=False)[: session.actions_per_chunk]
+        dt_s = 1 / mapping.control_hz if mapping.control_hz > 0 else chunk.dt_s
+        return actions_message(write_actions(session.module, rows, timestep, timestamp, dt_s))
+
+    def _policy(self, model: Any) -> str:
+        """The policy of this port, else the one with the name of the client's model path or of its last part."""
+        if self._listen.policy:
+            return self._listen.policy
+        served = self._service.policies()
+        if isinstance(model, str):
+            for name in (model, model.rstrip("/").rpartition("/")[2]):
+                if name in served:
+                    return name
+        raise TaktlineError(
+            ErrorCode.UNKNOWN_POLICY,
+            f"no policy is called {str(model)[:128]!r} (served: {', '.join(served)[:300] or 'none'})",
+            "give the client a policy's name as its model path; weights are never loaded on a client's word",
+        )
+
+    def _session(self, context: Context) -> _Session:
+        session = self._sessions.get(context.peer())
+        if session is None:
+            # A renewed connection is not matched to an old session: another robot's chunk would be worse than none.
+            raise TaktlineError(
+                ErrorCode.INVALID_BODY,
+                "this connection has sent no policy instructions",
+                "start the client anew: it sends them once, when it begins",
+            )
+        return session
+
+    async def _abort(self, context: Context, error: TaktlineError) -> None:
+        status = _STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT)
+        log(_logger, logging.INFO, "client_refused", protocol="lerobot", peer=context.peer(), code=error.code.value)
+        await context.abort(status, str(error))
+
+
+def _session_of(setup: Record, conversation: Conversation) -> _Session:
+    """Reads what a robot says about itself. Raises TaktlineError `invalid_body`."""
+    features, count = setup.fields.get("lerobot_features"), setup.fields.get("actions_per_chunk")
+    renames = setup.fields.get("rename_map") or {}
+    if type(features) is not dict or type(count) is not int or count < 1 or type(renames) is not dict:
+        raise _invalid("the policy instructions have no features or no chunk length")
+    state = features.get(STATE_KEY)
+    names = state.get("names") if type(state) is dict else None
+    if type(names) is not list or any(type(name) is not str for name in names):
+        raise _invalid(f"the features name no {STATE_KEY}")
+    images: dict[str, str] = {}
+    for key in features:
+        if key.startswith(IMAGE_PREFIX):
+            renamed = renames.get(key, key)
+            if type(renamed) is not str:
+                raise _invalid("the rename map holds what is no name")
+            images[key[len(IMAGE_PREFIX) :]] = renamed
+    return _Session(conversation, setup.module, tuple(names), images, count)
+
+
+def _observation(session: _Session, record: Record) -> dict[str, Any]:
+    """The observation under LeRobot's feature names. Raises TaktlineError."""
+    raw = record.fields.get("observation")
+    if type(raw) is not dict:
+        raise _invalid("the observation is no map")
+    missing = [name for name in session.state_names if name not in raw]
+    if missing:
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID,
+            f"the observation has no {', '.join(missing)[:300]}",
+            "send every motor that the policy instructions name",
+        )
+    state = [value_of(raw[name]) for name in session.state_names]
+    return {
+        STATE_KEY: [float(value) if type(value) in (int, float) else math.nan for value in state],
+        "task": raw.get("task"),
+        **{key: value_of(raw[name]) for name, key in session.image_names.items() if name in raw},
+    }
+
+
+def _times(record: Record) -> tuple[int, float]:
+    timestep, timestamp = record.fields.get("timestep"), record.fields.get("timestamp")
+    if type(timestep) is not int or not 0 <= timestep < 2**62 or not isinstance(timestamp, int | float):
+        raise _invalid("the observation has no timestep or timestamp")
+    return timestep, float(timestamp)
+
+
+def _invalid(message: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.INVALID_BODY, message, "use LeRobot's own client; see docs/compat.md")
