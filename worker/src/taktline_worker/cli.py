@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.configure(options.log_level)
     # gRPC's C core writes plain text to stderr; what it would say reaches the log as an error of ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Threads that spin while they wait make every step tens of times slower where others share the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch and the families load only once the arguments are good.
     from taktline_worker import server
 
