@@ -1,4 +1,4 @@
-"""Fused operations that exist on a GPU only: each replaces several ops of `taktline_kernels.ops` over caller's buffers."""
+"""Fused operations that exist on a GPU only: each replaces several ops of `taktline_kernels.ops`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def linear_geglu(x: Tensor, packed: Tensor) -> Tensor:
     if choice.kernel == "hopper" and shape["k"] % 64 == 0 and shape["n"] % 128 == 0:
         from taktline_kernels.cuda.geglu import linear_geglu as hopper
 
-        return hopper(x, packed)
+        return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12))
     return activations.geglu(torch.nn.functional.linear(x, packed), {}, paired=True)
 
 

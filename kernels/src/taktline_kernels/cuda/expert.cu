@@ -4,7 +4,8 @@
 // Matrix products: D[token, n] = A[token, k] W[n, k]. A comes from registers, read straight from L2; W from shared
 // memory as 64-column chunks with the 128-byte swizzle, laid out so by the host. Columns are permuted inside each block
 // of 32 alike in A and W, so that a thread reads its A fragments 16 bytes at a time: logical column 16 s + 8 h + 2 t + e
-// of a block is column 8 t + 4 s + 2 h + e.
+// of a block is column 8 t + 4 s + 2 h + e. Activations lie in memory in fragment order (`fragment`), so that a warp's
+// read is 512 contiguous bytes: row by row, the same reads ran at 13 bytes a cycle.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -46,14 +47,34 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
       "r"(parity)
       : "memory");
 }
-DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source),
-               "r"(bytes), "r"(bar)
+// Weights are read once a step and must not push activations and the key/value cache out of L2: what a kernel writes in
+// parts of a sector is otherwise read back through device memory.
+DEVICE u64 evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
+}
+// Where a product looks for element (token, column): [block of 32 columns][16 tokens][8 tokens][lane][8 columns].
+DEVICE int fragment(int token, int column) {
+  return ((((column >> 5) * 4 + (token >> 4)) * 2 + ((token >> 3) & 1)) * 32 + (token & 7) * 4 + ((column >> 3) & 3)) * 8 + (column & 7);
+}
+// Likewise for the attention's query rows, token * 8 + head: [16 rows][block of 32 columns][8 rows][lane][8 columns].
+DEVICE int query_fragment(int token, int head, int column) {
+  return ((((token >> 1) * 8 + (column >> 5)) * 2 + (token & 1)) * 32 + head * 4 + ((column >> 3) & 3)) * 8 + (column & 7);
+}
+DEVICE float exp2_fast(float x) {
+  float v;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
 }
 DEVICE float gelu(float x) {
   float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  return x / (1.0f + __expf(-2.0f * u));
+  return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -96,22 +117,22 @@ DEVICE void wgmma(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 desc) {
 DEVICE u64 descriptor(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
 }
-DEVICE void load_batch(uint4 (&a)[BATCH][2], const u16* source, int stride, bool first, bool second) {
+DEVICE void load_batch(uint4 (&a)[BATCH][2], const u16* source, bool second) {
 #pragma unroll
   for (int b = 0; b < BATCH; ++b) {
-    a[b][0] = first ? load_l2(source + b * 32) : make_uint4(0, 0, 0, 0);
-    a[b][1] = second ? load_l2(source + 8 * stride + b * 32) : make_uint4(0, 0, 0, 0);
+    a[b][0] = load_l2(source + b * 2048);
+    a[b][1] = second ? load_l2(source + b * 2048 + 256) : make_uint4(0, 0, 0, 0);
   }
 }
 
 struct Arguments {
   const char* weights;     // [group][slice][chunk][N][64] bf16, swizzled
-  const u16* input;        // (rows, input_stride) bf16
-  const float* squares;    // (64, 128): parts of each token's sum of squares (epilogues 0, 1)
+  const u16* input;        // 64 tokens in fragment order, zeros past the last; bf16
+  const float* squares;    // (128, 64): parts of each token's sum of squares (epilogues 0, 1)
   const float* constants;  // per packed column: shift @ W (epilogues 0, 1)
-  u16* output;             // 0: q (rows, 2048); 1: hidden (rows, 4096); 2: residual stream, read and written
-  u16* scaled;             // 2: stream * (1 + scale) for the next product
-  float* squares_out;      // 2: (64, 128)
+  u16* output;             // 0: q, query fragments; 1: hidden, fragments; 2: residual stream (64, columns), read and written
+  u16* scaled;             // 2: stream * (1 + scale) for the next product, fragments
+  float* squares_out;      // 2: (128, 64)
   const float* gate;       // 2: (columns)
   const float* scale;      // 2: (columns), of the next norm
   u16* k_cache;            // 0: (positions, 256)
@@ -120,15 +141,18 @@ struct Arguments {
   const float* sines;
   const int* length;       // 0: valid prefix
   int rows;
-  int input_stride;
-  int columns;             // 2: width of the stream; 1: width of the output
+  int columns;             // 2: width of the stream
   float eps;
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_constant__ Arguments p) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[2];
+#if EPILOGUE < 2
   __shared__ float factors[64];
+  __shared__ __align__(16) float parts[16][64];
+  __shared__ __align__(8) float constants[N];
+#endif
   const int thread = threadIdx.x, group = thread >> 7, local = thread & 127, warp = local >> 5, lane = thread & 31;
   const int g = lane >> 2, t = lane & 3;
   const int tile = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT;
@@ -138,13 +162,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     const char* source = p.weights + (size_t)blockIdx.x * WEIGHT_BYTES;
+    const u64 policy = evict_first();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       u32 bar = smem_address(&barriers[half]);
       barrier_expect(bar, WEIGHT_BYTES / 2);
       for (int piece = 0; piece < CHUNKS / 2; ++piece) {
         u32 offset = half * (WEIGHT_BYTES / 2) + piece * (N * 128);
-        bulk_copy(smem_address(shared) + offset, source + offset, N * 128, bar);
+        bulk_copy(smem_address(shared) + offset, source + offset, N * 128, bar, policy);
       }
     }
   }
@@ -154,8 +179,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   const bool first = row < p.rows, second = row + 8 < p.rows;
 #if EPILOGUE == 0
   const int pair = tile * 2 + group, head = pair >> 4, column = (pair & 15) * 8 + 2 * t, start = *p.length;
-  const float2 c0 = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 2 * t);
-  const float2 c1 = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 8 + 2 * t);
+  if (thread < N) constants[thread] = p.constants[tile * N + thread];
   float2 cosine[2], sine[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -164,48 +188,38 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     sine[half] = *reinterpret_cast<const float2*>(p.sines + position * 128 + column);
   }
 #elif EPILOGUE == 1
-  float2 c0[GROUPS / 2], c1[GROUPS / 2];
-#pragma unroll
-  for (int i = 0; i < GROUPS / 2; ++i) {
-    const int pair = (tile * 2 + group) * (GROUPS / 2) + i;
-    c0[i] = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 2 * t);
-    c1[i] = *reinterpret_cast<const float2*>(p.constants + pair * 16 + 8 + 2 * t);
-  }
+  if (thread < N) constants[thread] = p.constants[tile * N + thread];
 #else
   const int part = tile * (2 * GROUPS) + slice, column = part * 8 + 2 * t;
   const float2 gate = *reinterpret_cast<const float2*>(p.gate + column);
   const float2 scale = *reinterpret_cast<const float2*>(p.scale + column);
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  // Relaxed: it says only that this block runs; a release would wait for the reads above.
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
   __syncthreads();
   wait_predecessor();
 
-  const u16* source = p.input + (size_t)row * p.input_stride + slice * KB + group * (KB / 2) + t * 8;
+  const u16* source = p.input + ((slice * (KB / 32) + group * HALF_BLOCKS) * 4 + warp) * 512 + lane * 8;
+  const bool upper = warp * 16 + 8 < p.rows;
   uint4 a[BUFFERS][BATCH][2];
 #pragma unroll
-  for (int i = 0; i < BUFFERS; ++i) load_batch(a[i], source + i * BATCH * 32, p.input_stride, first, second);
+  for (int i = 0; i < BUFFERS; ++i) load_batch(a[i], source + i * BATCH * 2048, upper);
 #if EPILOGUE == 2
   u32 old[2] = {0, 0};
   if (group == 0) {
     if (first) old[0] = load_l2_word(p.output + (size_t)row * p.columns + column);
     if (second) old[1] = load_l2_word(p.output + (size_t)(row + 8) * p.columns + column);
   }
-#endif
-#if EPILOGUE < 2
+#else
   {
-    // Four threads a token sum its 128 parts in a fixed order.
-    const int token = thread >> 2, part = (thread & 3) * 32;
-    float sum = 0.0f;
-    if (token < p.rows) {
+    // A fixed order of sums: 8 parts a thread here, 16 threads' sums after the product.
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float4 v = load_l2_float4(p.squares + token * 128 + part + i * 4);
-        sum += (v.x + v.y) + (v.z + v.w);
-      }
+    for (int i = 0; i < 8; ++i) {
+      const float4 v = load_l2_float4(p.squares + ((thread >> 4) + i * 16) * 64 + (thread & 15) * 4);
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
     }
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if ((thread & 3) == 0) factors[token] = rsqrtf(sum / 1024.0f + p.eps);
+    *reinterpret_cast<float4*>(&parts[thread >> 4][(thread & 15) * 4]) = sum;
   }
 #endif
   float d[ACC];
@@ -228,13 +242,21 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     // A buffer is filled again as soon as the products that read it are done.
     if (batch + BUFFERS < BATCHES) {
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      load_batch(a[batch % BUFFERS], source + (batch + BUFFERS) * BATCH * 32, p.input_stride, first, second);
+      load_batch(a[batch % BUFFERS], source + (batch + BUFFERS) * BATCH * 2048, upper);
     }
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 
   // The two warpgroups exchange halves, so that each finishes N / 2 columns: group w those from w * N / 2.
   __syncthreads();
+#if EPILOGUE < 2
+  if (thread < 64) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sum += parts[i][thread];
+    factors[thread] = rsqrtf(sum / 1024.0f + p.eps);
+  }
+#endif
   float4* exchange = reinterpret_cast<float4*>(shared);
 #pragma unroll
   for (int i = 0; i < GROUPS; ++i) {
@@ -256,6 +278,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 
 #if EPILOGUE == 0
   {
+    const float2 c0 = *reinterpret_cast<const float2*>(constants + group * 16 + 2 * t);
+    const float2 c1 = *reinterpret_cast<const float2*>(constants + group * 16 + 8 + 2 * t);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = row + half * 8;
@@ -265,33 +289,37 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
       const float y0 = (half ? sums[1].z : sums[1].x) * f + c1.x, y1 = (half ? sums[1].w : sums[1].y) * f + c1.y;
       const int position = start + token;
       u32 low = pack_bf16(x0, x1), high = pack_bf16(y0, y1);
-      u16* target;
       if (head == 9) {
-        target = p.v_cache + (size_t)position * 256 + column;
+        u16* target = p.v_cache + (size_t)position * 256 + column;
+        *reinterpret_cast<u32*>(target) = low;
+        *reinterpret_cast<u32*>(target + 128) = high;
       } else {
         const float2 c = cosine[half], s = sine[half];
         low = pack_bf16(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
         high = pack_bf16(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
-        target = head == 8 ? p.k_cache + (size_t)position * 256 + column : p.output + (size_t)token * 2048 + head * 256 + column;
+        // The second half of a head is four blocks of 32 columns further on.
+        u16* target = head == 8 ? p.k_cache + (size_t)position * 256 + column : p.output + query_fragment(token, head, column);
+        *reinterpret_cast<u32*>(target) = low;
+        *reinterpret_cast<u32*>(target + (head == 8 ? 128 : 2048)) = high;
       }
-      *reinterpret_cast<u32*>(target) = low;
-      *reinterpret_cast<u32*>(target + 128) = high;
     }
   }
 #elif EPILOGUE == 1
 #pragma unroll
   for (int i = 0; i < GROUPS / 2; ++i) {
     const int pair = (tile * 2 + group) * (GROUPS / 2) + i;
+    const float2 c0 = *reinterpret_cast<const float2*>(constants + (group * (GROUPS / 2) + i) * 16 + 2 * t);
+    const float2 c1 = *reinterpret_cast<const float2*>(constants + (group * (GROUPS / 2) + i) * 16 + 8 + 2 * t);
     const float4 gate = sums[2 * i], up = sums[2 * i + 1];
     if (first) {
       const float f = factors[row];
-      *reinterpret_cast<u32*>(p.output + (size_t)row * p.columns + pair * 8 + 2 * t) =
-          pack_bf16(gelu(gate.x * f + c0[i].x) * (up.x * f + c1[i].x), gelu(gate.y * f + c0[i].y) * (up.y * f + c1[i].y));
+      *reinterpret_cast<u32*>(p.output + fragment(row, pair * 8 + 2 * t)) =
+          pack_bf16(gelu(gate.x * f + c0.x) * (up.x * f + c1.x), gelu(gate.y * f + c0.y) * (up.y * f + c1.y));
     }
     if (second) {
       const float f = factors[row + 8];
-      *reinterpret_cast<u32*>(p.output + (size_t)(row + 8) * p.columns + pair * 8 + 2 * t) =
-          pack_bf16(gelu(gate.z * f + c0[i].x) * (up.z * f + c1[i].x), gelu(gate.w * f + c0[i].y) * (up.w * f + c1[i].y));
+      *reinterpret_cast<u32*>(p.output + fragment(row + 8, pair * 8 + 2 * t)) =
+          pack_bf16(gelu(gate.z * f + c0.x) * (up.z * f + c1.x), gelu(gate.w * f + c0.y) * (up.w * f + c1.y));
     }
   }
 #else
@@ -324,12 +352,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
               pack_bf16(bf16_low(old[half]) + gate.x * (half ? sum.z : sum.x), bf16_high(old[half]) + gate.y * (half ? sum.w : sum.y));
           const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
           *reinterpret_cast<u32*>(p.output + (size_t)token * p.columns + column) = fresh;
-          *reinterpret_cast<u32*>(p.scaled + (size_t)token * p.columns + column) = pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y));
+          *reinterpret_cast<u32*>(p.scaled + fragment(token, column)) = pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y));
           square = x0 * x0 + x1 * x1;
         }
         square += __shfl_xor_sync(0xffffffffu, square, 1);
         square += __shfl_xor_sync(0xffffffffu, square, 2);
-        if (t == 0 && token < p.rows) p.squares_out[token * 128 + part] = square;
+        if (t == 0 && token < p.rows) p.squares_out[part * 64 + token] = square;
       }
     }
   }
@@ -369,9 +397,15 @@ DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begi
 }
 
 extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
-                                                                   int rows, float scale_log2) {
+                                                                   int rows, float scale_log2, const char* ahead, int ahead_bytes) {
   extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) u64 arrived;
   const u32 keys = smem_address(shared), values = keys + KEYS * 512;
+  if (threadIdx.x == 0) {
+    barrier_init(smem_address(&arrived), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_expect(smem_address(&arrived), WINDOWS * (4096 + 128));
+  }
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int row_group = warp & 1, key_group = warp >> 1;
   const int window = blockIdx.x % WINDOWS, block = blockIdx.x / WINDOWS, begin = window * KEYS;
@@ -379,17 +413,22 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   int early = prefix - begin;
   early = early < 0 ? 0 : (early > KEYS ? KEYS : early);
   copy_rows(keys, values, k, v, begin, 0, early, prefix);
+  // The gate and up weights do not fit in shared memory beside this kernel, so their block copies start when it ends,
+  // together with the out projection's reads; from L2 they are soon over.
+  if (threadIdx.x == 0) {
+    for (int at = blockIdx.x * 16384; at < ahead_bytes; at += gridDim.x * 16384)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead + at), "r"(16384) : "memory");
+  }
   launch_dependents();
   wait_predecessor();
   copy_rows(keys, values, k, v, begin, early, KEYS, count);
 
-  const int row = block * ROWS + row_group * 16 + g;
-  const bool first = row < rows, second = row + 8 < rows;
+  const u16* query = q + (block * 2 + row_group) * 4096 + lane * 8;
   uint4 a[8][2];
 #pragma unroll
   for (int b = 0; b < 8; ++b) {
-    a[b][0] = first ? load_l2(q + (size_t)row * 256 + b * 32 + t * 8) : make_uint4(0, 0, 0, 0);
-    a[b][1] = second ? load_l2(q + (size_t)(row + 8) * 256 + b * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+    a[b][0] = load_l2(query + b * 512);
+    a[b][1] = load_l2(query + b * 512 + 256);
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
@@ -408,34 +447,49 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
       mma(s[j], a[b][0].z, a[b][1].z, a[b][0].w, a[b][1].w, w.z, w.w);
     }
   }
-  float top0 = -1e30f, top1 = -1e30f;
+  // Keys past the end, in the last windows only: no maximum comes from them, and their weights are zero.
+  const int left = count - begin - key_group * (KEYS / 2);
+  if (left < KEYS / 2) {
 #pragma unroll
-  for (int j = 0; j < TILES; ++j) {
-    const int key = begin + key_group * (KEYS / 2) + j * 8 + 2 * t;
+    for (int j = 0; j < TILES; ++j) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const bool inside = key + e < count;
-      s[j][e] = inside ? s[j][e] * scale_log2 : -1e30f;
-      s[j][2 + e] = inside ? s[j][2 + e] * scale_log2 : -1e30f;
-      top0 = fmaxf(top0, s[j][e]);
-      top1 = fmaxf(top1, s[j][2 + e]);
+      for (int e = 0; e < 2; ++e) {
+        if (j * 8 + 2 * t + e >= left) s[j][e] = s[j][2 + e] = -1e30f;
+      }
     }
   }
+  float top0 = s[0][0], top1 = s[0][2];
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    top0 = fmaxf(top0, fmaxf(s[j][0], s[j][1]));
+    top1 = fmaxf(top1, fmaxf(s[j][2], s[j][3]));
+  }
   top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 1));
-  top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 2));
+  top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 2)) * scale_log2;
   top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 1));
-  top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2));
+  top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2)) * scale_log2;
   float total0 = 0.0f, total1 = 0.0f;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
-    const int key = begin + key_group * (KEYS / 2) + j * 8 + 2 * t;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      s[j][e] = key + e < count ? exp2f(s[j][e] - top0) : 0.0f;
-      s[j][2 + e] = key + e < count ? exp2f(s[j][2 + e] - top1) : 0.0f;
-      total0 += s[j][e];
-      total1 += s[j][2 + e];
+      s[j][e] = exp2_fast(fmaf(s[j][e], scale_log2, -top0));
+      s[j][2 + e] = exp2_fast(fmaf(s[j][2 + e], scale_log2, -top1));
     }
+  }
+  if (left < KEYS / 2) {
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (j * 8 + 2 * t + e >= left) s[j][e] = s[j][2 + e] = 0.0f;
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    total0 += s[j][0] + s[j][1];
+    total1 += s[j][2] + s[j][3];
   }
   total0 += __shfl_xor_sync(0xffffffffu, total0, 1);
   total0 += __shfl_xor_sync(0xffffffffu, total0, 2);
@@ -460,12 +514,16 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
     }
   }
 
-  // The second half of the keys hands its part to the first through shared memory; the block's 32 x 256 sums stay there
-  // for the cluster, whose blocks are the windows of one row block: each finishes 32 / WINDOWS rows.
+  // The second half of the keys hands its part to the first through shared memory, where the keys were; the sums replace
+  // it there. The cluster's blocks are the windows of one 32-row block: each finishes 16 rows by 64 columns, whose 4 KB
+  // the others copy to where its values were, once all have read theirs.
   __syncthreads();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   float4* exchange = reinterpret_cast<float4*>(shared);
   float4* tops = exchange + 2 * 32 * 32;
-  float* sums = reinterpret_cast<float*>(shared);
+  float2* heads = reinterpret_cast<float2*>(tops + 64);                             // [row]: top and total
+  const float4* received = reinterpret_cast<const float4*>(shared + KEYS * 512);    // [window][8 tiles][lane]
+  const float2* received_heads = reinterpret_cast<const float2*>(received + WINDOWS * 256);  // [window][16 rows]
   if (key_group == 1) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) exchange[(row_group * 32 + i) * 32 + lane] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
@@ -475,60 +533,66 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   if (key_group == 0) {
     const float4 other = tops[row_group * 32 + lane];
     const float new0 = fmaxf(top0, other.x), new1 = fmaxf(top1, other.y);
-    const float own0 = exp2f(top0 - new0), own1 = exp2f(top1 - new1), their0 = exp2f(other.x - new0), their1 = exp2f(other.y - new1);
+    const float own0 = exp2_fast(top0 - new0), own1 = exp2_fast(top1 - new1), their0 = exp2_fast(other.x - new0), their1 = exp2_fast(other.y - new1);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const float4 v = exchange[(row_group * 32 + i) * 32 + lane];
-      o[i][0] = o[i][0] * own0 + v.x * their0, o[i][1] = o[i][1] * own0 + v.y * their0;
-      o[i][2] = o[i][2] * own1 + v.z * their1, o[i][3] = o[i][3] * own1 + v.w * their1;
+      float4* slot = exchange + (row_group * 32 + i) * 32 + lane;
+      const float4 v = *slot;
+      *slot = make_float4(o[i][0] * own0 + v.x * their0, o[i][1] * own0 + v.y * their0, o[i][2] * own1 + v.z * their1, o[i][3] * own1 + v.w * their1);
     }
-    top0 = new0, top1 = new1, total0 = total0 * own0 + other.z * their0, total1 = total1 * own1 + other.w * their1;
+    if (t == 0) {
+      heads[row_group * 16 + g] = make_float2(new0, total0 * own0 + other.z * their0);
+      heads[row_group * 16 + 8 + g] = make_float2(new1, total1 * own1 + other.w * their1);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  if (key_group == 0) {
-    const int own = row_group * 16 + g;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      *reinterpret_cast<float2*>(sums + own * 264 + i * 8 + 2 * t) = make_float2(o[i][0], o[i][1]);
-      *reinterpret_cast<float2*>(sums + (own + 8) * 264 + i * 8 + 2 * t) = make_float2(o[i][2], o[i][3]);
-    }
-    float2* mine = reinterpret_cast<float2*>(sums + 32 * 264);
-    if (t == 0) mine[own] = make_float2(top0, total0), mine[own + 8] = make_float2(top1, total1);
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (threadIdx.x < WINDOWS) {
+    const int target = threadIdx.x;  // the block that finishes rows of group target / 4, columns from target % 4 * 64
+    u32 values_at, heads_at, bar;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(values_at) : "r"(smem_address(received + window * 256)), "r"(target));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(heads_at) : "r"(smem_address(received_heads + window * 16)), "r"(target));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bar) : "r"(smem_address(&arrived)), "r"(target));
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 4096, [%2];" ::"r"(values_at),
+                 "r"(smem_address(exchange + target * 256)), "r"(bar)
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(heads_at),
+                 "r"(smem_address(heads + (target >> 2) * 16)), "r"(bar)
+                 : "memory");
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  {
-    const int own = window * (ROWS / WINDOWS) + (threadIdx.x >> 5);  // ROWS / WINDOWS = 4 rows, one a warp
-    const u32 values_at = smem_address(sums + own * 264 + lane * 8), head_at = smem_address(sums + 32 * 264) + own * 8;
-    float2 heads[WINDOWS];
-    float4 low[WINDOWS], high[WINDOWS];
+  barrier_wait(smem_address(&arrived), 0);
+  // When all blocks have arrived here, all copies out of this one are done and it may end.
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  float top[2] = {-1e30f, -1e30f}, factors[2][WINDOWS];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float total = 0.0f;
+#pragma unroll
+    for (int peer = 0; peer < WINDOWS; ++peer) top[half] = fmaxf(top[half], received_heads[peer * 16 + half * 8 + g].x);
 #pragma unroll
     for (int peer = 0; peer < WINDOWS; ++peer) {
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(head_at), "r"(peer));
-      asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(heads[peer].x), "=f"(heads[peer].y) : "r"(remote) : "memory");
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(values_at), "r"(peer));
-      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(low[peer].x), "=f"(low[peer].y), "=f"(low[peer].z), "=f"(low[peer].w) : "r"(remote) : "memory");
-      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(high[peer].x), "=f"(high[peer].y), "=f"(high[peer].z), "=f"(high[peer].w) : "r"(remote + 16) : "memory");
+      const float2 v = received_heads[peer * 16 + half * 8 + g];
+      factors[half][peer] = exp2_fast(v.x - top[half]);
+      total += v.y * factors[half][peer];
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    float top = heads[0].x, total = 0.0f, sum[8];
 #pragma unroll
-    for (int peer = 1; peer < WINDOWS; ++peer) top = fmaxf(top, heads[peer].x);
+    for (int peer = 0; peer < WINDOWS; ++peer) factors[half][peer] = __fdividef(factors[half][peer], total);
+  }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+  for (int tile = warp; tile < 8; tile += 4) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int peer = 0; peer < WINDOWS; ++peer) {
-      const float f = exp2f(heads[peer].x - top);
-      total += heads[peer].y * f;
-      sum[0] += low[peer].x * f, sum[1] += low[peer].y * f, sum[2] += low[peer].z * f, sum[3] += low[peer].w * f;
-      sum[4] += high[peer].x * f, sum[5] += high[peer].y * f, sum[6] += high[peer].z * f, sum[7] += high[peer].w * f;
+      const float4 v = received[(peer * 8 + tile) * 32 + lane];
+      sum.x += v.x * factors[0][peer], sum.y += v.y * factors[0][peer];
+      sum.z += v.z * factors[1][peer], sum.w += v.w * factors[1][peer];
     }
-    const float f = 1.0f / total;
-    if (block * ROWS + own < rows)
-      *reinterpret_cast<uint4*>(out + (size_t)(block * ROWS + own) * 256 + lane * 8) =
-          make_uint4(pack_bf16(sum[0] * f, sum[1] * f), pack_bf16(sum[2] * f, sum[3] * f), pack_bf16(sum[4] * f, sum[5] * f), pack_bf16(sum[6] * f, sum[7] * f));
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const int row = block * ROWS + (window >> 2) * 16 + g, column = (window & 3) * 64 + tile * 8 + 2 * t;
+    if (row < rows) *reinterpret_cast<u32*>(out + fragment(row >> 3, (row & 7) * 256 + column)) = pack_bf16(sum.x, sum.y);
+    if (row + 8 < rows) *reinterpret_cast<u32*>(out + fragment((row + 8) >> 3, (row & 7) * 256 + column)) = pack_bf16(sum.z, sum.w);
   }
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 #endif  // KEYS
 
@@ -614,9 +678,9 @@ extern "C" __global__ void __launch_bounds__(256) head(
   const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);
   const float4 scale = scale_in;
   *reinterpret_cast<uint2*>(stream + (size_t)row * 1024 + column) = make_uint2(low, high);
-  *reinterpret_cast<uint2*>(scaled + (size_t)row * 1024 + column) =
+  *reinterpret_cast<uint2*>(scaled + fragment(row, column)) =
       make_uint2(pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y)), pack_bf16(x2 * (1.0f + scale.z), x3 * (1.0f + scale.w)));
   const float sum = block_sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, scratch);
-  if (thread < 128) squares[row * 128 + thread] = thread == 0 ? sum : 0.0f;
+  if (thread < 128) squares[thread * 64 + row] = thread == 0 ? sum : 0.0f;
 }
 #endif  // HEAD

@@ -18,7 +18,6 @@ MAX_ROWS = 64
 MAX_KEYS = 1024
 """Prefix slots plus action tokens that the attention's eight windows hold."""
 
-_EXCHANGE_BYTES = 32 * 264 * 4 + 32 * 8
 
 _WINDOWS = 8
 _LOG2E = 1.4426950408889634
@@ -51,7 +50,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "input", "squares", "constants", "output", "scaled")),
         *((name, ctypes.c_void_p) for name in ("squares_out", "gate", "scale", "k_cache", "v_cache")),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "length")),
-        *((name, ctypes.c_int) for name in ("rows", "input_stride", "columns")),
+        *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("eps", ctypes.c_float),
     )
 
@@ -123,8 +122,8 @@ class ExpertChain:
         self._eps, self._steps = eps, scale.shape[0]
         if max_keys > MAX_KEYS:
             raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
-        # Keys of a window: a multiple of 32, eight windows hold them all.
-        window = -(-max_keys // (32 * _WINDOWS)) * 32
+        # Keys of a window: a multiple of 32, eight windows hold them all, and 96 leave room for the exchange of sums.
+        window = max(-(-max_keys // (32 * _WINDOWS)) * 32, 96)
         self._images, self._constants = [], []
         for index, layer in enumerate(layers):
             qkv = pair_halves(layer.qkv)
@@ -142,7 +141,7 @@ class ExpertChain:
         device, bf16 = scale.device, torch.bfloat16
         self.stream = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
         self._scaled = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
-        self._squares = torch.zeros(MAX_ROWS, 128, device=device)
+        self._squares = torch.zeros(128, MAX_ROWS, device=device)
         self._query = torch.zeros(MAX_ROWS, HEADS * HEAD_DIM, dtype=bf16, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(MAX_ROWS, HIDDEN, dtype=bf16, device=device)
@@ -152,7 +151,7 @@ class ExpertChain:
             "attend",
             {"KEYS": window},
             threads=128,
-            shared_bytes=max(window * 1024, _EXCHANGE_BYTES),
+            shared_bytes=window * 1024,
             cluster=_WINDOWS,
         )
         self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=0)
@@ -206,9 +205,8 @@ class ExpertChain:
             cosines=cos,
             sines=sin,
             length=length,
-            input_stride=WIDTH,
         )
-        self.attention(rows, length, keys, values)
+        self.attention(rows, length, keys, values, ahead=gate_up)
         residual = {"output": stream, "scaled": scaled, "squares_out": squares, "columns": WIDTH}
         self._product(
             _OUT,
@@ -218,7 +216,6 @@ class ExpertChain:
             input=self._attended,
             gate=gate[2 * layer],
             scale=scale[2 * layer + 1],
-            input_stride=HEADS * HEAD_DIM,
             **residual,
         )
         self._product(
@@ -230,8 +227,6 @@ class ExpertChain:
             squares=squares,
             constants=for_mlp,
             output=self._hidden,
-            columns=HIDDEN,
-            input_stride=WIDTH,
         )
         self._product(
             _DOWN,
@@ -241,12 +236,11 @@ class ExpertChain:
             input=self._hidden,
             gate=gate[2 * layer + 1],
             scale=scale[2 * layer + 2],
-            input_stride=HIDDEN,
             **residual,
         )
 
-    def attention(self, rows: int, length: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Attend from the chain's queries over length + rows cache rows."""
+    def attention(self, rows: int, length: Tensor, keys: Tensor, values: Tensor, ahead: Tensor) -> None:
+        """Attend from the chain's queries over length + rows cache rows, and prefetch the weights `ahead` to L2."""
         self._attend.launch(
             (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
             [
@@ -258,6 +252,8 @@ class ExpertChain:
                 ctypes.c_int(rows),
                 ctypes.c_int(rows * HEADS),
                 ctypes.c_float(HEAD_DIM**-0.5 * _LOG2E),
+                ahead,
+                ctypes.c_int(ahead.numel() * 2),
             ],
             overlap=True,
         )

@@ -27,7 +27,8 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+    "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
     : {outputs} : "l"(a), "l"(b), "r"(accumulate));
 }}
 """

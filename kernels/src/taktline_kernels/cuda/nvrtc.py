@@ -78,6 +78,9 @@ class CudaKernel:
         self._function = _check(driver.cuModuleGetFunction(self._module, entry.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check((*driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), None))
+        # All of an SM's shared memory, whatever this kernel needs: blocks of the next kernel start beside it.
+        carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check((*driver.cuFuncSetAttribute(self._function, carveout, 100), None))
         self._threads, self._shared, self._cluster = threads, shared_bytes, cluster
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[Any], *, overlap: bool) -> None:

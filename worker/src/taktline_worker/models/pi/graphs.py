@@ -86,6 +86,7 @@ class GraphRunner:
         self.weights = self.fused.packed
         self._cos, self._sin = ops.rope_table(torch.arange(slots + horizon, device=device), a.head_dim)
         self._pool = torch.cuda.graph_pool_handle()
+        self._images = self._pixels
 
     def slots(self, bucket: Bucket) -> int:
         """Prefix slots of a row, S."""
