@@ -13,38 +13,59 @@ from taktline_operator.reconcile import ROUTES, Controller
 Json = dict[str, Any]
 
 
+KEY = ("line-1", "reach")
+
+
 def live(version: str, name: str = "reach") -> Json:
     return {"metadata": {"namespace": "line-1", "name": name, "resourceVersion": version}}
 
 
+def listed(*versions: str) -> list[tuple[Json, tuple[str, str]]]:
+    """Pods p0, p1, ... of one policy, each at a version."""
+    return [(live(version, f"p{number}"), KEY) for number, version in enumerate(versions)]
+
+
 def test_a_version_that_two_lists_show_and_the_watch_never_brought_means_a_dead_watch() -> None:
     ledger = watching.WatchLedger()
-    ledger.saw(live("1"))
-    ledger.compare([live("1")])
-    assert ledger.alive
-    ledger.compare([live("2")])
-    assert ledger.alive, "the watch may bring it any moment"
-    ledger.compare([live("2")])
-    assert not ledger.alive
+    ledger.saw("Pod", live("1", "p0"), KEY)
+    assert ledger.compare("Pod", listed("1")) == set()
+    assert ledger.compare("Pod", listed("2")) == {KEY}, "reconciled although the watch said nothing"
+    assert ledger.dead == "", "the watch may bring it any moment"
+    assert ledger.compare("Pod", listed("2")) == {KEY}
+    assert ledger.dead == "Pod"
+    ledger.saw("Pod", live("2", "p0"), KEY)
+    assert ledger.compare("Pod", listed("2")) == set()
+    assert ledger.dead == ""
+
+
+def test_a_deletion_that_the_watch_missed_is_found_once() -> None:
+    ledger = watching.WatchLedger()
+    ledger.saw("Pod", live("1", "p0"), KEY)
+    assert ledger.compare("Pod", []) == {KEY}
+    assert ledger.compare("Pod", []) == set()
+
+
+def test_a_deletion_that_the_watch_brought_is_not_late() -> None:
+    ledger = watching.WatchLedger()
+    ledger.saw("Pod", live("1", "p0"), KEY)
+    ledger.saw("Pod", live("2", "p0"), KEY, deleted=True)
+    assert ledger.compare("Pod", []) == set()
 
 
 def test_a_busy_object_whose_watch_is_just_behind_each_list_is_no_dead_watch() -> None:
     ledger = watching.WatchLedger()
     for version in range(1, 6):
-        ledger.compare([live(str(version))])
-        assert ledger.alive
-        ledger.saw(live(str(version)))
+        ledger.compare("Pod", listed(str(version)))
+        assert ledger.dead == ""
+        ledger.saw("Pod", live(str(version), "p0"), KEY)
 
 
 def test_a_quiet_cluster_is_alive() -> None:
     ledger = watching.WatchLedger()
-    ledger.saw(live("1"))
+    ledger.saw("Pod", live("1", "p0"), KEY)
     for _ in range(3):
-        ledger.compare([live("1")])
-        assert ledger.alive
-    ledger.compare([])
-    ledger.compare([])
-    assert ledger.alive
+        assert ledger.compare("Pod", listed("1")) == set()
+        assert ledger.dead == ""
 
 
 class Listener:
@@ -96,8 +117,19 @@ async def test_events_of_other_namespaces_are_ignored() -> None:
     listener = Listener(("line-2",))
     found = handlers(listener)._watching.get_all_handlers()
     await found[-1].fn(namespace="line-1", name="x", labels={"taktline.dev/policy": "reach"})
-    await found[0].fn(event={"object": live("1")}, namespace="line-1", name="reach")
+    event = {"type": "ADDED", "object": live("1")}
+    await found[0].fn(event=event, namespace="line-1", name="reach")
+    await found[1].fn(event=event, namespace="line-1", labels={"taktline.dev/policy": "reach"})
     assert listener.keys == []
+
+
+async def test_a_pods_event_queues_its_policy_and_is_remembered() -> None:
+    listener, ledger = Listener(), watching.WatchLedger()
+    found = watching.registry(listener, ledger, client.Configuration())._watching.get_all_handlers()
+    event = {"type": "MODIFIED", "object": live("5", "p0")}
+    await found[1].fn(event=event, namespace="line-1", labels={"taktline.dev/policy": "reach"})
+    assert listener.keys == [KEY]
+    assert ledger.compare("Pod", listed("5")) == set()
 
 
 def test_the_listener_stands_in_for_what_the_controller_really_has() -> None:

@@ -29,6 +29,8 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
 
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+JSON = "application/json"
+METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE = 500  # objects of one list page
 TIMEOUT_S = 30
 
@@ -130,13 +132,20 @@ class KubeApi:
                 return None
             raise
 
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Json]:
-        """All objects that `selector` (labels) matches, page by page; items carry their kind, as single objects do."""
+    async def list(
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
+    ) -> list[Json]:
+        """All objects that `selector` (labels) matches, page by page; items carry their kind.
+
+        Args:
+            metadata_only: leave spec and status out: a tenth of the bytes for pods.
+        """
         _, version, _ = RESOURCES[kind]
         items: list[Json] = []
+        accept = METADATA if metadata_only else JSON
         parameters = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
-            page = await self._request("GET", path_of(kind, namespace), parameters=parameters)
+            page = await self._request("GET", path_of(kind, namespace), parameters=parameters, accept=accept)
             items += [{"apiVersion": version, "kind": kind} | item for item in page["items"]]
             following = page["metadata"].get("continue")
             if not following:
@@ -165,7 +174,7 @@ class KubeApi:
     async def create(self, body: Json) -> bool:
         """Create an object; False when one of its name exists."""
         try:
-            await self._request("POST", path_of(body["kind"], body["metadata"]["namespace"]), "application/json", body)
+            await self._request("POST", path_of(body["kind"], body["metadata"]["namespace"]), JSON, body)
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return False
@@ -176,14 +185,12 @@ class KubeApi:
         """Replace an object; its metadata.resourceVersion decides, and a conflict is an ApiError 409."""
         metadata = body["metadata"]
         path = path_of(body["kind"], metadata["namespace"], metadata["name"])
-        return await self._request("PUT", path, "application/json", body)
+        return await self._request("PUT", path, JSON, body)
 
     async def delete(self, kind: str, namespace: str, name: str) -> None:
         """Delete an object and, in the background, what it owns; nothing happens when it is gone."""
         try:
-            await self._request(
-                "DELETE", path_of(kind, namespace, name), "application/json", {"propagationPolicy": "Background"}
-            )
+            await self._request("DELETE", path_of(kind, namespace, name), JSON, {"propagationPolicy": "Background"})
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -195,8 +202,9 @@ class KubeApi:
         content_type: str = "",
         body: Json | None = None,
         parameters: dict[str, str] | None = None,
+        accept: str = JSON,
     ) -> Json:
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": accept}
         token = bearer_token(self._settings)
         if token:
             headers["Authorization"] = token

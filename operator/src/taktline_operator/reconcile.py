@@ -77,14 +77,18 @@ class Controller:
         """Whether PolicyDeployments of this namespace are ours."""
         return not self._namespaces or namespace in self._namespaces
 
+    @property
+    def scopes(self) -> list[str | None]:
+        """Namespaces to list, None for all at once."""
+        return list(self._namespaces) or [None]
+
     async def resync(self, *, everything: bool) -> list[Json]:
         """List every PolicyDeployment we serve: forget what vanished unseen, queue what is new, or all of it.
 
         Raises:
             ApiError: the list could not be read; 404 when the CRD is not installed.
         """
-        scopes: list[str | None] = list(self._namespaces) or [None]
-        policies = [live for scope in scopes for live in await self._api.list("PolicyDeployment", scope)]
+        policies = [live for scope in self.scopes for live in await self._api.list("PolicyDeployment", scope)]
         if not self.listed:
             namespace = self._settings.gateway_namespace
             self._table = routing.read_table(await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME))

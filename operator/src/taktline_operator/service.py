@@ -10,18 +10,21 @@ import socket
 import uuid
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import kopf
 import msgspec
 from kubernetes import client
 
-from taktline_operator import health, logs, watching
+from taktline_operator import health, logs, naming, schema, watching
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
 from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
 from taktline_operator.reconcile import Controller
 
 logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
 
 WORKERS = 8  # reconciliations at a time
 RESYNC_S = 60.0  # list all PolicyDeployments: finds what the watch missed
@@ -37,6 +40,7 @@ class Service:
         self.ledger = ledger
         self.standby = False  # another operator leads
         self._api = api
+        self._policies: list[Json] = []
         self._heard_at = asyncio.get_running_loop().time()
 
     def alive(self) -> str:
@@ -44,7 +48,7 @@ class Service:
         silent_s = asyncio.get_running_loop().time() - self._heard_at
         if silent_s > SILENT_S:
             return f"the API server has not answered for {silent_s:.0f} s"
-        return "" if self.ledger.alive else "the watch misses changes that lists show"
+        return f"the watch of {self.ledger.dead} misses what lists show" if self.ledger.dead else ""
 
     def ready(self) -> str:
         """Empty once every PolicyDeployment is known, or while another operator leads."""
@@ -79,13 +83,26 @@ class Service:
             count += 1
             try:
                 await self._list(everything=count % FULL_RESYNC_EVERY == 0)
+                await self._find_missed()
             except ApiError as error:
                 logger.warning("resync failed", extra={"cause": str(error)})
 
     async def _list(self, *, everything: bool) -> None:
-        listed = await self.controller.resync(everything=everything)
-        self.ledger.compare(listed)
+        self._policies = await self.controller.resync(everything=everything)
         self.heard()
+
+    async def _find_missed(self) -> None:
+        """Compare what the watch brought with fresh lists, and reconcile what it missed."""
+        policies = [(live, (live["metadata"]["namespace"], live["metadata"]["name"])) for live in self._policies]
+        missed = self.ledger.compare(schema.KIND, policies)
+        pods = [
+            (pod, (pod["metadata"]["namespace"], pod["metadata"]["labels"][naming.LABEL_POLICY]))
+            for scope in self.controller.scopes
+            for pod in await self._api.list("Pod", scope, naming.CHILD_SELECTOR, metadata_only=True)
+        ]
+        missed |= self.ledger.compare("Pod", pods)
+        for key in missed:
+            self.controller.queue.add(key)
 
     async def work(self) -> None:
         """Handle keys for ever."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import kopf
@@ -10,7 +10,7 @@ from kubernetes import client
 
 from taktline_operator import naming, schema
 from taktline_operator.kube import bearer_token
-from taktline_operator.reconcile import ROUTES, Controller
+from taktline_operator.reconcile import ROUTES, Controller, Key
 
 Json = dict[str, Any]
 
@@ -25,32 +25,52 @@ _CHILDREN = (
 
 
 class WatchLedger:
-    """Remembers which version of each PolicyDeployment the watch delivered, to tell when the watch has died.
+    """Remembers which version of each object the watch delivered, to find what it missed and to tell when it has died.
 
-    A stream can go silent without an error, and a quiet cluster has no events to miss. So the test is a list: a version
-    that two lists in a row show and the watch has not brought is one the watch will never bring.
+    A stream can go silent without an error, and a quiet cluster has no events to miss. So the test is a list: what the
+    list shows and the watch has not brought is late, and what is late in two lists in a row will never be brought.
     """
 
     def __init__(self) -> None:
-        self.alive = True
-        self._seen: dict[tuple[str, str], str] = {}
-        self._late: set[tuple[tuple[str, str], str]] = set()
+        self._seen: dict[str, dict[Key, tuple[str, Key]]] = {}  # kind -> object -> its version, its policy
+        self._late: dict[str, set[tuple[Key, str]]] = {}
+        self._dead: set[str] = set()
 
-    def saw(self, live: Mapping[str, Any]) -> None:
-        """The watch delivered this object."""
+    @property
+    def dead(self) -> str:
+        """Kinds whose watch has died; empty when all is well."""
+        return ", ".join(sorted(self._dead))
+
+    def saw(self, kind: str, live: Mapping[str, Any], policy: Key, *, deleted: bool = False) -> None:
+        """The watch delivered this object of a policy, or its deletion."""
         metadata = live["metadata"]
-        self._seen[metadata["namespace"], metadata["name"]] = metadata["resourceVersion"]
+        seen = self._seen.setdefault(kind, {})
+        key = (metadata["namespace"], metadata["name"])
+        if deleted:
+            seen.pop(key, None)
+        else:
+            seen[key] = (metadata["resourceVersion"], policy)
 
-    def compare(self, listed: list[Json]) -> None:
-        """Compare with a fresh list; call it at intervals longer than a watch may lag."""
-        versions = {
-            (live["metadata"]["namespace"], live["metadata"]["name"]): live["metadata"]["resourceVersion"]
-            for live in listed
-        }
-        late = {(key, version) for key, version in versions.items() if self._seen.get(key) != version}
-        self.alive = not (late & self._late)
-        self._late = late
-        self._seen = {key: version for key, version in self._seen.items() if key in versions}
+    def compare(self, kind: str, listed: Iterable[tuple[Mapping[str, Any], Key]]) -> set[Key]:
+        """Compare with a fresh list of all objects of a kind, each with its policy; returns the policies to look at.
+
+        Call it at intervals longer than a watch may lag.
+        """
+        seen = self._seen.setdefault(kind, {})
+        late: set[tuple[Key, str]] = set()
+        missed: set[Key] = set()
+        gone = set(seen)
+        for live, policy in listed:
+            metadata = live["metadata"]
+            key, version = (metadata["namespace"], metadata["name"]), metadata["resourceVersion"]
+            gone.discard(key)
+            if key not in seen or seen[key][0] != version:
+                late.add((key, version))
+                missed.add(policy)
+        missed |= {seen.pop(key)[1] for key in gone}
+        (self._dead.add if late & self._late.get(kind, set()) else self._dead.discard)(kind)
+        self._late[kind] = late
+        return missed
 
 
 def registry(controller: Controller, ledger: WatchLedger, credentials: client.Configuration) -> kopf.OperatorRegistry:
@@ -72,8 +92,8 @@ def registry(controller: Controller, ledger: WatchLedger, credentials: client.Co
 
     @kopf.on.event(schema.GROUP, schema.VERSION, schema.PLURAL, registry=handlers)
     async def policy_changed(event: kopf.RawEvent, namespace: str | None, name: str, **_: Any) -> None:
-        ledger.saw(event["object"])
         if namespace and controller.serves(namespace):
+            ledger.saw(schema.KIND, event["object"], (namespace, name), deleted=event["type"] == "DELETED")
             controller.queue.add((namespace, name))
 
     async def child_changed(namespace: str | None, name: str, labels: Mapping[str, str], **_: Any) -> None:
@@ -84,7 +104,14 @@ def registry(controller: Controller, ledger: WatchLedger, credentials: client.Co
         elif name == naming.ROUTES_NAME:
             controller.queue.add(ROUTES)
 
-    for group, version, plural, _selector in _CHILDREN:
+    async def pod_changed(event: kopf.RawEvent, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        policy = labels.get(naming.LABEL_POLICY)
+        if policy and namespace and controller.serves(namespace):
+            ledger.saw("Pod", event["object"], (namespace, policy), deleted=event["type"] == "DELETED")
+            controller.queue.add((namespace, policy))
+
+    kopf.on.event("", "v1", "pods", registry=handlers)(pod_changed)
+    for group, version, plural, _selector in _CHILDREN[:-1]:
         kopf.on.event(group, version, plural, registry=handlers)(child_changed)
     return handlers
 
