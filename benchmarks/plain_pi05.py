@@ -1,7 +1,7 @@
 """π0.5 as the official PyTorch code states it, written plainly: the oracle (fp32) and the peer (bf16) of the engine.
 
-Nothing here is fused, tabulated or skipped: three projections a layer, the time MLP and all AdaRMS layers at every step,
-all 18 prefix layers whole, padded prompt slots masked. Attention is `scaled_dot_product_attention`.
+Nothing here is fused, tabulated or skipped: three projections a layer, the time MLP and all AdaRMS layers at every
+step, all 18 prefix layers whole, padded prompt slots masked. Attention is `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations

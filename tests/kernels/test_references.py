@@ -92,6 +92,13 @@ def test_attention_vision() -> None:
             close(out[image, :, head], plain_attention(q[image, :, head], k[image, :, head], v[image, :, head]))
 
 
+def test_attention_vision_through_pytorch_reads_slices_of_a_fused_projection() -> None:
+    from taktline_kernels.cuda.sdpa import attention_vision
+
+    q, k, v = rand(2, 9, 3, 3, 72).unbind(2)
+    close(attention_vision(q, k, v, config={}), ops.attention_vision(q, k, v))
+
+
 def test_attention_prefix_ignores_what_lies_past_the_length() -> None:
     q, k, v = rand(2, 11, 4, 8), rand(2, 11, 1, 8), rand(2, 11, 1, 8)
     lengths = torch.tensor([11, 6], dtype=torch.int32)

@@ -81,16 +81,6 @@ def test_geglu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize(("tokens", "width"), [(20, 72), (33, 64), (40, 24), (16, 48)])
-def test_attention_vision_reads_slices_of_a_fused_projection(tokens: int, width: int, dtype: torch.dtype) -> None:
-    heads = 3
-    qkv = rand(2, tokens, 3 * heads * width, dtype=dtype)
-    q, k, v = (part.unflatten(-1, (heads, width)) for part in qkv.chunk(3, dim=-1))
-    actual = attention.attention_vision(q, k, v, config={"block_m": 16, "block_n": 16, "num_warps": 4})
-    close(actual, REGISTRY["attention_vision"].reference(q, k, v), dtype)
-
-
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_attention_prefix_and_suffix(splits: int, dtype: torch.dtype) -> None:
     config = {"block_m": 16, "block_n": 16, "splits": splits, "num_warps": 4}

@@ -163,6 +163,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     const char* source = p.weights + (size_t)blockIdx.x * WEIGHT_BYTES;
     const u64 policy = evict_first();
+#if PAUSE > 0
+    // Most of these blocks start when the attention ends, as the out projection does: its reads go first.
+    for (const long long begin = clock64(); clock64() - begin < PAUSE;) {
+    }
+#endif
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       u32 bar = smem_address(&barriers[half]);
@@ -377,6 +382,17 @@ DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+DEVICE u32 pack_fp16(float low, float high) {
+  u32 v;
+  low = fminf(fmaxf(low, -65504.0f), 65504.0f), high = fminf(fmaxf(high, -65504.0f), 65504.0f);
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+DEVICE void add_fp16(float& low, float& high, u32 v, float factor) {
+  float x, y;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(x), "=f"(y) : "r"(v));
+  low = fmaf(x, factor, low), high = fmaf(y, factor, high);
+}
 DEVICE void copy16(u32 target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0) : "memory");
 }
@@ -399,13 +415,9 @@ DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begi
 extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
                                                                    int rows, float scale_log2, const char* ahead, int ahead_bytes) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) u64 arrived;
+  __shared__ float tops[2][ROWS], sums[2][ROWS];
   const u32 keys = smem_address(shared), values = keys + KEYS * 512;
-  if (threadIdx.x == 0) {
-    barrier_init(smem_address(&arrived), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    barrier_expect(smem_address(&arrived), WINDOWS * (4096 + 128));
-  }
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int row_group = warp & 1, key_group = warp >> 1;
   const int window = blockIdx.x % WINDOWS, block = blockIdx.x / WINDOWS, begin = window * KEYS;
@@ -468,6 +480,12 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 2)) * scale_log2;
   top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 1));
   top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2)) * scale_log2;
+  const int own = row_group * 16 + g;
+  if (t == 0) tops[key_group][own] = top0, tops[key_group][own + 8] = top1;
+  __syncthreads();
+  // Both halves of the keys use one maximum, so that their weights can be multiplied with the values together.
+  top0 = fmaxf(top0, tops[key_group ^ 1][own]);
+  top1 = fmaxf(top1, tops[key_group ^ 1][own + 8]);
   float total0 = 0.0f, total1 = 0.0f;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
@@ -486,119 +504,110 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
       }
     }
   }
+  // The weights go to where the keys were: all have been read. 16 more bytes a row keep the banks apart.
+  constexpr int STRIDE = KEYS / 2 + 4;
+  u32* weights = reinterpret_cast<u32*>(shared);
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
     total0 += s[j][0] + s[j][1];
     total1 += s[j][2] + s[j][3];
+    weights[own * STRIDE + key_group * (KEYS / 4) + j * 4 + t] = pack_bf16(s[j][0], s[j][1]);
+    weights[(own + 8) * STRIDE + key_group * (KEYS / 4) + j * 4 + t] = pack_bf16(s[j][2], s[j][3]);
   }
   total0 += __shfl_xor_sync(0xffffffffu, total0, 1);
   total0 += __shfl_xor_sync(0xffffffffu, total0, 2);
   total1 += __shfl_xor_sync(0xffffffffu, total1, 1);
   total1 += __shfl_xor_sync(0xffffffffu, total1, 2);
+  if (t == 0) sums[key_group][own] = total0, sums[key_group][own + 8] = total1;
+  __syncthreads();
+  total0 += sums[key_group ^ 1][own];
+  total1 += sums[key_group ^ 1][own + 8];
 
-  float o[32][4];
+  // From here a warp has 16 rows, all keys of the window, and one half of the columns.
+  float o[16][4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+  for (int i = 0; i < 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
 #pragma unroll
-  for (int step = 0; step < TILES / 2; ++step) {
-    const u32 a0 = pack_bf16(s[2 * step][0], s[2 * step][1]), a1 = pack_bf16(s[2 * step][2], s[2 * step][3]);
-    const u32 a2 = pack_bf16(s[2 * step + 1][0], s[2 * step + 1][1]), a3 = pack_bf16(s[2 * step + 1][2], s[2 * step + 1][3]);
-    const int key = key_group * (KEYS / 2) + step * 16 + (lane & 15);
+  for (int step = 0; step < KEYS / 16; ++step) {
+    const u32* at = weights + own * STRIDE + step * 8 + t;
+    const u32 a0 = at[0], a1 = at[8 * STRIDE], a2 = at[4], a3 = at[8 * STRIDE + 4];
+    const int key = step * 16 + (lane & 15);
 #pragma unroll
-    for (int pair = 0; pair < 16; ++pair) {
+    for (int pair = 0; pair < 8; ++pair) {
       u32 b0, b1, b2, b3;
-      const u32 address = values + value_offset(key, pair * 2 + (lane >> 4));
+      const u32 address = values + value_offset(key, key_group * 16 + pair * 2 + (lane >> 4));
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b0), "=r"(b1), "=r"(b2), "=r"(b3) : "r"(address) : "memory");
       mma(o[pair * 2], a0, a1, a2, a3, b0, b1);
       mma(o[pair * 2 + 1], a0, a1, a2, a3, b2, b3);
     }
   }
 
-  // The second half of the keys hands its part to the first through shared memory, where the keys were; the sums replace
-  // it there. The cluster's blocks are the windows of one 32-row block: each finishes 16 rows by 64 columns, whose 4 KB
-  // the others copy to where its values were, once all have read theirs.
-  __syncthreads();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  float4* exchange = reinterpret_cast<float4*>(shared);
-  float4* tops = exchange + 2 * 32 * 32;
-  float2* heads = reinterpret_cast<float2*>(tops + 64);                             // [row]: top and total
-  const float4* received = reinterpret_cast<const float4*>(shared + KEYS * 512);    // [window][8 tiles][lane]
-  const float2* received_heads = reinterpret_cast<const float2*>(received + WINDOWS * 256);  // [window][16 rows]
-  if (key_group == 1) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) exchange[(row_group * 32 + i) * 32 + lane] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
-    tops[row_group * 32 + lane] = make_float4(top0, top1, total0, total1);
-  }
-  __syncthreads();
-  if (key_group == 0) {
-    const float4 other = tops[row_group * 32 + lane];
-    const float new0 = fmaxf(top0, other.x), new1 = fmaxf(top1, other.y);
-    const float own0 = exp2_fast(top0 - new0), own1 = exp2_fast(top1 - new1), their0 = exp2_fast(other.x - new0), their1 = exp2_fast(other.y - new1);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      float4* slot = exchange + (row_group * 32 + i) * 32 + lane;
-      const float4 v = *slot;
-      *slot = make_float4(o[i][0] * own0 + v.x * their0, o[i][1] * own0 + v.y * their0, o[i][2] * own1 + v.z * their1, o[i][3] * own1 + v.w * their1);
-    }
-    if (t == 0) {
-      heads[row_group * 16 + g] = make_float2(new0, total0 * own0 + other.z * their0);
-      heads[row_group * 16 + 8 + g] = make_float2(new1, total1 * own1 + other.w * their1);
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  __syncthreads();
+  // The cluster's blocks are the windows of one 32-row block. Each finishes 16 rows by 64 columns; the others push their
+  // parts there, divided by their own sum and as fp16: what this costs is bytes, and fp16 rounds less than the bf16 result.
+  uint4* received = reinterpret_cast<uint4*>(shared + KEYS * 1024);                     // [window][pair of tiles][lane]
+  float2* received_heads = reinterpret_cast<float2*>(received + WINDOWS * 128);         // [window][16 rows]: top and sum
+  const float inverse0 = total0 > 0.0f ? __fdividef(1.0f, total0) : 0.0f, inverse1 = total1 > 0.0f ? __fdividef(1.0f, total1) : 0.0f;
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  if (threadIdx.x < WINDOWS) {
-    const int target = threadIdx.x;  // the block that finishes rows of group target / 4, columns from target % 4 * 64
-    u32 values_at, heads_at, bar;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(values_at) : "r"(smem_address(received + window * 256)), "r"(target));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(heads_at) : "r"(smem_address(received_heads + window * 16)), "r"(target));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bar) : "r"(smem_address(&arrived)), "r"(target));
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 4096, [%2];" ::"r"(values_at),
-                 "r"(smem_address(exchange + target * 256)), "r"(bar)
-                 : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(heads_at),
-                 "r"(smem_address(heads + (target >> 2) * 16)), "r"(bar)
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const float* low = o[pair * 2];
+    const float* high = o[pair * 2 + 1];
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received + (window * 4 + (pair & 3)) * 32 + lane)), "r"(row_group * 4 + key_group * 2 + (pair >> 2)));
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "r"(pack_fp16(low[0] * inverse0, low[1] * inverse0)),
+                 "r"(pack_fp16(low[2] * inverse1, low[3] * inverse1)), "r"(pack_fp16(high[0] * inverse0, high[1] * inverse0)),
+                 "r"(pack_fp16(high[2] * inverse1, high[3] * inverse1))
                  : "memory");
   }
-  barrier_wait(smem_address(&arrived), 0);
-  // When all blocks have arrived here, all copies out of this one are done and it may end.
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  float top[2] = {-1e30f, -1e30f}, factors[2][WINDOWS];
+  if (t < 2) {
+    // Each half of the columns goes to two blocks; lanes 0 and 1 of a row send them its maximum and sum.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received_heads + window * 16 + half * 8 + g)), "r"(row_group * 4 + key_group * 2 + t));
+      asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote), "f"(half ? top1 : top0), "f"(half ? total1 : total0) : "memory");
+    }
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  float factors[2][WINDOWS];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float total = 0.0f;
+    float top = -3e38f, total = 0.0f;
 #pragma unroll
-    for (int peer = 0; peer < WINDOWS; ++peer) top[half] = fmaxf(top[half], received_heads[peer * 16 + half * 8 + g].x);
+    for (int peer = 0; peer < WINDOWS; ++peer) top = fmaxf(top, received_heads[peer * 16 + half * 8 + g].x);
 #pragma unroll
     for (int peer = 0; peer < WINDOWS; ++peer) {
       const float2 v = received_heads[peer * 16 + half * 8 + g];
-      factors[half][peer] = exp2_fast(v.x - top[half]);
-      total += v.y * factors[half][peer];
+      factors[half][peer] = v.y * exp2_fast(v.x - top);
+      total += factors[half][peer];
     }
 #pragma unroll
     for (int peer = 0; peer < WINDOWS; ++peer) factors[half][peer] = __fdividef(factors[half][peer], total);
   }
+  float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-  for (int tile = warp; tile < 8; tile += 4) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int peer = 0; peer < WINDOWS; ++peer) {
-      const float4 v = received[(peer * 8 + tile) * 32 + lane];
-      sum.x += v.x * factors[0][peer], sum.y += v.y * factors[0][peer];
-      sum.z += v.z * factors[1][peer], sum.w += v.w * factors[1][peer];
-    }
-    const int row = block * ROWS + (window >> 2) * 16 + g, column = (window & 3) * 64 + tile * 8 + 2 * t;
-    if (row < rows) *reinterpret_cast<u32*>(out + fragment(row >> 3, (row & 7) * 256 + column)) = pack_bf16(sum.x, sum.y);
-    if (row + 8 < rows) *reinterpret_cast<u32*>(out + fragment((row + 8) >> 3, (row & 7) * 256 + column)) = pack_bf16(sum.z, sum.w);
+  for (int peer = 0; peer < WINDOWS; ++peer) {
+    const uint4 v = received[(peer * 4 + warp) * 32 + lane];
+    add_fp16(sum[0], sum[1], v.x, factors[0][peer]);
+    add_fp16(sum[2], sum[3], v.y, factors[1][peer]);
+    add_fp16(sum[4], sum[5], v.z, factors[0][peer]);
+    add_fp16(sum[6], sum[7], v.w, factors[1][peer]);
   }
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  const int row = block * ROWS + (window >> 2) * 16 + g, column = (window & 3) * 64 + warp * 16 + 2 * t;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + half * 8;
+    if (at < rows) {
+      *reinterpret_cast<u32*>(out + fragment(at >> 3, (at & 7) * 256 + column)) = pack_bf16(sum[half * 2], sum[half * 2 + 1]);
+      *reinterpret_cast<u32*>(out + fragment(at >> 3, (at & 7) * 256 + column + 8)) = pack_bf16(sum[4 + half * 2], sum[5 + half * 2]);
+    }
+  }
 }
 #endif  // KEYS
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Between two steps, one block a token: final norm, action_out_proj, Euler update, action_in_proj, scaling for the first
-// layer. Width 1024, 32 action dimensions, fp32.
+// layer. Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
 #ifdef HEAD
 DEVICE float block_sum(float value, float* scratch) {
 #pragma unroll
@@ -663,16 +672,13 @@ extern "C" __global__ void __launch_bounds__(256) head(
   }
   __syncthreads();
   if (!has_in) return;
-  float y[4];
+  const float4 bias = *reinterpret_cast<const float4*>(in_bias + column);
+  float y[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float v = in_bias[column + i];
-#pragma unroll
-    for (int d = 0; d < 32; d += 4) {
-      const float4 w = *reinterpret_cast<const float4*>(in_weight + (column + i) * 32 + d);
-      v += w.x * fresh[d] + w.y * fresh[d + 1] + w.z * fresh[d + 2] + w.w * fresh[d + 3];
-    }
-    y[i] = v;
+  for (int d = 0; d < 32; ++d) {
+    const float4 w = *reinterpret_cast<const float4*>(in_weight + d * 1024 + column);
+    y[0] = fmaf(w.x, fresh[d], y[0]), y[1] = fmaf(w.y, fresh[d], y[1]);
+    y[2] = fmaf(w.z, fresh[d], y[2]), y[3] = fmaf(w.w, fresh[d], y[3]);
   }
   const u32 low = pack_bf16(y[0], y[1]), high = pack_bf16(y[2], y[3]);
   const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);

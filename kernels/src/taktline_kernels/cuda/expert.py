@@ -23,6 +23,13 @@ _WINDOWS = 8
 _LOG2E = 1.4426950408889634
 
 
+# Cycles for which the gate and up product holds its weight copies back (see expert.cu).
+_PAUSE_CYCLES = 4000
+
+# What the windows of a row block send each other: fp16 parts of 16 rows by 64 columns, and each row's maximum and sum.
+_PARTS_BYTES = _WINDOWS * (2048 + 128)
+
+
 @dataclass(frozen=True, slots=True)
 class _Product:
     """One matrix product of a layer: columns and K columns of a block, blocks that share K, and its epilogue."""
@@ -118,12 +125,12 @@ class ExpertChain:
         eps: float = 1e-6,
     ) -> None:
         self._scale, self._shift, self._gate = scale, shift, gate
-        self._heads = (in_weight, in_bias, out_weight, out_bias)
+        self._heads = (in_weight.t().contiguous(), in_bias, out_weight, out_bias)
         self._eps, self._steps = eps, scale.shape[0]
         if max_keys > MAX_KEYS:
             raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
-        # Keys of a window: a multiple of 32, eight windows hold them all, and 96 leave room for the exchange of sums.
-        window = max(-(-max_keys // (32 * _WINDOWS)) * 32, 96)
+        # Keys of a window: a multiple of 32, eight windows hold them all.
+        window = -(-max_keys // (32 * _WINDOWS)) * 32
         self._images, self._constants = [], []
         for index, layer in enumerate(layers):
             qkv = pair_halves(layer.qkv)
@@ -151,7 +158,7 @@ class ExpertChain:
             "attend",
             {"KEYS": window},
             threads=128,
-            shared_bytes=window * 1024,
+            shared_bytes=window * 1024 + _PARTS_BYTES,
             cluster=_WINDOWS,
         )
         self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=0)
@@ -207,7 +214,12 @@ class ExpertChain:
             length=length,
         )
         self.attention(rows, length, keys, values, ahead=gate_up)
-        residual = {"output": stream, "scaled": scaled, "squares_out": squares, "columns": WIDTH}
+        residual: dict[str, Tensor | int] = {
+            "output": stream,
+            "scaled": scaled,
+            "squares_out": squares,
+            "columns": WIDTH,
+        }
         self._product(
             _OUT,
             WIDTH // _OUT.columns,
@@ -290,6 +302,7 @@ class ExpertChain:
 
 def _kernel(product: _Product) -> CudaKernel:
     defines = {"N": product.columns, "KB": product.depth, "SPLIT": product.split, "EPILOGUE": product.epilogue}
+    defines["PAUSE"] = _PAUSE_CYCLES if product.epilogue == 1 else 0
     # Parts that the other blocks of a cluster send: 2 KB from each.
     received = product.split * 2048 if product.epilogue == 2 else 0
     shared = product.weight_bytes + received

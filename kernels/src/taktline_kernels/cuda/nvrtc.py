@@ -43,7 +43,7 @@ def compile_source(file: str, defines: tuple[tuple[str, int], ...], prologue: st
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
         _check((*nvrtc.nvrtcGetProgramLog(program, log), None))
         raise RuntimeError(f"{file}: {log.decode(errors='replace')}")
-    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    binary: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
     _check((*nvrtc.nvrtcGetCUBIN(program, binary), None))
     return binary
 

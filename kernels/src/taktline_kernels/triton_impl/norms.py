@@ -34,15 +34,14 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    # Weights do not depend on the kernel before this one, so they are read before waiting for it.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     scale = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if KIND != 1:
         shift = tl.load(shift_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if GATE:
         gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         y = tl.load(y_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)

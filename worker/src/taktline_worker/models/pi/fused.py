@@ -19,7 +19,6 @@ from taktline_worker.models.pi.config import LAYER_NORM_EPS, RMS_EPS, PiArchitec
 from taktline_worker.models.pi.modules import text_features
 from taktline_worker.models.pi.weights import AdaptiveNorms, GemmaLayer, PiWeights, VisionWeights
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -147,7 +146,7 @@ def prefix_pass(
             return
         qkv = functional.linear(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=False)
-        query = qkv[:, :, : heads * d].unflatten(-1, (heads, d))
+        query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(query, keys[index], values[index], lengths, 0).flatten(2)
         attended = functional.linear(attended, layer.out_weight)
         x, hidden = ops.add_rms_norm(x, attended, _given(layer.norm2_weight), RMS_EPS)
@@ -226,7 +225,7 @@ def _step(
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
         qkv = functional.linear(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=True)
-        query = qkv[:, :, : heads * d].unflatten(-1, (heads, d))
+        query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(query, keys[index], values[index], lengths, horizon).flatten(2)
         attended = functional.linear(attended, layer.out_weight)
         x, hidden = ops.gated_add_ada_rms_norm(x, attended, gate[first], scale[second], shift[second], RMS_EPS)

@@ -103,7 +103,7 @@ class GraphRunner:
         # Indices that another bucket left may lie outside this one.
         self._source.zero_()
         self._lengths.fill_(1)
-        stream = torch.cuda.Stream(self.device)
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), _tf32():
             for _ in range(WARM_UP_RUNS):
