@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from taktline_worker.models.vjepa2_ac.adapter import VJepa2Adapter
 from taktline_worker.models.vjepa2_ac.config import SidecarArchitecture
-from taktline_worker.models.vjepa2_ac.processor import to_pixels
+from taktline_worker.models.vjepa2_ac.processor import PlannerProcessor, to_pixels
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, open_checkpoint, pack_weights
 from taktline_worker.planning.mesh import Mesh, OneRank, ProcessGroupMesh
 from taktline_worker.planning.relay import dismiss, follow, lead
 from taktline_worker.planning.search import Plan, Problem
-from taktline_worker.planning.settings import SearchSettings
+from taktline_worker.planning.settings import SearchLimits, SearchSettings
 from taktline_worker.planning.world import Scene
 from torch import distributed as dist
 
@@ -74,10 +76,12 @@ def rank_main(rank: int, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=RANKS)
     found: dict[str, list[dict[str, object]]] = {}
+    pair: dist.ProcessGroup | None = None
     for size in SIZES:
         group = dist.new_group(list(range(size)))  # every rank takes part in making every group
         if rank >= size:
             continue
+        pair = group if size == 2 else pair
         mesh: Mesh = OneRank() if size == 1 else ProcessGroupMesh(group)
         for precision in ("fp32", "bf16"):
             world = make_world(precision)
@@ -87,10 +91,31 @@ def rank_main(rank: int, out: Path) -> None:
                 found[f"{precision} {size}"] = [summary(plan) for plan in plans]
             else:
                 follow(world, mesh)
-    if rank == 0:
-        (out / "plans.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    if rank < 2:
+        lose_a_rank(rank, ProcessGroupMesh(pair), out, found)
+    os._exit(0)  # groups with a lost member cannot be taken down in order
+
+
+def lose_a_rank(rank: int, mesh: Mesh, out: Path, found: dict[str, list[dict[str, object]]]) -> None:
+    """Ranks 0 and 1 plan; rank 1 dies with its order in hand."""
+    world = make_world("fp32")
+    if rank == 1:
+        mesh.send(torch.zeros(1, dtype=torch.int64))
+        os._exit(0)
+    settings = replace(SETTINGS, horizon=2)
+    processor = PlannerProcessor(64, settings, SearchLimits(), {})
+    adapter = VJepa2Adapter(world, processor, "fp32", 0.25, mesh)
+    row = adapter.largest_row()
+    for name in ("lost", "after"):
+        (outcome,) = adapter.run([row], 1)
+        assert outcome.plan is not None
+        found[name] = [summary(outcome.plan)]
+    (alone,) = VJepa2Adapter(world, processor, "fp32", 0.25).run([row], 1)
+    assert alone.plan is not None
+    found["alone"] = [summary(alone.plan)]
+    assert adapter.mesh.size == 1
+    (out / "plans.json").write_text(json.dumps(found))
 
 
 def main() -> int:

@@ -54,3 +54,8 @@ def test_the_two_robots_searched_as_asked(plans: dict[str, Any]) -> None:
 
 def test_precision_shows(plans: dict[str, Any]) -> None:
     assert plans["fp32 1"] != plans["bf16 1"]
+
+
+def test_a_lost_rank_costs_time_and_not_the_plan(plans: dict[str, Any]) -> None:
+    """The plan in flight when a rank died, the next one, and one that never had a mesh."""
+    assert plans["lost"] == plans["after"] == plans["alone"]

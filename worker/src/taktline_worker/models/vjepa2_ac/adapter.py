@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -32,6 +33,8 @@ from taktline_worker.planning.round_times import RoundTimes
 from taktline_worker.planning.search import Plan, Problem
 from taktline_worker.planning.settings import SearchLimits, SearchSettings, check
 from taktline_worker.planning.world import Scene
+
+logger = logging.getLogger(__name__)
 
 FAMILY = "vjepa2-ac"
 _MICRO_BATCH_CUDA = 100
@@ -99,7 +102,7 @@ class VJepa2Adapter:
         kept = [index for index in range(len(rows)) if index not in outcomes]
         if kept:
             problems = [self._problem(rows[index], deadlines[index]) for index in kept]
-            plans = [_to_cpu(plan) for plan in lead(self.world, problems, self.mesh, self._clock)]
+            plans = [_to_cpu(plan) for plan in self._plan(problems)]
             elapsed_s = self._clock() - began
             self.round_times.learn(
                 [(rows[index].settings, plan.rounds) for index, plan in zip(kept, plans, strict=True)], elapsed_s
@@ -121,6 +124,24 @@ class VJepa2Adapter:
             settings=self.processor.settings,
             seed=0,
         )
+
+    def _plan(self, problems: Sequence[Problem]) -> list[Plan]:
+        """Plans on the mesh; where a rank is lost, once more on this one alone, with bit-identical results.
+
+        A search with a budget still ends by it: it gets as many rounds as are left, at least one.
+        """
+        try:
+            return lead(self.world, problems, self.mesh, self._clock)
+        except RuntimeError as error:  # what torch.distributed raises for a closed connection or a timeout
+            if self.mesh.size == 1:
+                raise
+            logger.error(
+                "a rank of the mesh is lost; this one plans alone from now on",
+                extra={"ranks": self.mesh.size, "cause": str(error)[:500]},
+            )
+            self.mesh = OneRank()
+            self.round_times = RoundTimes(self.world.micro_batch)
+            return lead(self.world, problems, self.mesh, self._clock)
 
     def _problem(self, row: PlannerRow, deadline: float | None) -> Problem:
         latent, goal = self.world.encode(row.pixels)
