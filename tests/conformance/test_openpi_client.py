@@ -302,6 +302,25 @@ def test_sigterm_answers_what_is_in_flight_then_closes(fleet):
     assert fleet.gateway.wait(timeout=20) == 0
 
 
+def test_a_named_robot_may_reconnect_at_once_but_not_twice(libero):
+    uri = f"ws://127.0.0.1:{libero.port}/?robot=arm-9"
+
+    async def ask(socket):
+        await socket.recv()
+        await socket.send(encode_openpi(LIBERO))
+        return await socket.recv()
+
+    async def talk():
+        for _ in range(3):
+            async with ws.connect(uri, compression=None) as socket:
+                assert isinstance(await ask(socket), bytes)
+        async with ws.connect(uri, compression=None) as one, ws.connect(uri, compression=None) as other:
+            assert isinstance(await ask(one), bytes)
+            return await ask(other)
+
+    assert asyncio.run(talk()).startswith("robot_conflict: ")
+
+
 def test_half_a_handshake_does_not_stop_others(libero, openpi_client):
     with socket.create_connection(("127.0.0.1", libero.port)) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nUpgra")

@@ -64,6 +64,12 @@ class Robots:
             session.seen_at = now
             self._sessions.move_to_end(robot_id)
 
+    def leave(self, robot_id: str, session_id: str) -> None:
+        """Frees a robot id whose connection closed, so that its next connection need not wait."""
+        session = self._sessions.get(robot_id)
+        if session is not None and session.session_id == session_id:
+            del self._sessions[robot_id]
+
     def _forget(self, now: float) -> None:
         while self._sessions:
             robot_id, session = next(iter(self._sessions.items()))

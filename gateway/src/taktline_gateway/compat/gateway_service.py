@@ -93,6 +93,10 @@ class GatewayService:
         finally:
             gateway.requests -= 1
 
+    def leave(self, caller: Caller) -> None:
+        """The caller's connection has closed; its robot id is free."""
+        self._gateway.robots.leave(caller.robot_id, caller.session_id)
+
 
 async def _through(lane: Lane, request_id: str, observation: Observation, received_at: float) -> tuple[Served, Pending]:
     """Queue, batch and worker."""

@@ -65,7 +65,7 @@ class GrootListener:
         self._receiver: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begins to listen. Raises OSError (zmq.ZMQError) where the address cannot be had."""
+        """Begins to listen. Raises OSError where the address cannot be had."""
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
@@ -73,7 +73,10 @@ class GrootListener:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.IPV6, 1 if ":" in self._listen.host else 0)
         host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
-        self._socket.bind(f"tcp://{host}:{self._listen.port}")
+        try:
+            self._socket.bind(f"tcp://{host}:{self._listen.port}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, str(error)) from error
         self._receiver = asyncio.create_task(self._receive())
         log(_logger, logging.INFO, "listening", protocol="groot", host=self._listen.host, port=self._listen.port)
 

@@ -80,6 +80,7 @@ class LerobotListener:
             options=[
                 ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", CLIENT_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),  # else a second process on this port takes half of the robots unnoticed
             ]
         )
         handlers = {

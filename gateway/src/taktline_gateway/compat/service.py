@@ -79,6 +79,9 @@ class PolicyService(Protocol):
     async def submit(self, caller: Caller, policy: str, observation: Observation) -> ActionChunk:
         """Serves one observation. Raises TaktlineError; cancelling the call takes the observation out of the queue."""
 
+    def leave(self, caller: Caller) -> None:
+        """The caller's connection has closed; its robot id is free."""
+
 
 class Conversation:
     """One client's requests to one policy: numbers them, and infers the deadlines that it cannot state."""

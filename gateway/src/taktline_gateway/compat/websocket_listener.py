@@ -193,6 +193,7 @@ class WebSocketListener:
             log(_logger, logging.ERROR, "internal", exc_info=True, **about)
             await connection.close(CloseCode.INTERNAL_ERROR, "internal")
         finally:
+            self._service.leave(caller)
             log(_logger, logging.INFO, "client_left", code=connection.close_code, **about)
 
 
