@@ -15,6 +15,10 @@ CONFIG_MOUNT = "/etc/taktline"
 SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
 USER_ID = 10001
 
+# The fields of engine.json that a PolicyDeployment decides.
+MODEL_FIELDS = ("family", "path", "revision", "sha256", "cameras", "statistics")
+ENGINE_FIELDS = ("device", "precision", "buckets", "solver_steps", "action_horizon", "control_period_ms")
+
 # Loading a checkpoint, warming up and calibrating may take this long before a worker counts as broken.
 STARTUP_PERIOD_S = 2
 STARTUP_LIMIT_S = 1800
@@ -28,11 +32,13 @@ def engine_json(policy: PolicyDeployment, pool: Pool) -> str:
         model=policy.spec.model_config(),
         engine=policy.spec.engine_options(accelerators.CLASSES[pool.accelerator].device),
     )
-    # Spelled out, also where a value is the protocol's default: what runs must not depend on the reader's version.
+    # Exactly what the spec decides, spelled out also where a value is the protocol's default: neither a default that
+    # changes there nor a field that is added may change the content, and so restart every worker.
+    engine = {name: getattr(config.engine, name) for name in ENGINE_FIELDS}
     parts = {
         "policy": config.policy,
-        "model": msgspec.structs.asdict(config.model),
-        "engine": {name: value for name, value in msgspec.structs.asdict(config.engine).items() if value is not None},
+        "model": {name: getattr(config.model, name) for name in MODEL_FIELDS},
+        "engine": {name: value for name, value in engine.items() if value is not None},
     }
     return json.dumps(parts, indent=1, sort_keys=True)
 
