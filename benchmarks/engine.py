@@ -224,9 +224,8 @@ def main() -> None:
             },
         )
         rows.append(row)
-        say(
-            f"{bucket}: {row.median_ms:.2f} ms, p99 {row.p99_ms:.2f}, floor {row.floor_ms:.2f}, {row.details['phases_ms']}"
-        )
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in row.details["phases_ms"].items())
+        say(f"{bucket}: {row.median_ms:.2f} ms, p99 {row.p99_ms:.2f}, floor {row.floor_ms:.2f}; {parts}")
         save()
 
     eager = PlainPi05(bf16, PI05, STEPS)
@@ -256,9 +255,8 @@ def main() -> None:
         save()
         del graph, compiled
 
-    print(
-        f"\n{'views':>5} {'prompt':>6} {'batch':>5} {'ms':>8} {'p99/p50':>7} {'floor':>7} {'x floor':>7} {'peer ms':>8} {'ratio':>6}  peer"
-    )
+    heads = (("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7), ("floor", 7), ("x floor", 7))
+    print(" ".join(f"{name:>{width}}" for name, width in (*heads, ("peer ms", 8), ("ratio", 6))), " peer")
     for row in rows:
         print(
             f"{row.shape['views']:>5} {row.shape['prompt_tokens']:>6} {row.batch:>5} {row.median_ms:>8.2f} "

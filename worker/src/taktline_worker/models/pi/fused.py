@@ -71,7 +71,11 @@ def _chain(weights: PiWeights, architecture: PiArchitecture, horizon: int, max_k
     ]
     heads = weights.heads
     projections = (heads.in_weight, heads.in_bias, heads.out_weight, heads.out_bias)
-    return ExpertChain(layers, norms.scale, norms.shift, norms.gate, *projections, max_keys=max_keys, eps=RMS_EPS)
+    try:
+        return ExpertChain(layers, norms.scale, norms.shift, norms.gate, *projections, max_keys=max_keys, eps=RMS_EPS)
+    except RuntimeError as error:
+        logger.warning("the expert's kernel chain is not used: it cannot be compiled or loaded here: %s", error)
+        return None
 
 
 def image_features(weights: VisionWeights, pixels: Tensor, heads: int) -> Tensor:
