@@ -47,6 +47,25 @@ def test_a_route_carries_the_slo_and_batching(make: Any) -> None:
     assert (found.max_batch, found.max_wait_ms) == (2, 3.0)
 
 
+def test_a_route_carries_how_clients_of_other_protocols_are_read(make: Any) -> None:
+    client = {
+        "protocol": "groot",
+        "images": {"video.front": "scene"},
+        "state": ["state.arm", "state.hand"],
+        "controlHz": 20,
+        "actions": [{"name": "hand", "width": 1}, {"name": "arm", "width": 6}],
+    }
+    table = routing.table([routing.route(make.policy(clients=[client]), [])])
+    written = routing.config_map(table, "taktline-system")
+    mapping = routing.read_table(written)["reach"].clients["groot"]
+    assert (mapping.images, mapping.state, mapping.control_hz) == (
+        {"video.front": "scene"},
+        ("state.arm", "state.hand"),
+        20,
+    )
+    assert list(mapping.actions.items()) == [("hand", 1), ("arm", 6)], "the order cuts the row"
+
+
 def test_the_gateway_reads_what_is_written(make: Any) -> None:
     table = routing.table([routing.route(make.policy(), [make.pod("p")])])
     config = routing.config_map(table, "taktline-system")

@@ -50,6 +50,7 @@ def route(policy: PolicyDeployment, pods: Iterable[Json]) -> Route:
         control_budget_ms=spec.slo.control_budget_ms,
         max_batch=spec.batching.max_batch or spec.engine.buckets[-1],
         max_wait_ms=spec.batching.max_wait_ms,
+        clients={client.protocol: client.mapping() for client in spec.clients},
     )
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any, Literal
 
 import msgspec
-from taktline_protocol.deployment import EngineOptions, ModelConfig
+from taktline_protocol.deployment import ClientMapping, ClientProtocol, EngineOptions, ModelConfig
 
 from taktline_operator import schema
 
@@ -110,6 +110,38 @@ class Batching(_Struct, frozen=True):
     max_wait_ms: float = 5.0
 
 
+class ActionPart(_Struct, frozen=True):
+    """A named part of the action row."""
+
+    name: str
+    width: int
+
+
+class Client(_Struct, frozen=True):
+    """How observations of one client protocol are read."""
+
+    protocol: ClientProtocol
+    images: dict[str, str] = {}
+    state: tuple[str, ...] = ()
+    instruction: str = ""
+    default_instruction: str = ""
+    control_hz: float = 0.0
+    execute_steps: int = 0
+    actions: tuple[ActionPart, ...] = ()
+
+    def mapping(self) -> ClientMapping:
+        """The same as the gateway reads it."""
+        return ClientMapping(
+            images=self.images,
+            state=self.state,
+            instruction=self.instruction,
+            default_instruction=self.default_instruction,
+            control_hz=self.control_hz,
+            execute_steps=self.execute_steps,
+            actions={part.name: part.width for part in self.actions},
+        )
+
+
 class Spec(_Struct, frozen=True):
     """PolicyDeployment.spec."""
 
@@ -119,6 +151,7 @@ class Spec(_Struct, frozen=True):
     engine: Engine = Engine()
     batching: Batching = Batching()
     replicas: int | None = None
+    clients: tuple[Client, ...] = ()
 
     def desired_replicas(self) -> dict[str, int]:
         """Workers wanted by pool: each pool's minimum, then spec.replicas filled up in the order of the pools."""

@@ -164,6 +164,14 @@ def installed(kubectl: Kubectl) -> None:
     for name in ("namespace", "policydeployments", "rbac"):
         kubectl("apply", "--server-side", "-f", str(MANIFESTS / f"{name}.yaml"))
     kubectl("wait", "--for=condition=established", "crd/policydeployments.taktline.dev", "--timeout=60s")
+    # The API server publishes a new kind a moment after it is established, and kubectl remembers what it saw before:
+    # a `get` makes it look again.
+
+    def known() -> bool:
+        kubectl("get", "pd", "-A", check=False)
+        return "PolicyDeployment" in kubectl("explain", "pd", check=False)
+
+    wait_until(known, "kubectl explain knows pd")
 
 
 @pytest.fixture(scope="session")
