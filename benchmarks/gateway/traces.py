@@ -88,9 +88,8 @@ def fleet(
 
 def all_traces(capacity_hz: float) -> list[Trace]:
     """The benchmark's traces for an engine of this capacity."""
-    made = []
-    for load in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.5, 3.0):
-        made.append(poisson("poisson, 150-500 ms", load, capacity_hz, even(150, 500)))
+    loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.5, 3.0)
+    made = [poisson("poisson, 150-500 ms", load, capacity_hz, even(150, 500)) for load in loads]
     for load in (0.3, 0.5, 0.7, 0.9, 3.0):
         made.append(poisson("poisson, mixed", load, capacity_hz, mixed))
         made.append(bursty("bursty, 150-500 ms", load, capacity_hz, even(150, 500)))

@@ -181,8 +181,8 @@ def test_idle_worker_starts_at_once():
 
 def test_what_waits_goes_in_one_batch_when_the_worker_is_free():
     simulation = Simulation(scheduler())
-    simulation.run([ticket(n, 1.0 + n, at=0.0) for n in range(6)])
-    assert [len(batch.tickets) for batch in simulation.batches] == [1, 5]
+    simulation.run([ticket(n, 1.0 + n, at=0.0) for n in range(5)])
+    assert [len(batch.tickets) for batch in simulation.batches] == [1, 4]
 
 
 def test_a_batch_grows_only_while_its_most_urgent_member_stays_on_time():
@@ -193,6 +193,25 @@ def test_a_batch_grows_only_while_its_most_urgent_member_stays_on_time():
     assert simulation.done[tight] <= tight.deadline
     assert len(next(batch for batch in simulation.batches if tight in batch.tickets).tickets) == 2
     assert not simulation.refused
+
+
+def test_padding_is_not_bought_where_it_only_delays():
+    """Five in a bucket of eight take 40 ms; four take 16 and the fifth 10 more."""
+    times = service_times({1: 10.0, 2: 12.0, 4: 16.0, 8: 40.0})
+    assert choose_batch([1.0] * 5, 0.0, times, 8) == (0, 4)
+    assert choose_batch([1.0] * 8, 0.0, times, 8, rate_hz=100.0)[1] == 4
+
+
+def test_a_large_batch_is_formed_where_the_load_needs_it():
+    times = service_times({1: 10.0, 2: 12.0, 4: 20.0, 8: 34.0})
+    assert choose_batch([1.0] * 8, 0.0, times, 8, rate_hz=10.0) == (0, 4)
+    assert choose_batch([1.0] * 8, 0.0, times, 8, rate_hz=1_000.0) == (0, 8)
+
+
+def test_a_hopelessly_tight_head_does_not_cost_the_batch_behind_it():
+    """Head first: 1 on time, then the clock is past the rest. Behind it: 8 on time."""
+    times = service_times({1: 20.0, 8: 30.0})
+    assert choose_batch([0.021, *[0.032] * 8], 0.0, times, 8) == (1, 8)
 
 
 def test_unreachable_is_refused_at_once_with_a_prediction():
@@ -267,14 +286,14 @@ def test_a_failed_worker_rests_then_proves_itself_on_one():
     made.submit(ticket("a", 1.0), 0.0)
     made.poll(0.0)
     made.failed("w0", 1, 0.5)
-    for n in range(4):
+    for n in range(5):
         made.submit(ticket(n, 2.0), 0.1)
     resting = made.poll(0.1)
     assert resting.batches == ()
     assert resting.wake_at == pytest.approx(0.5)
     assert [len(batch.tickets) for batch in made.poll(0.5).batches] == [1]
     made.finished("w0", 1, 0.010)
-    assert [len(batch.tickets) for batch in made.poll(0.51).batches] == [3]
+    assert [len(batch.tickets) for batch in made.poll(0.51).batches] == [4]
 
 
 def test_a_failed_ticket_goes_to_another_worker_if_it_can_still_make_it():

@@ -9,20 +9,33 @@ from taktline_gateway.service_times import ServiceTimes
 
 LOOKAHEAD = 256
 """Tickets that a decision looks at. A queue deeper than this is served for throughput."""
+OVERLOAD_FROM = 0.1
+OVERLOAD_FULL = 0.4
+"""Shares of lost tickets from which a second of the worker is worth something, and at which it is worth the most."""
+OVERLOAD_WORTH = 0.9
+"""What such a second is worth then, in units of the best throughput: nearly what could be served in it instead."""
 
 
 def choose_batch(
-    deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int, rate_hz: float = 0.0, beyond: int = 0
+    deadlines: Sequence[float],
+    now: float,
+    times: ServiceTimes,
+    limit: int,
+    rate_hz: float = 0.0,
+    beyond: int = 0,
+    lost: float = 0.0,
 ) -> tuple[int, int]:
     """(start, size) of the slice of `deadlines` to launch now on a worker with these times.
 
     `deadlines` are those of the tickets in sight, in service order; `rate_hz` is the arrival rate, `beyond` counts the
-    tickets out of sight. Candidates begin at the head, with every bucket that keeps the most urgent member on time by
-    the tail, and behind as many heads as stand in the way of a larger bucket. Each is judged by how many of the tickets
-    in sight would be on time when the rest follows greedily. Between equals the one with the least total waiting wins:
-    of those in sight, and of those expected to arrive meanwhile. So a large batch is formed where the load needs its
-    throughput and a small one where it would only delay, and a tight head never costs the batch behind it more than
-    itself.
+    tickets out of sight, `lost` is the share of recent tickets that were refused.
+
+    Candidates begin at the head, with every bucket that keeps the most urgent member on time by the tail, and behind as
+    many heads as stand in the way of a larger bucket. Each is judged by how many of the tickets in sight would be on
+    time when the rest follows greedily. Between equals the one with the least total waiting wins: of those in sight,
+    and of those expected to arrive meanwhile. So a large batch is formed where the load needs its throughput and a
+    small one where it would only delay. Under lasting overload the worker's time has a price, as others could be served
+    in it: then tight heads give way to fuller batches.
 
     With k tickets in sight, b buckets and batches of B: O(b * (log k + k / B)) steps and one copy of k numbers.
     """
@@ -43,7 +56,7 @@ def choose_batch(
                 candidates.add((start, _feasible(deadlines, start, count, now, times, limit)))
     if len(candidates) == 1:
         return candidates.pop()
-    return max(candidates, key=lambda candidate: _score(candidate, deadlines, now, times, limit, rate_hz, beyond))
+    return max(candidates, key=lambda candidate: _score(candidate, deadlines, now, times, limit, rate_hz, beyond, lost))
 
 
 def _feasible(deadlines: Sequence[float], start: int, count: int, now: float, times: ServiceTimes, limit: int) -> int:
@@ -66,7 +79,8 @@ def _score(
     limit: int,
     rate_hz: float,
     beyond: int,
-) -> tuple[int, float]:
+    lost: float,
+) -> tuple[float, float]:
     """(tickets on time, minus their total wait in s) when `candidate` goes first and what is behind it follows.
 
     The heads before a candidate count as lost: they stood in its way because they could not wait.
@@ -87,7 +101,9 @@ def _score(
             index += size
         else:
             index = bisect_left(deadlines, now + elapsed + times.tail[1], index + 1, total)
+    pressure = min(1.0, max(0.0, lost - OVERLOAD_FROM) / (OVERLOAD_FULL - OVERLOAD_FROM))
+    worth = on_time - pressure * OVERLOAD_WORTH * times.best_rate * elapsed
     if beyond:
-        return (on_time, -elapsed)
+        return (worth, -elapsed)
     # Whoever arrives while these are served waits for their end: rate * elapsed arrivals, half of elapsed each.
-    return (on_time, -(waited + 0.5 * rate_hz * elapsed * elapsed))
+    return (worth, -(waited + 0.5 * rate_hz * elapsed * elapsed))

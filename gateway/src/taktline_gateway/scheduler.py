@@ -20,6 +20,11 @@ from taktline_gateway.service_times import ServiceTimes
 ACTIVE_ROBOT_S = 2.0
 """A robot that sent nothing for so long is not waited for."""
 RATE_MEMORY_S = 1.0
+"""Time constant of the arrival rate."""
+LOSS_WEIGHT = 1 / 64
+"""Weight of the newest ticket in the running share of refused ones."""
+TRIAL_AFTER_S = 1.0
+"""A worker that sat idle for so long while everything was refused gets a trial, so that its times can be corrected."""
 COMPANY_WEIGHT = 1 / 32
 """Weight of the newest gap in the running share of arrivals that follow another within the wait."""
 
@@ -74,6 +79,7 @@ class _Worker:
     suspended_until: float = 0.0
     probation: bool = False  # failed last: it proves itself on a batch of one
     used_at: float = 0.0
+    trial: bool = False  # the batch in flight was refused by the table and is sent to check it
 
     def free_at(self, now: float) -> float:
         free = self.suspended_until if self.busy_until is None else max(self.busy_until, self.suspended_until)
@@ -91,15 +97,17 @@ class Scheduler:
         self._workers: dict[str, _Worker] = {}
         self._robots: OrderedDict[str, float] = OrderedDict()
         self._in_flight = 0
+        self._trial: Ticket | None = None
         self._last_arrival: float | None = None
         self._company = 0.0
         self._arrivals = _ArrivalRate()
+        self._lost = 0.0
 
     # ----- workers
 
-    def add_worker(self, name: str, times: ServiceTimes) -> None:
+    def add_worker(self, name: str, times: ServiceTimes, now: float = 0.0) -> None:
         """Makes a worker available. One batch is in flight on it at a time."""
-        self._workers[name] = _Worker(name, times)
+        self._workers[name] = _Worker(name, times, used_at=now)
 
     def remove_worker(self, name: str) -> None:
         """No more batches go to this worker; a batch in flight is the caller's to finish."""
@@ -116,6 +124,9 @@ class Scheduler:
         if worker is not None:
             worker.busy_until = None
             worker.probation = False
+            if worker.trial and seconds < worker.times.median[1]:
+                worker.times.rescale(seconds)
+            worker.trial = False
             worker.times.record(min(size, worker.times.max_batch), seconds)
 
     def failed(self, name: str, size: int, suspended_until: float) -> None:
@@ -124,6 +135,7 @@ class Scheduler:
         worker = self._workers.get(name)
         if worker is not None:
             worker.busy_until = None
+            worker.trial = False
             worker.suspended_until = suspended_until
             worker.probation = True
 
@@ -134,6 +146,8 @@ class Scheduler:
 
         A ticket is refused only where no schedule that keeps the tickets ahead of it could meet its deadline, by the
         median times; whoever is admitted and fails to get a slot is refused by `poll` when its last start passes.
+        One in `TRIAL_AFTER_S` is admitted against the table where a worker sits idle: a table that refuses everything
+        is never measured again, and may be wrong (calibrated on a busy machine, say).
 
         Returns:
             (refusal or None, the older ticket of the same robot that this one supersedes or None).
@@ -147,6 +161,10 @@ class Scheduler:
             ahead -= 1
         completion = self.predicted_completion(ahead, now)
         if completion > ticket.deadline:
+            if self._trial is None and not len(self.queue) and self._rusty(now) is not None:
+                self._trial = ticket
+                return None, None
+            self._note_outcome(lost=True)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
             return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
@@ -165,6 +183,9 @@ class Scheduler:
 
     def cancel(self, ticket: Ticket) -> bool:
         """Takes a ticket out of the queue; False where it is not queued (in flight or done)."""
+        if ticket is self._trial:
+            self._trial = None
+            return True
         return self.queue.remove(ticket)
 
     def predicted_completion(self, ahead: int, now: float) -> float:
@@ -196,7 +217,7 @@ class Scheduler:
     def poll(self, now: float) -> Plan:
         """Decides for this instant. Each refused or sent ticket has left the queue when this returns."""
         refused = self._drop_unreachable(now)
-        batches: list[Batch] = []
+        batches = self._launch_trial(now)
         wake_at: float | None = None
         idle = sorted(
             (
@@ -217,6 +238,32 @@ class Scheduler:
                 break
         return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now))
 
+    def _rusty(self, now: float) -> _Worker | None:
+        """An idle worker whose times nothing has confirmed for a while, the longest unused one; None without one."""
+        idle = [
+            worker
+            for worker in self._workers.values()
+            if worker.busy_until is None and worker.suspended_until <= now and now - worker.used_at >= TRIAL_AFTER_S
+        ]
+        return min(idle, key=lambda worker: worker.used_at, default=None)
+
+    def _launch_trial(self, now: float) -> list[Batch]:
+        ticket, self._trial = self._trial, None
+        worker = self._rusty(now) if ticket is not None else None
+        if ticket is None or worker is None:
+            if ticket is not None:  # its worker left within this turn: it queues like any other
+                self.queue.add(ticket)
+            return []
+        worker.trial = True
+        return [self._launch(worker, [ticket], now)]
+
+    def _launch(self, worker: _Worker, tickets: list[Ticket], now: float) -> Batch:
+        size = len(tickets)
+        self._in_flight += size
+        worker.busy_until = now + worker.times.median[size]
+        worker.used_at = now
+        return Batch(worker.name, tuple(tickets), worker.busy_until, now + worker.times.tail[size])
+
     def _batch_for(self, worker: _Worker, idle: int, now: float) -> tuple[Batch | None, float | None]:
         queued = len(self.queue)
         # Idle workers share what waits: two small batches in parallel beat one large one.
@@ -227,36 +274,34 @@ class Scheduler:
         sight = [ticket for ticket in self.queue.first(LOOKAHEAD) if ticket.deadline >= soonest]
         if not sight:
             return None, None
+        wait_until = self._worth_waiting(sight, worker.times, now)
+        if wait_until is not None:
+            return None, wait_until
         rate_hz = self._arrivals.rate_hz(now) / max(1, len(self._workers))
         start, size = choose_batch(
-            [ticket.deadline for ticket in sight], now, worker.times, limit, rate_hz, queued - len(sight)
+            [ticket.deadline for ticket in sight], now, worker.times, limit, rate_hz, queued - len(sight), self._lost
         )
         chosen = sight[start : start + size]
-        if size == queued:
-            wait_until = self._worth_waiting(chosen, worker.times, now)
-            if wait_until is not None:
-                return None, wait_until
         for ticket in chosen:
             self.queue.remove(ticket)
-        self._in_flight += size
-        worker.busy_until = now + worker.times.median[size]
-        worker.used_at = now
-        return Batch(worker.name, tuple(chosen), worker.busy_until, now + worker.times.tail[size]), None
+            self._note_outcome(lost=False)
+        return self._launch(worker, chosen, now), None
 
-    def _worth_waiting(self, chosen: list[Ticket], times: ServiceTimes, now: float) -> float | None:
-        """Until when this batch may wait for company; None to launch it now.
+    def _worth_waiting(self, queued: list[Ticket], times: ServiceTimes, now: float) -> float | None:
+        """Until when these tickets may wait for company; None to launch now.
 
-        It waits only for robots that may still come, only where arrivals have been following one another within the
-        wait, never beyond the oldest member's wait, and never so long that one more member would make any late.
+        They wait only for robots that may still come, only where arrivals have been following one another within the
+        wait, only if one batch could take them all and one more, never beyond the oldest one's wait, and never so long
+        that one more member would make any of them late.
         """
-        size = len(chosen)
-        if not self.max_wait_s or size >= min(self.max_batch, times.max_batch):
+        size = len(queued)
+        if not self.max_wait_s or size >= min(self.max_batch, times.max_batch) or self._company < 0.5:
             return None
         self._forget_idle_robots(now)
-        if len(self._robots) <= size + self._in_flight or self._company < 0.5:
+        if len(self._robots) <= size + self._in_flight:
             return None
-        latest = min(ticket.deadline for ticket in chosen) - times.tail[size + 1]
-        until = min(min(ticket.arrived_at for ticket in chosen) + self.max_wait_s, latest)
+        latest = min(ticket.deadline for ticket in queued) - times.tail[size + 1]
+        until = min(min(ticket.arrived_at for ticket in queued) + self.max_wait_s, latest)
         return until if until > now else None
 
     def _drop_unreachable(self, now: float) -> list[Refused]:
@@ -265,6 +310,7 @@ class Scheduler:
         fastest = self._fastest_s()
         while (ticket := self.queue.earliest_deadline()) is not None and ticket.deadline < now + fastest:
             self.queue.remove(ticket)
+            self._note_outcome(lost=True)
             reason = Refusal.UNREACHABLE if self._workers else Refusal.NO_WORKER
             completion = self.predicted_completion(0, now) if self._workers else None
             refused.append(Refused(ticket, reason, completion, max(0.001, fastest)))
@@ -281,6 +327,9 @@ class Scheduler:
 
     def _fastest_s(self) -> float:
         return min((worker.times.median[1] for worker in self._workers.values()), default=0.0)
+
+    def _note_outcome(self, *, lost: bool) -> None:
+        self._lost += LOSS_WEIGHT * (float(lost) - self._lost)
 
     def _note_arrival(self, robot: str, now: float) -> None:
         if self._last_arrival is not None:
