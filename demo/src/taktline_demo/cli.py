@@ -1,4 +1,4 @@
-"""`taktline-demo`: record demonstrations, train the policy, evaluate it, and run a fleet of simulated robots."""
+"""`taktline-demo`: record demonstrations, train and evaluate the policy, run a fleet, or show what a robot sees."""
 
 from __future__ import annotations
 
@@ -134,6 +134,28 @@ def fleet(
         report.parent.mkdir(parents=True, exist_ok=True)
         write_report(report, run)
         console.print(f"report: {report}", highlight=False)
+
+
+@app.command()
+def snapshot(
+    out: Annotated[Path, typer.Option(help="Folder for scene.jpg and wrist.jpg.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the episode.")] = 0,
+) -> None:
+    """Write what a robot sees at the start of an episode, and print the `taktline act` command that sends it."""
+    from taktline_demo.environment import ReachEnvironment
+    from taktline_demo.jpeg import encode_jpeg
+
+    environment = ReachEnvironment()
+    environment.reset(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    cameras = ""
+    for name, frame in environment.frames().items():
+        path = out / f"{name}.jpg"
+        path.write_bytes(encode_jpeg(frame))
+        cameras += f" --camera {name}={path}"
+    state = ",".join(f"{angle:.4f}" for angle in environment.state())
+    environment.close()
+    typer.echo(f'taktline act --policy demo-reach{cameras} --state={state} --instruction "{environment.instruction}"')
 
 
 def _require_training() -> None:
