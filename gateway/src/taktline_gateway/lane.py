@@ -288,7 +288,7 @@ class Lane:
         if link.info is None:
             return
         self._up[link.name] = link
-        self._scheduler.add_worker(link.name, ServiceTimes(link.info.t_sync, self.route.max_batch))
+        self._scheduler.add_worker(link.name, ServiceTimes(link.info.t_sync, self.route.max_batch), time.monotonic())
         self._poll_later()
 
     def _worker_down(self, link: WorkerLink) -> None:

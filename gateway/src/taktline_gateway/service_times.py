@@ -18,6 +18,8 @@ class ServiceTimes:
     A batch of any size runs in the smallest bucket that holds it, so sizes of one bucket share their times. The
     calibration stands until a bucket has seen `MIN_SAMPLES` batches; then the last `WINDOW` of them speak. The tail is
     the 99th percentile by the lower rank, so one freak batch in a window moves nothing.
+
+    A table that is too slow refuses the very requests that would correct it; `rescale` is the way out.
     """
 
     def __init__(self, calibration: Sequence[BucketTime], max_batch: int) -> None:
@@ -27,10 +29,8 @@ class ServiceTimes:
         ordered = sorted(calibration, key=lambda time: time.batch)
         self.buckets = tuple(time.batch for time in ordered)
         self.max_batch = max(1, min(max_batch, self.buckets[-1]))
-        self._windows = {batch: _Window() for batch in self.buckets}
-        self._median = {time.batch: time.median_ms / 1e3 for time in ordered}
-        self._tail = {time.batch: max(time.median_ms, time.p99_ms) / 1e3 for time in ordered}
-        self._tabulate()
+        self._calibrated = {time.batch: (time.median_ms / 1e3, time.p99_ms / 1e3) for time in ordered}
+        self._begin(1.0)
 
     def record(self, batch: int, seconds: float) -> None:
         """Takes in one finished batch of `batch` members that took `seconds` from send to answer."""
@@ -40,6 +40,20 @@ class ServiceTimes:
         if window.count >= MIN_SAMPLES:
             self._median[bucket], self._tail[bucket] = window.median(), window.tail()
             self._tabulate()
+
+    def rescale(self, seconds: float) -> None:
+        """Starts anew from the calibration, scaled so that a batch of one takes `seconds`.
+
+        For a trial that contradicts the table: its samples come from another time, and the calibration's own ratios
+        between the buckets are the best that is known of the present one.
+        """
+        self._begin(seconds / self._calibrated[self.buckets[0]][0])
+
+    def _begin(self, scale: float) -> None:
+        self._windows = {batch: _Window() for batch in self.buckets}
+        self._median = {batch: scale * median for batch, (median, _) in self._calibrated.items()}
+        self._tail = {batch: scale * max(times) for batch, times in self._calibrated.items()}
+        self._tabulate()
 
     def bucket(self, batch: int) -> int:
         """The bucket that a batch of this size runs in."""
