@@ -106,6 +106,7 @@ class Gateway:
             if policy in self.lanes:
                 self.lanes[policy].apply(route)
             else:
+                self.telemetry.policy_served(policy)
                 self.lanes[policy] = Lane(route, self.telemetry, max_queued=self.settings.max_queued)
         targets = {policy: [target.address for target in route.targets] for policy, route in routes.items()}
         log(_logger, logging.INFO, "routes_applied", targets=targets)

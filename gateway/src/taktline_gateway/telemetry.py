@@ -69,6 +69,12 @@ class Telemetry:
             registry=self.registry,
         )
 
+    def policy_served(self, policy: str) -> None:
+        """Starts the policy's counters at 0, so that a query has an answer, and a rate its first event."""
+        for cause in metrics.MISS_CAUSES:
+            self._misses.labels(policy, cause)
+        self._superseded.labels(policy)
+
     def watch_levels(self, depths: Callable[[], Iterable[Level]], workers: Callable[[], Iterable[Level]]) -> None:
         """Reads queue depths and usable workers at each scrape."""
         self.registry.register(_Levels(depths, workers))

@@ -10,9 +10,6 @@ from taktline.commands.options import DEFAULT_URL, AsJson, Url
 
 def policies(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """List the policies that a gateway serves."""
-    from rich.console import Console
-    from rich.table import Table
-
     from taktline.robot import list_policies
 
     found = list_policies(url)
@@ -22,18 +19,13 @@ def policies(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     if not found.policies:
         typer.echo(f"{url} serves no policies yet: apply a PolicyDeployment, or check the gateway's --routes")
         return
-    table = Table("policy", "family", "revision", "ready", "workers", "cameras", "state", "chunk", "T_sync(1) ms")
     for info in found.policies:
-        cameras = [*info.cameras, *(f"{camera}?" for camera in info.optional_cameras)]
-        table.add_row(
-            info.policy,
-            info.family,
-            info.revision[:12],
-            "yes" if info.ready else "no",
-            str(info.workers),
-            ", ".join(cameras),
-            str(info.state_dim),
-            f"{info.horizon} x {info.action_dim} @ {1e3 * info.dt_s:g} ms",
-            f"{info.t_sync[0].median_ms:.1f}" if info.t_sync else "",
-        )
-    Console().print(table)
+        cameras = [*info.cameras, *(f"{camera} (optional)" for camera in info.optional_cameras)]
+        state = "ready" if info.ready else "not ready"
+        typer.echo(f"{info.policy}: {state}, {info.workers} workers, {info.family}, revision {info.revision}")
+        typer.echo(f"  cameras    {', '.join(cameras) or 'not known before a worker is up'}")
+        typer.echo(f"  state      {info.state_dim} numbers")
+        period_ms = 1e3 * info.dt_s
+        typer.echo(f"  chunk      {info.horizon} actions of {info.action_dim} numbers, one every {period_ms:g} ms")
+        times = ", ".join(f"{time.median_ms:.1f} ms for {time.batch}" for time in info.t_sync)
+        typer.echo(f"  T_sync     {times or 'not measured yet'}")
