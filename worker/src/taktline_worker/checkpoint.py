@@ -7,16 +7,20 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from taktline_protocol import ErrorCode, TaktlineError
 
+SIDECAR_FILE = "taktline.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _HASH_BLOCK = 1 << 22
 _HEADER_LIMIT = 100_000_000
+
+SidecarT = TypeVar("SidecarT", bound=msgspec.Struct)
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -46,6 +50,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(f"{path} holds no JSON object", f"replace {path.name} by an intact copy")
     return value
+
+
+def read_sidecar(folder: Path, kind: type[SidecarT], page: str) -> SidecarT:
+    """The folder's `taktline.json` as `kind`, an empty one where there is none; `page` documents its fields.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where the file is there and does not fit.
+    """
+    path = folder / SIDECAR_FILE
+    if not path.is_file():
+        return kind()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID, f"{path} does not fit: {error}", f"see {page} for its fields"
+        ) from error
 
 
 def file_sha256(path: Path) -> str:

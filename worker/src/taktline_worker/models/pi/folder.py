@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from taktline_worker.checkpoint import TensorFiles, read_json, refuse
+from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, refuse
 from taktline_worker.models.pi import lerobot, openpi
 from taktline_worker.models.pi.config import (
     ArchitectureHints,
@@ -16,7 +16,7 @@ from taktline_worker.models.pi.config import (
     read_architecture,
 )
 from taktline_worker.models.pi.keys import canonical_names, family_of
-from taktline_worker.models.pi.sidecar import Sidecar, read_sidecar
+from taktline_worker.models.pi.sidecar import Sidecar
 from taktline_worker.models.pi.tokenizer import Tokenizer, load_tokenizer
 
 # Pieces that a tokenizer may have beyond the embedding: image and location markers that no prompt encodes to.
@@ -72,7 +72,7 @@ def open_folder(path: Path, statistics: str = "") -> PiFolder:
     Raises:
         TaktlineError: CHECKPOINT_INVALID or CONFIG_INVALID with the reason and the next step.
     """
-    sidecar = read_sidecar(path)
+    sidecar = read_sidecar(path, Sidecar, "docs/checkpoints.md")
     files = TensorFiles(path)
     names = canonical_names(files.shapes)
     shapes = {target: files.shapes[stored] for stored, target in names.items()}

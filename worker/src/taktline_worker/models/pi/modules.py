@@ -100,7 +100,7 @@ def prefix_pass(
         attended = ops.attention_prefix(query, key, value, lengths).reshape(batch, slots, -1)
         attended = ops.linear(attended, layer.out_weight)
         x, hidden = ops.add_rms_norm(x, attended, _given(layer.norm2_weight), RMS_EPS)
-        down = ops.linear(ops.geglu(ops.linear(hidden, layer.gate_up_weight)), layer.down_weight)
+        down = _feed_forward(layer, hidden)
         x, hidden = ops.add_rms_norm(x, down, _given(layers[index + 1].norm1_weight), RMS_EPS)
     return x
 
@@ -133,7 +133,7 @@ def state_pass(weights: PiWeights, state: Tensor, lengths: Tensor, keys: Tensor,
         ).flatten(2)
         attended = ops.linear(attended, layer.out_weight)
         x, hidden = ops.add_rms_norm(x, attended, _given(layer.norm2_weight), RMS_EPS)
-        down = ops.linear(ops.geglu(ops.linear(hidden, layer.gate_up_weight)), layer.down_weight)
+        down = _feed_forward(layer, hidden)
         x, hidden = ops.add_rms_norm(x, down, _given(layers[index + 1].norm1_weight), RMS_EPS)
 
 
@@ -190,7 +190,7 @@ def _plain_expert(
     for index, layer in enumerate(layers):
         attended = _attend_suffix(layer, hidden, keys[index], values[index], lengths, cos, sin, heads)
         x, hidden = ops.add_rms_norm(x, attended, _given(layer.norm2_weight), RMS_EPS)
-        down = ops.linear(ops.geglu(ops.linear(hidden, layer.gate_up_weight)), layer.down_weight)
+        down = _feed_forward(layer, hidden)
         last = index + 1 == len(layers)
         following = weights.expert_norm if last else layers[index + 1].norm1_weight
         x, hidden = ops.add_rms_norm(x, down, _given(following), RMS_EPS)
@@ -217,7 +217,7 @@ def _adaptive_expert(
         attended = _attend_suffix(layer, hidden, keys[index], values[index], lengths, cos, sin, heads)
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
         x, hidden = ops.gated_add_ada_rms_norm(x, attended, gate[first], scale[second], shift[second], RMS_EPS)
-        down = ops.linear(ops.geglu(ops.linear(hidden, layer.gate_up_weight)), layer.down_weight)
+        down = _feed_forward(layer, hidden)
         x, hidden = ops.gated_add_ada_rms_norm(x, down, gate[second], scale[following], shift[following], RMS_EPS)
     return hidden
 
@@ -248,6 +248,11 @@ def _project(layer: GemmaLayer, hidden: Tensor, cos: Tensor, sin: Tensor, heads:
     packed = ops.linear(hidden, weight).view(batch, tokens, heads + 2, head_dim)
     rotated = ops.rope(packed[:, :, : heads + 1], cos, sin)
     return rotated[:, :, :heads], rotated[:, :, heads:], packed[:, :, heads + 1 :]
+
+
+def _feed_forward(layer: GemmaLayer, hidden: Tensor) -> Tensor:
+    """The gated feed-forward of one layer, (B, tokens, W) -> (B, tokens, W), without the residual."""
+    return ops.linear(ops.geglu(ops.linear(hidden, layer.gate_up_weight)), layer.down_weight)
 
 
 def _patches(pixels: Tensor, columns: int) -> Tensor:

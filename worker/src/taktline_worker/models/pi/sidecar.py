@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 from taktline_protocol import ErrorCode, TaktlineError
 
+from taktline_worker.checkpoint import SIDECAR_FILE
 from taktline_worker.models.pi.normalise import Mode
-
-SIDECAR_FILE = "taktline.json"
 
 
 class SidecarArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,23 +77,6 @@ OPENPI_FIELDS = (
     "cameras",
 )
 LEROBOT_FIELDS = ("state_prompt_width", "legacy_letterbox", "optional_cameras", "ignore_config_fields")
-
-
-def read_sidecar(folder: Path) -> Sidecar:
-    """The folder's `taktline.json`, or an empty one.
-
-    Raises:
-        TaktlineError: CONFIG_INVALID where the file is there and does not fit.
-    """
-    path = folder / SIDECAR_FILE
-    if not path.is_file():
-        return Sidecar()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Sidecar)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID, f"{path} does not fit: {error}", "see docs/checkpoints.md for its fields"
-        ) from error
 
 
 def refuse_foreign_fields(sidecar: Sidecar, foreign: tuple[str, ...], layout: str) -> None:

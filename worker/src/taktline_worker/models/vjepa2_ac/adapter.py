@@ -14,14 +14,13 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, SearchOptions
 
 from taktline_worker.adapter import Description, PlannedChunk
-from taktline_worker.checkpoint import verify_digests
+from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.vjepa2_ac.config import (
     ACTION_WIDTH,
     POSE_WIDTH,
     PUBLISHED_CONTROL_PERIOD_S,
     Sidecar,
-    read_sidecar,
 )
 from taktline_worker.models.vjepa2_ac.processor import PendingPlannerRow, PlannerProcessor, PlannerRow
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
@@ -159,7 +158,7 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     if not folder.is_dir():
         raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
     verify_digests(folder, config.model.sha256)
-    sidecar = read_sidecar(folder)
+    sidecar = read_sidecar(folder, Sidecar, "docs/planner.md")
     device = choose_device(config.engine.device)
     options = config.engine.search or SearchOptions()
     settings, limits = resolve_search(options, config.engine.action_horizon)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
-from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker.checkpoint import refuse
 
@@ -23,8 +21,6 @@ PUBLISHED_CONTROL_PERIOD_S = 0.25
 """DROID at 4 frames a second, the rate at which the predictor was trained."""
 PUBLISHED_HEADS = {1408: 22, 1024: 16}
 """Width of a published tower -> its heads."""
-
-SIDECAR_FILE = "taktline.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -89,23 +85,6 @@ class VJepa2Architecture:
     def encoder_head_dim(self) -> int:
         """Width of one encoder head."""
         return self.encoder_width // self.encoder_heads
-
-
-def read_sidecar(folder: Path) -> Sidecar:
-    """The folder's `taktline.json`, or an empty one.
-
-    Raises:
-        TaktlineError: CONFIG_INVALID where the file is there and does not fit.
-    """
-    path = folder / SIDECAR_FILE
-    if not path.is_file():
-        return Sidecar()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Sidecar)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID, f"{path} does not fit: {error}", "see docs/planner.md for its fields"
-        ) from error
 
 
 def read_architecture(encoder: Shapes, predictor: Shapes, stated: SidecarArchitecture) -> VJepa2Architecture:
