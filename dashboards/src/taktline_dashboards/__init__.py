@@ -1,0 +1,1 @@
+"""Grafana dashboards as code, and an honest picture of what they show."""

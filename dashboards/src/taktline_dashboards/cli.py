@@ -1,0 +1,1 @@
+"""The `taktline-dashboards` command."""
