@@ -24,7 +24,7 @@ from taktline_gateway.http_io import (
 from taktline_gateway.lane import ClientGone, Lane, Pending, Served
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway
-from taktline_gateway.telemetry import UNKNOWN_POLICY, miss_cause
+from taktline_gateway.telemetry import margin_of, miss_cause
 
 CLIENT_GONE = "client_gone"
 """The outcome of a request whose robot closed the connection; a metric label, never on the wire."""
@@ -77,7 +77,7 @@ class ActEndpoint:
             chunk = self.chunk(exchange.request_id, observation, info, served, pending, received_at)
             await send_message(send, exchange, chunk)
         except (ClientGone, Disconnected):
-            self._gateway.telemetry.refused(self._label(policy), CLIENT_GONE, missed=False)
+            self._gateway.telemetry.refused(policy, CLIENT_GONE, missed=False)
         except TaktlineError as error:
             self.refused(policy, exchange, observation, error)
             await send_error(send, exchange, error, close=not body_read or self._gateway.draining)
@@ -121,9 +121,11 @@ class ActEndpoint:
             inference_ms=1e3 * served.inference_s,
             actuate_ms=observation.actuate_ms,
         )
-        margin_ms = observation.budget_ms + timings.observe_ms - timings.critical_ms
+        margin_ms = margin_of(observation.budget_ms, timings)
         cause = miss_cause(observation.budget_ms, timings)
-        self._gateway.telemetry.answered(info.policy, served.pool, served.revision, timings, margin_ms, cause)
+        # Of the answers in time any is as good as another; of the late ones a person wants to see which.
+        exemplar = None if cause is None else {"request_id": request_id}
+        self._gateway.telemetry.answered(info.policy, served.pool, served.revision, timings, margin_ms, cause, exemplar)
         if cause is not None:
             log(
                 _logger,
@@ -153,11 +155,13 @@ class ActEndpoint:
             batch_size=served.batch_size,
             worker=served.worker,
             plan=served.plan,
+            rtc=served.rtc,
         )
 
     def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
         """Counts and logs one typed error."""
-        self._gateway.telemetry.refused(self._label(policy), error.code.value, missed=error.code in _MISSED)
+        exemplar = {"request_id": exchange.request_id}
+        self._gateway.telemetry.refused(policy, error.code.value, missed=error.code in _MISSED, exemplar=exemplar)
         log(
             _logger,
             logging.INFO,
@@ -169,6 +173,3 @@ class ActEndpoint:
             robot=observation.robot_id if observation is not None else None,
             seq=observation.seq if observation is not None else None,
         )
-
-    def _label(self, policy: str) -> str:
-        return policy if policy in self._gateway.lanes else UNKNOWN_POLICY

@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.deployment import Route, Target
-from taktline_protocol.messages import Array, Observation, PlanReport, PolicyInfo
-from taktline_protocol.rpc import from_error, from_plan, from_tensor, to_item
+from taktline_protocol.messages import Array, Observation, PlanReport, PolicyInfo, RtcReport
+from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor, to_item
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.logs import log
 from taktline_gateway.scheduler import Batch, Refusal, Refused, Scheduler
 from taktline_gateway.service_times import ServiceTimes
-from taktline_gateway.telemetry import Telemetry
+from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry
 from taktline_gateway.worker_link import WorkerLink
 
 HANG_FACTOR = 5.0
@@ -46,6 +46,7 @@ class Served:
     sent_at: float
     inference_s: float
     plan: PlanReport | None = None
+    rtc: RtcReport | None = None
 
 
 class ClientGone(Exception):
@@ -79,6 +80,7 @@ class Lane:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
+        self._retiring: set[WorkerLink] = set()
         self.apply(route)
 
     # ----- what others see
@@ -93,10 +95,30 @@ class Lane:
         """Observations queued or in flight."""
         return self.depth + self._in_flight
 
-    def workers_by_pool(self) -> dict[str, int]:
-        """Usable workers of each pool; a pool that has none counts 0."""
+    def levels(self) -> Levels:
+        """Queue, workers and predicted times at this instant; a pool that has no usable worker counts 0."""
+        now = time.monotonic()
         counts = Counter(link.target.pool for link in self._links.values() if link.up)
-        return {link.target.pool: counts[link.target.pool] for link in self._links.values()}
+        states = Counter(
+            (link.target.pool, self._scheduler.worker_state(link.name, now) if link.up else "down")
+            for link in self._links.values()
+        )
+        states.update((link.target.pool, "draining") for link in self._retiring)
+        predicted = []
+        for link in self._up.values():
+            times = self._scheduler.times(link.name)
+            for size in times.buckets if times is not None else ():
+                if times is not None and size <= times.max_batch:
+                    median_ms, tail_ms = 1e3 * times.median_s(size), 1e3 * times.tail_s(size)
+                    predicted.append(PredictedTime(link.target.pool, link.revision, size, median_ms, tail_ms))
+        return Levels(
+            policy=self.route.policy,
+            depth=self.depth,
+            in_flight=self._in_flight,
+            usable={link.target.pool: counts[link.target.pool] for link in self._links.values()},
+            states=states,
+            predicted=tuple(predicted),
+        )
 
     def info(self) -> PolicyInfo:
         """What a client must know; cameras and sizes come from a worker, the last one seen where none is up."""
@@ -198,8 +220,9 @@ class Lane:
             self._fail(refused.ticket, self._error(refused, now))
         for batch in plan.batches:
             self._in_flight += len(batch.tickets)
-            self._telemetry.batch(self.route.policy, self._up[batch.worker].target.pool, len(batch.tickets))
-            self._spawn(self._run(self._up[batch.worker], batch, now))
+            link = self._up[batch.worker]
+            self._telemetry.batch(self.route.policy, link.target.pool, link.revision, len(batch.tickets))
+            self._spawn(self._run(link, batch, now))
         if plan.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
 
@@ -222,7 +245,13 @@ class Lane:
         finally:
             self._in_flight -= size
         link.failures = 0
-        self._scheduler.finished(link.name, size, time.monotonic() - sent_at)
+        seconds = time.monotonic() - sent_at
+        self._scheduler.finished(link.name, size, seconds)
+        rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
+        revision = response.revision or link.revision
+        self._telemetry.batch_finished(
+            self.route.policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
+        )
         self._deliver(link, members, response, sent_at)
         self._poll()
 
@@ -244,6 +273,7 @@ class Lane:
                     # A robot must never be handed numbers that are not actions.
                     raise _worker_failed(link, "its actions are not finite float32 rows")
                 plan = from_plan(result.plan) if result.HasField("plan") else None
+                rtc = from_rtc(result.rtc) if result.HasField("rtc") else None
             except TaktlineError as error:
                 member.result.set_exception(error)
                 continue
@@ -257,6 +287,7 @@ class Lane:
                     sent_at=sent_at,
                     inference_s=response.total_ms / 1e3,
                     plan=plan,
+                    rtc=rtc,
                 )
             )
 
@@ -298,8 +329,12 @@ class Lane:
             self._poll_later()
 
     async def _retire(self, link: WorkerLink) -> None:
-        await link.idle.wait()
-        await link.close()
+        self._retiring.add(link)
+        try:
+            await link.idle.wait()
+            await link.close()
+        finally:
+            self._retiring.discard(link)
 
     # ----- errors
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from taktline_protocol.errors import ErrorCode, TaktlineError
 from taktline_protocol.images import check_image
 from taktline_protocol.limits import Limits
-from taktline_protocol.messages import Array, Observation, PolicyInfo
+from taktline_protocol.messages import Array, Observation, PolicyInfo, Rtc
 
 _ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4, "float64": 8}
 
@@ -32,13 +32,15 @@ def check_observation(observation: Observation, limits: Limits) -> None:
 
     Raises:
         TaktlineError: `budget_invalid`, `deadline_expired`, `invalid_body`, `instruction_invalid`, `state_invalid`,
-            `search_invalid`, `camera_unknown` (too many), `image_corrupt`, `image_too_large`.
+            `search_invalid`, `rtc_invalid`, `camera_unknown` (too many), `image_corrupt`, `image_too_large`.
     """
     _check_time(observation, limits)
     _check_instruction(observation.instruction, limits)
     state_length(observation.state, limits)
     if observation.search is not None and observation.search.previous is not None:
         check_array("search.previous", observation.search.previous, ErrorCode.SEARCH_INVALID)
+    if observation.rtc is not None:
+        _check_rtc(observation.rtc, limits)
     if len(observation.images) > limits.cameras:
         raise TaktlineError(
             ErrorCode.CAMERA_UNKNOWN,
@@ -50,10 +52,10 @@ def check_observation(observation: Observation, limits: Limits) -> None:
 
 
 def check_policy_fit(observation: Observation, info: PolicyInfo) -> None:
-    """Checks cameras and state length against what `info` says the policy reads.
+    """Checks cameras, state length and RTC tail against what `info` says the policy reads.
 
     Raises:
-        TaktlineError: `camera_missing`, `camera_unknown` or `state_invalid`.
+        TaktlineError: `camera_missing`, `camera_unknown`, `state_invalid` or `rtc_invalid`.
     """
     sent = observation.images
     missing = [camera for camera in info.cameras if camera not in sent]
@@ -80,6 +82,8 @@ def check_policy_fit(observation: Observation, info: PolicyInfo) -> None:
             f"the state has {length} numbers; policy {info.policy!r} reads {info.state_dim}",
             "send the state in the order and length that the policy was trained on",
         )
+    if observation.rtc is not None and observation.rtc.tail is not None and info.action_dim:
+        _check_tail_fit(observation.rtc, observation.rtc.tail, info)
 
 
 def state_length(state: list[float] | Array, limits: Limits) -> int:
@@ -105,6 +109,78 @@ def state_vector(state: list[float] | Array, limits: Limits) -> NDArray[np.float
         where = int(np.flatnonzero(~np.isfinite(values))[0])
         raise _state(f"state[{where}] is {values[where]}")
     return values
+
+
+def _check_rtc(rtc: Rtc, limits: Limits) -> None:
+    if rtc.execution_horizon is not None and rtc.prefix_end is not None:
+        raise rtc_error(
+            "execution_horizon and prefix_end are both given; they state the same thing",
+            "send the actions you execute of each chunk as execution_horizon, or where guidance ends as prefix_end",
+        )
+    tail = rtc.tail
+    if tail is None:
+        return
+    if tail.dtype not in ("float32", "float64") or len(tail.shape) != 2 or 0 in tail.shape:
+        raise rtc_error(
+            f"the tail is {tail.dtype} of shape {list(tail.shape)}",
+            "send the unexecuted rows of the last chunk as float32 (n, D), or leave tail out where none is left",
+        )
+    check_array("rtc.tail", tail, ErrorCode.RTC_INVALID)
+    if tail.shape[0] > limits.tail_steps or tail.shape[1] > limits.state_length:
+        raise rtc_error(
+            f"the tail has shape {list(tail.shape)}; at most {limits.tail_steps} x {limits.state_length} is read",
+            "send only actions that have not been executed yet",
+        )
+    finite = np.isfinite(tail.to_numpy()).all(axis=1)
+    if not finite.all():
+        raise rtc_error(
+            f"tail[{int(np.flatnonzero(~finite)[0])}] holds a NaN or infinity", "send the actions as they were received"
+        )
+
+
+def _check_tail_fit(rtc: Rtc, tail: Array, info: PolicyInfo) -> None:
+    if not info.rtc:
+        raise rtc_error(
+            f"policy {info.policy!r} is served without real-time chunking",
+            "leave rtc out of the observation, or set spec.engine.rtc where the policy's family has it",
+        )
+    length, width = tail.shape
+    if width != info.action_dim or length > info.horizon:
+        raise rtc_error(
+            f"the tail has shape {[length, width]}; chunks of policy {info.policy!r} have {info.horizon} actions of"
+            f" {info.action_dim} numbers",
+            "send unexecuted rows of a chunk of this policy",
+        )
+    check_delay(rtc.delay, rtc.execution_horizon, info.horizon, info.rtc_max_delay if info.rtc == "trained" else None)
+
+
+def check_delay(delay: int | None, execution_horizon: int | None, horizon: int, trained: int | None) -> None:
+    """The paper's bound d <= s <= H - d, and the one of a checkpoint trained with delays up to `trained`.
+
+    Raises:
+        TaktlineError: `rtc_invalid`.
+    """
+    if delay is not None and delay > horizon:
+        raise rtc_error(
+            f"the delay is {delay} actions, a chunk has {horizon}",
+            "ask for the next chunk while enough of the last one is left",
+        )
+    if delay is not None and trained is not None and delay > trained:
+        raise rtc_error(
+            f"the delay is {delay} actions, the checkpoint was trained for at most {trained}",
+            "shorten the round trip, lower the control rate, or set spec.engine.rtc.mode to guided",
+        )
+    if execution_horizon is not None and not (delay or 0) <= execution_horizon <= horizon - (delay or 0):
+        raise rtc_error(
+            f"with a delay of {delay or 0} actions and chunks of {horizon}, the execution horizon must lie between"
+            f" {delay or 0} and {horizon - (delay or 0)}; it is {execution_horizon}",
+            "execute more actions of each chunk, or shorten the round trip",
+        )
+
+
+def rtc_error(message: str, next_step: str) -> TaktlineError:
+    """An `rtc_invalid` error about the observation's `rtc`."""
+    return TaktlineError(ErrorCode.RTC_INVALID, message, next_step)
 
 
 def _state(message: str) -> TaktlineError:

@@ -62,6 +62,25 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     micro_batch: Annotated[int, Meta(ge=1)] | None = None
 
 
+class RtcOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Real-time chunking (arXiv 2506.07339): how the unexecuted tail of a robot's last chunk shapes the next one.
+
+    Attributes:
+        mode: `auto` = `trained` where the checkpoint was trained for it, else `guided`; `off` refuses tails.
+        schedule: how the weight of the tail falls from the delay to the end of the prefix; None takes the checkpoint's
+            own, else linear.
+        max_guidance_weight: bound of the guidance weight; None takes the checkpoint's own, else 10.
+        gradient: `identity` takes the denoised chunk's derivative for the identity, as LeRobot computes it; `vjp` runs
+            a backward pass through the network at each solver step, as the paper states it, for about three times the
+            solver's time.
+    """
+
+    mode: Literal["auto", "guided", "trained", "off"] = "auto"
+    schedule: Literal["linear", "exp", "ones", "zeros"] | None = None
+    max_guidance_weight: Annotated[float, Meta(gt=0)] | None = None
+    gradient: Literal["identity", "vjp"] = "identity"
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only.
 
@@ -76,6 +95,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     control_period_ms: float | None = None
     max_image_pixels: Annotated[int, Meta(ge=1)] = 16_000_000
     search: SearchOptions | None = None
+    rtc: RtcOptions = RtcOptions()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -124,6 +144,32 @@ class ClientMapping(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metadata: dict[str, bool | float | str | list[float]] = {}
 
 
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A second revision of a policy that is on trial beside the one that serves.
+
+    Attributes:
+        id: names this trial; a new one begins with empty counts.
+        step: names the present step of it; counts are kept by step.
+        weight: percent of the robots that it serves.
+        mirror: percent of the other robots' observations that it also gets, without its answers being used.
+        tolerance: largest difference of an action from the serving revision's that counts as equal, in robot units.
+        tolerances: the same by action dimension, in place of `tolerance`; empty uses that for all.
+        rows: rows of a chunk that are compared; 0 compares all.
+        hold_s: a robot in the middle of a session stays with its revision for so long after a step has begun.
+    """
+
+    id: str
+    step: str = ""
+    revision: str = ""
+    targets: tuple[Target, ...] = ()
+    weight: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    mirror: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    tolerance: Annotated[float, Meta(ge=0)] = 0.0
+    tolerances: tuple[Annotated[float, Meta(ge=0)], ...] = ()
+    rows: Annotated[int, Meta(ge=0)] = 0
+    hold_s: Annotated[float, Meta(ge=0)] = 30.0
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the gateway serves one policy.
 
@@ -132,6 +178,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         max_batch: upper bound of a batch, whatever the worker's buckets allow.
         max_wait_ms: how long the first queued observation may wait for company.
         clients: how the observations of each client protocol are read.
+        candidate: a revision on trial; absent unless a rollout is under way.
     """
 
     policy: str
@@ -142,6 +189,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_batch: int = 8
     max_wait_ms: float = 5.0
     clients: dict[ClientProtocol, ClientMapping] = {}
+    candidate: Candidate | None = None
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -24,6 +24,7 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     INSTRUCTION_INVALID = "instruction_invalid"
     GOAL_INVALID = "goal_invalid"
     SEARCH_INVALID = "search_invalid"
+    RTC_INVALID = "rtc_invalid"
     # Time.
     BUDGET_INVALID = "budget_invalid"
     DEADLINE_EXPIRED = "deadline_expired"
@@ -57,6 +58,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INSTRUCTION_INVALID: 422,
     ErrorCode.GOAL_INVALID: 422,
     ErrorCode.SEARCH_INVALID: 422,
+    ErrorCode.RTC_INVALID: 422,
     ErrorCode.BUDGET_INVALID: 422,
     ErrorCode.DEADLINE_EXPIRED: 504,
     ErrorCode.DEADLINE_UNREACHABLE: 503,

@@ -21,6 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         cameras: images in one observation.
         state_length: numbers in the state vector.
         instruction_chars: characters of the instruction.
+        tail_steps: actions in the unexecuted rest of a chunk; no chunk is longer.
         budget_ms: longest control budget that makes sense.
     """
 
@@ -32,6 +33,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     cameras: int = 16
     state_length: int = 1024
     instruction_chars: int = 2000
+    tail_steps: int = 1024
     budget_ms: float = 600_000.0
 
 

@@ -68,6 +68,25 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     previous: Array | None = None
 
 
+class Rtc(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Real-time chunking: what the robot still executes of its last chunk while the next one is made.
+
+    Attributes:
+        tail: float Array (n, D) in robot units, as they came in the last chunk: the actions not executed yet when the
+            cameras were read, the one due at `captured_at` first. Left out for the first chunk and after a reset.
+        delay: actions that will be executed before the new chunk is there, ceil(latency / dt); None leaves the
+            estimate to the gateway.
+        execution_horizon: actions that the robot executes of each chunk (the paper's s); guidance ends at H - s.
+        prefix_end: the same stated directly: guidance ends before this action (what LeRobot calls execution_horizon).
+            At most one of the two is sent; with neither, guidance ends where the tail does.
+    """
+
+    tail: Array | None = None
+    delay: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    execution_horizon: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    prefix_end: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+
 class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One robot request.
 
@@ -87,6 +106,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         instruction: task in words.
         seed: fixes the sampler's noise; None draws fresh noise.
         search: for planners only, whose goal travels as one more image.
+        rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
     """
 
     robot_id: Name
@@ -102,6 +122,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     network_ms: Annotated[float, Meta(ge=0)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     search: Search | None = None
+    rtc: Rtc | None = None
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +159,26 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     stopped: Literal["rounds", "converged", "budget"]
 
 
+class RtcReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tail of the last chunk shaped this one.
+
+    Attributes:
+        mode: `guided` = pulled towards the tail at each solver step; `trained` = the first `delay` actions were fixed
+            to it, as the checkpoint was trained to have.
+        delay: actions held to the tail with full weight.
+        prefix_end: from this action on the tail had no influence.
+        schedule: how the weight falls between the two; `hard` in the trained mode.
+        path: `batched` = in the same run as the rest of the batch; `apart` = in a run of its own behind it, because the
+            engine's captured graphs do not guide.
+    """
+
+    mode: Literal["guided", "trained"]
+    delay: int
+    prefix_end: int
+    schedule: Literal["linear", "exp", "ones", "zeros", "hard"]
+    path: Literal["batched", "apart"]
+
+
 class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer to one observation.
 
@@ -149,6 +190,7 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         margin_ms: control margin B_ctrl - L_critical; negative is a deadline miss.
         batch_size: how many observations shared the engine call.
         plan: of planners: `actions` is then the whole plan, of which row 0 is to be executed.
+        rtc: what was made of the observation's `rtc`; absent where no tail was sent.
     """
 
     request_id: str
@@ -165,6 +207,7 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     batch_size: int
     worker: str = ""
     plan: PlanReport | None = None
+    rtc: RtcReport | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -186,7 +229,12 @@ class BucketTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client must know to speak to a policy."""
+    """What a client must know to speak to a policy.
+
+    Attributes:
+        rtc: how observations with `rtc` are served; empty where they are refused.
+        rtc_max_delay: in the trained mode, the largest delay that the checkpoint was trained for.
+    """
 
     policy: str
     family: str
@@ -201,6 +249,8 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     control_budget_ms: float = 0.0
     workers: int = 0
     t_sync: tuple[BucketTime, ...] = ()
+    rtc: Literal["", "guided", "trained"] = ""
+    rtc_max_delay: int = 0
 
 
 class PolicyList(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,17 @@ from taktline_protocol import worker_pb2
 from taktline_protocol.checks import check_array
 from taktline_protocol.errors import ErrorCode, TaktlineError
 from taktline_protocol.limits import MIB
-from taktline_protocol.messages import Array, BucketTime, Image, Observation, PlanReport, PolicyInfo, Search
+from taktline_protocol.messages import (
+    Array,
+    BucketTime,
+    Image,
+    Observation,
+    PlanReport,
+    PolicyInfo,
+    Rtc,
+    RtcReport,
+    Search,
+)
 
 SERVICE_NAME = "taktline.worker.v1.Worker"
 MAX_MESSAGE_BYTES = 512 * MIB
@@ -54,6 +64,8 @@ def to_item(request_id: str, observation: Observation, budget_ms: float) -> work
     )
     if observation.search is not None:
         item.search.CopyFrom(_to_search(observation.search))
+    if observation.rtc is not None:
+        item.rtc.CopyFrom(_to_rtc(observation.rtc))
     for camera, image in observation.images.items():
         wire = item.images[camera]
         wire.encoding = image.encoding
@@ -110,6 +122,29 @@ def from_plan(plan: worker_pb2.Plan) -> PlanReport:
     )
 
 
+def from_rtc(applied: worker_pb2.RtcApplied) -> RtcReport:
+    """What a worker made of an item's tail. Raises TaktlineError `worker_failed` where it does not fit."""
+    known = (
+        applied.mode in ("guided", "trained")
+        and applied.schedule in ("linear", "exp", "ones", "zeros", "hard")
+        and applied.path in ("batched", "apart")
+    )
+    if not known:
+        raise TaktlineError(
+            ErrorCode.WORKER_FAILED,
+            f"the worker reports RTC {applied.mode[:32]!r}, {applied.schedule[:32]!r}, {applied.path[:32]!r},"
+            " which this gateway does not know",
+            "run the gateway and the workers of one release",
+        )
+    return RtcReport(
+        mode=applied.mode,  # type: ignore[arg-type]
+        delay=applied.delay,
+        prefix_end=applied.prefix_end,
+        schedule=applied.schedule,  # type: ignore[arg-type]
+        path=applied.path,  # type: ignore[arg-type]
+    )
+
+
 def to_error(error: TaktlineError) -> worker_pb2.Error:
     """The wire form of a typed error."""
     return worker_pb2.Error(code=error.code.value, message=error.message, next_step=error.next_step)
@@ -144,6 +179,9 @@ def policy_info(response: worker_pb2.InfoResponse) -> PolicyInfo:
         dt_s=response.dt_s,
         workers=1,
         t_sync=bucket_times(response.t_sync),
+        # A mode of a later release is no mode that this one can promise to clients.
+        rtc=response.rtc if response.rtc in ("guided", "trained") else "",  # type: ignore[arg-type]
+        rtc_max_delay=response.rtc_max_delay,
     )
 
 
@@ -165,6 +203,13 @@ def _to_search(search: Search) -> worker_pb2.Search:
     if search.previous is not None:
         previous = search.previous
         wire.previous.CopyFrom(worker_pb2.Tensor(dtype=previous.dtype, shape=previous.shape, data=previous.data))
+    return wire
+
+
+def _to_rtc(rtc: Rtc) -> worker_pb2.Rtc:
+    wire = worker_pb2.Rtc(delay=rtc.delay, execution_horizon=rtc.execution_horizon, prefix_end=rtc.prefix_end)
+    if rtc.tail is not None:
+        wire.tail.CopyFrom(worker_pb2.Tensor(dtype=rtc.tail.dtype, shape=rtc.tail.shape, data=rtc.tail.data))
     return wire
 
 

@@ -41,7 +41,7 @@ class BucketTime(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync")
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,9 @@ class InfoResponse(_message.Message):
     HORIZON_FIELD_NUMBER: _ClassVar[int]
     DT_S_FIELD_NUMBER: _ClassVar[int]
     T_SYNC_FIELD_NUMBER: _ClassVar[int]
+    RTC_FIELD_NUMBER: _ClassVar[int]
+    RTC_MAX_DELAY_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     family: str
     revision: str
@@ -66,7 +69,10 @@ class InfoResponse(_message.Message):
     horizon: int
     dt_s: float
     t_sync: _containers.RepeatedCompositeFieldContainer[BucketTime]
-    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ...) -> None: ...
+    rtc: str
+    rtc_max_delay: int
+    replicas: int
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class Search(_message.Message):
     __slots__ = ("candidates", "rounds", "elites", "horizon", "budget_ms", "anytime", "previous")
@@ -86,8 +92,34 @@ class Search(_message.Message):
     previous: Tensor
     def __init__(self, candidates: _Optional[int] = ..., rounds: _Optional[int] = ..., elites: _Optional[int] = ..., horizon: _Optional[int] = ..., budget_ms: _Optional[float] = ..., anytime: bool = ..., previous: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
+class Rtc(_message.Message):
+    __slots__ = ("tail", "delay", "execution_horizon", "prefix_end")
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    DELAY_FIELD_NUMBER: _ClassVar[int]
+    EXECUTION_HORIZON_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_END_FIELD_NUMBER: _ClassVar[int]
+    tail: Tensor
+    delay: int
+    execution_horizon: int
+    prefix_end: int
+    def __init__(self, tail: _Optional[_Union[Tensor, _Mapping]] = ..., delay: _Optional[int] = ..., execution_horizon: _Optional[int] = ..., prefix_end: _Optional[int] = ...) -> None: ...
+
+class RtcApplied(_message.Message):
+    __slots__ = ("mode", "delay", "prefix_end", "schedule", "path")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DELAY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_END_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    delay: int
+    prefix_end: int
+    schedule: str
+    path: str
+    def __init__(self, mode: _Optional[str] = ..., delay: _Optional[int] = ..., prefix_end: _Optional[int] = ..., schedule: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
 class InferItem(_message.Message):
-    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms", "search")
+    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms", "search", "rtc")
     class ImagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +136,7 @@ class InferItem(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     SEARCH_FIELD_NUMBER: _ClassVar[int]
+    RTC_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     robot_id: str
     seq: int
@@ -113,7 +146,8 @@ class InferItem(_message.Message):
     seed: int
     budget_ms: float
     search: Search
-    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ...) -> None: ...
+    rtc: Rtc
+    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ..., rtc: _Optional[_Union[Rtc, _Mapping]] = ...) -> None: ...
 
 class InferRequest(_message.Message):
     __slots__ = ("policy", "revision", "items")
@@ -146,16 +180,18 @@ class Plan(_message.Message):
     def __init__(self, predicted_states: _Optional[_Union[Tensor, _Mapping]] = ..., energies: _Optional[_Union[Tensor, _Mapping]] = ..., stopped: _Optional[str] = ...) -> None: ...
 
 class InferResult(_message.Message):
-    __slots__ = ("request_id", "actions", "error", "plan")
+    __slots__ = ("request_id", "actions", "error", "plan", "rtc")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    RTC_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     actions: Tensor
     error: Error
     plan: Plan
-    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    rtc: RtcApplied
+    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rtc: _Optional[_Union[RtcApplied, _Mapping]] = ...) -> None: ...
 
 class InferResponse(_message.Message):
     __slots__ = ("results", "preprocess_ms", "engine_ms", "postprocess_ms", "total_ms", "bucket", "revision")
