@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from taktline_protocol import ErrorCode, TaktlineError
@@ -70,7 +69,8 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        return Response(gateway.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
+        text, media = gateway.telemetry.exposition(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": media, "vary": "accept"})
 
     @app.get("/openapi.json")
     async def openapi(request: Request) -> Response:

@@ -2,31 +2,30 @@
 
 Nothing here does I/O or reads a clock. The caller tells what happened (`submit`, `cancel`, `finished`, `failed`) and
 asks `poll(now)` what to do: which batches to send to which worker, which tickets to refuse and why, and when to ask
-again. docs/api.md describes the algorithm to its users.
+again. docs/scheduling.md describes the algorithm.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import OrderedDict
 from collections.abc import Iterable
 from enum import Enum
 
-from taktline_gateway.batching import LOOKAHEAD, choose_batch
-from taktline_gateway.deadline_queue import DeadlineQueue, Ticket
+from taktline_gateway.ageing import Ageing
+from taktline_gateway.arrivals import Arrivals
+from taktline_gateway.composition import compose
+from taktline_gateway.deadline_queue import DeadlineQueue, Entry, Priority, Ticket, rank_of
+from taktline_gateway.fairness import Shares
+from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
 from taktline_gateway.service_times import ServiceTimes
 
-ACTIVE_ROBOT_S = 2.0
-"""A robot that sent nothing for so long is not waited for."""
-RATE_MEMORY_S = 1.0
-"""Time constant of the arrival rate."""
+__all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
+
 LOSS_WEIGHT = 1 / 64
 """Weight of the newest ticket in the running share of refused ones."""
-TRIAL_AFTER_S = 1.0
-"""A worker that sat idle for so long while everything was refused gets a trial, so that its times can be corrected."""
-COMPANY_WEIGHT = 1 / 32
-"""Weight of the newest gap in the running share of arrivals that follow another within the wait."""
+DROPS_A_POLL = 16
+"""Tickets refused in one decision; the next one follows at once, and batches do not wait for refusals."""
 
 
 class Refusal(Enum):
@@ -53,88 +52,92 @@ class Refused:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    """Tickets to send to one worker now, in service order. `predicted` and `tail` are completion instants."""
-
-    worker: str
-    tickets: tuple[Ticket, ...]
-    predicted: float
-    tail: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now, and when to ask again (None: at the next event)."""
+    """What to do now, and when to ask again (None: at the next event).
+
+    Attributes:
+        silent: batches whose worker has just gone silent; offer their members to the others with `resubmit`.
+    """
 
     batches: tuple[Batch, ...]
     refused: tuple[Refused, ...]
     wake_at: float | None
-
-
-@dataclasses.dataclass(slots=True)
-class _Worker:
-    name: str
-    times: ServiceTimes
-    busy_until: float | None = None  # predicted end of the batch in flight
-    suspended_until: float = 0.0
-    probation: bool = False  # failed last: it proves itself on a batch of one
-    used_at: float = 0.0
-    trial: bool = False  # the batch in flight was refused by the table and is sent to check it
-
-    def free_at(self, now: float) -> float:
-        free = self.suspended_until if self.busy_until is None else max(self.busy_until, self.suspended_until)
-        return max(now, free)
+    silent: tuple[Batch, ...] = ()
 
 
 class Scheduler:
-    """Earliest deadline first within priority, batches by measured times, work-conserving over several workers."""
+    """Earliest deadline first within priority and share, batches by measured times, work-conserving over workers."""
 
     def __init__(self, *, max_batch: int, max_wait_s: float, max_queued: int = 10_000) -> None:
         self.max_batch = max_batch
         self.max_wait_s = max_wait_s
         self.max_queued = max_queued
         self.queue = DeadlineQueue()
-        self._workers: dict[str, _Worker] = {}
-        self._robots: OrderedDict[str, float] = OrderedDict()
+        self.fleet = Fleet()
+        self.arrivals = Arrivals()
+        self._shares = {priority: Shares() for priority in Priority if priority is not Priority.SAFETY}
+        self._ageing = Ageing()
         self._in_flight = 0
         self._trial: Ticket | None = None
-        self._last_arrival: float | None = None
-        self._company = 0.0
-        self._arrivals = _ArrivalRate()
         self._lost = 0.0
 
     # ----- workers
 
-    def add_worker(self, name: str, times: ServiceTimes, now: float = 0.0) -> None:
-        """Makes a worker available. One batch is in flight on it at a time."""
-        self._workers[name] = _Worker(name, times, used_at=now)
+    def add_worker(
+        self, name: str, times: ServiceTimes, now: float = 0.0, cheaper: tuple[ServiceTimes, ...] = ()
+    ) -> None:
+        """Makes a worker available. One batch is in flight on it at a time; `cheaper` are its times when degraded."""
+        self.fleet.add(name, (times, *cheaper), now)
 
     def remove_worker(self, name: str) -> None:
         """No more batches go to this worker; a batch in flight is the caller's to finish."""
-        self._workers.pop(name, None)
+        self.fleet.remove(name)
 
     def workers(self) -> Iterable[str]:
         """Names of the workers that may get batches."""
-        return self._workers.keys()
+        return self.fleet.names()
 
-    def finished(self, name: str, size: int, seconds: float) -> None:
-        """A batch came back after `seconds`: the worker is free and its times are updated."""
+    def worker_state(self, name: str, now: float) -> str:
+        """What a worker does: busy, suspended (it failed and rests), idle, or down where it is not known here."""
+        worker = self.fleet.get(name)
+        if worker is None:
+            return "down"
+        if worker.busy_until is not None:
+            return "busy"
+        return "suspended" if worker.suspended_until > now else "idle"
+
+    def times(self, name: str) -> ServiceTimes | None:
+        """The times that a worker's batches are predicted by; None where it is not known here."""
+        worker = self.fleet.get(name)
+        return None if worker is None else worker.times
+
+    def finished(self, name: str, size: int, seconds: float, inference_s: float | None = None) -> None:
+        """A batch came back: the worker is free and its times are updated.
+
+        Args:
+            seconds: from send to answer.
+            inference_s: the worker's own part of that, where it told; the rest is the network's.
+        """
         self._in_flight -= size
-        worker = self._workers.get(name)
+        worker = self.fleet.get(name)
         if worker is not None:
-            worker.busy_until = None
+            times = worker.levels[worker.batch.level if worker.batch is not None else 0]
+            worker.release()
             worker.probation = False
-            if worker.trial and seconds < worker.times.median[1]:
-                worker.times.rescale(seconds)
+            if worker.trial and seconds < times.median[1]:
+                times.rescale(seconds)
             worker.trial = False
-            worker.times.record(min(size, worker.times.max_batch), seconds)
+            times.record(min(size, times.max_batch), seconds, inference_s)
+        if not len(self.queue):
+            for shares in self._shares.values():
+                shares.forgive()
 
     def failed(self, name: str, size: int, suspended_until: float) -> None:
         """A batch failed or hung: the worker gets nothing before `suspended_until`, then a batch of one."""
         self._in_flight -= size
-        worker = self._workers.get(name)
+        worker = self.fleet.get(name)
         if worker is not None:
-            worker.busy_until = None
+            worker.release()
             worker.trial = False
             worker.suspended_until = suspended_until
             worker.probation = True
@@ -152,33 +155,44 @@ class Scheduler:
         Returns:
             (refusal or None, the older ticket of the same robot that this one supersedes or None).
         """
-        self._note_arrival(ticket.robot, now)
-        older = self.queue.queued(ticket.robot)
-        if not self._workers:
+        self.arrivals.note(ticket.source, now, self.max_wait_s)
+        if ticket.priority <= Priority.PRODUCTION:
+            self.arrivals.note_budget(ticket.deadline - now, now)
+        if not len(self.fleet):
             return Refused(ticket, Refusal.NO_WORKER, None, 1.0), None
-        ahead = self.queue.ahead_of(ticket.deadline, ticket.priority)
-        if older is not None and (older.priority, older.deadline) <= (ticket.priority, ticket.deadline):
+        older = self.queue.queued(ticket.source)
+        rank = self._rank(ticket)
+        ahead = self.queue.ahead_of(ticket.due, rank)
+        if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
-        completion = self.predicted_completion(ahead, now)
+        completion = self.fleet.predicted_completion(ahead, now)
         if completion > ticket.deadline:
-            if self._trial is None and not len(self.queue) and self._rusty(now) is not None:
+            if self._trial is None and not len(self.queue) and self.fleet.rusty(now) is not None:
                 self._trial = ticket
                 return None, None
             self._note_outcome(lost=True)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
             return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
-        return None, self.queue.add(ticket)
+        if older is not None:
+            self._remove(older)
+        self._add(ticket, rank)
+        return None, older
 
-    def resubmit(self, ticket: Ticket, now: float) -> bool:
-        """Queues a ticket of a failed batch again where another worker can still make it and no newer one waits."""
-        if self.queue.queued(ticket.robot) is not None or not self._workers:
+    def resubmit(self, ticket: Ticket, now: float, avoid: str = "") -> bool:
+        """Queues a ticket of a failed or silent batch again, unless a newer one waits or no other worker can make it.
+
+        Args:
+            avoid: the worker that has the ticket and does not answer; it does not count as one that could.
+        """
+        if self.queue.queued(ticket.source) is not None or not len(self.fleet):
             return False
-        ahead = self.queue.ahead_of(ticket.deadline, ticket.priority)
-        if self.predicted_completion(ahead, now) > ticket.deadline:
+        rank = self._rank(ticket)
+        ahead = self.queue.ahead_of(ticket.due, rank)
+        if self.fleet.predicted_completion(ahead, now, without=avoid) > ticket.deadline:
             return False
         ticket.attempts += 1
-        self.queue.add(ticket)
+        self._add(ticket, rank)
         return True
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -186,179 +200,156 @@ class Scheduler:
         if ticket is self._trial:
             self._trial = None
             return True
-        return self.queue.remove(ticket)
+        return self._remove(ticket)
 
     def predicted_completion(self, ahead: int, now: float) -> float:
-        """A lower bound of the completion instant of a ticket with `ahead` tickets served before it.
-
-        The work ahead drains at every worker's best throughput from the moment it is free; no ticket is done before
-        some worker has run a batch of one. O(w log w) for w workers.
-        """
-        free = sorted(
-            ((worker.free_at(now), worker.times) for worker in self._workers.values()), key=lambda pair: pair[0]
-        )
-        alone = min(at + times.median[1] for at, times in free)
-        if not ahead:
-            return alone
-        work = float(ahead + 1)
-        rate = 0.0
-        drained = free[0][0]
-        for at, times in free:
-            done = rate * (at - drained)
-            if done >= work:
-                break
-            work -= done
-            drained = at
-            rate += times.best_rate
-        return max(alone, drained + work / rate)
+        """A lower bound of the completion instant of a ticket with `ahead` tickets served before it."""
+        return self.fleet.predicted_completion(ahead, now)
 
     # ----- decisions
 
     def poll(self, now: float) -> Plan:
         """Decides for this instant. Each refused or sent ticket has left the queue when this returns."""
-        refused = self._drop_unreachable(now)
         batches = self._launch_trial(now)
-        wake_at: float | None = None
-        idle = sorted(
-            (
-                worker
-                for worker in self._workers.values()
-                if worker.busy_until is None and worker.suspended_until <= now
-            ),
-            key=lambda worker: (worker.times.median[1], worker.used_at),
-        )
-        for position, worker in enumerate(idle):
-            if not len(self.queue):
-                break
-            batch, later = self._batch_for(worker, len(idle) - position, now)
-            if batch is not None:
-                batches.append(batch)
-            elif later is not None:
-                wake_at = later
-                break
-        return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now))
-
-    def _rusty(self, now: float) -> _Worker | None:
-        """An idle worker whose times nothing has confirmed for a while, the longest unused one; None without one."""
-        idle = [
-            worker
-            for worker in self._workers.values()
-            if worker.busy_until is None and worker.suspended_until <= now and now - worker.used_at >= TRIAL_AFTER_S
-        ]
-        return min(idle, key=lambda worker: worker.used_at, default=None)
+        silent = tuple(worker.batch for worker in self.fleet.fall_silent(now) if worker.batch is not None)
+        wake_at = math.inf
+        if len(self.queue):
+            moved = self._ageing.due(now, self.fleet)
+            if moved is not None and self._remove(moved):
+                self._add(moved, rank_of(Priority.PRODUCTION, over_share=False))
+            idle = self.fleet.idle(now)
+            for position, worker in enumerate(idle):
+                batch, later = self._batch_for(worker, len(idle) - position, now)
+                if batch is not None:
+                    batches.append(batch)
+                    if not len(self.queue):
+                        break
+                elif later is not None:
+                    wake_at = later
+                    break
+        refused = self._drop_unreachable(now)
+        return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now), silent)
 
     def _launch_trial(self, now: float) -> list[Batch]:
         ticket, self._trial = self._trial, None
-        worker = self._rusty(now) if ticket is not None else None
-        if ticket is None or worker is None:
-            if ticket is not None:  # its worker left within this turn: it queues like any other
-                self.queue.add(ticket)
+        if ticket is None:
+            return []
+        worker = self.fleet.rusty(now)
+        if worker is None:  # its worker left within this turn: it queues like any other
+            self._add(ticket, self._rank(ticket))
             return []
         worker.trial = True
-        return [self._launch(worker, [ticket], now)]
+        self._in_flight += 1
+        return [worker.launch((ticket,), 0, now)]
 
-    def _launch(self, worker: _Worker, tickets: list[Ticket], now: float) -> Batch:
-        size = len(tickets)
-        self._in_flight += size
-        worker.busy_until = now + worker.times.median[size]
-        worker.used_at = now
-        return Batch(worker.name, tuple(tickets), worker.busy_until, now + worker.times.tail[size])
-
-    def _batch_for(self, worker: _Worker, idle: int, now: float) -> tuple[Batch | None, float | None]:
-        queued = len(self.queue)
+    def _batch_for(self, worker: WorkerState, idle: int, now: float) -> tuple[Batch | None, float | None]:
         # Idle workers share what waits: two small batches in parallel beat one large one.
-        share = -(-queued // idle)
+        share = -(-len(self.queue) // idle)
         limit = 1 if worker.probation else max(1, min(share, self.max_batch, worker.times.max_batch))
-        soonest = now + worker.times.median[1]
-        # What this worker cannot make is left for a faster one; `_drop_unreachable` has refused what none can.
-        sight = [ticket for ticket in self.queue.first(LOOKAHEAD) if ticket.deadline >= soonest]
-        if not sight:
+        if self.fleet.sooner_elsewhere(worker, len(self.queue), now):
             return None, None
-        wait_until = self._worth_waiting(sight, worker.times, now)
-        if wait_until is not None:
-            return None, wait_until
-        rate_hz = self._arrivals.rate_hz(now) / max(1, len(self._workers))
-        start, size = choose_batch(
-            [ticket.deadline for ticket in sight], now, worker.times, limit, rate_hz, queued - len(sight), self._lost
+        workers = max(1, len(self.fleet))
+        choice = compose(
+            self.queue,
+            worker.levels,
+            now,
+            limit,
+            rate_hz=self.arrivals.rate_hz(now) / workers,
+            lost=self._lost,
+            tightest_s=self.arrivals.tightest_s(now),
+            worth_waiting=lambda entries: self._worth_waiting(entries, worker.times, now),
         )
-        chosen = sight[start : start + size]
-        for ticket in chosen:
-            self.queue.remove(ticket)
-            self._note_outcome(lost=False)
-        return self._launch(worker, chosen, now), None
+        if choice.wait_until is not None:
+            return None, choice.wait_until
+        if not choice.tickets:
+            return None, None  # what this worker cannot make is left for a faster one
+        self._served(choice.tickets)
+        for rank, position, size in choice.slices:
+            self.queue.take(rank, position, size)
+        self._in_flight += len(choice.tickets)
+        return worker.launch(choice.tickets, choice.level, now), None
 
-    def _worth_waiting(self, queued: list[Ticket], times: ServiceTimes, now: float) -> float | None:
+    def _worth_waiting(self, entries: list[Entry], times: ServiceTimes, now: float) -> float | None:
         """Until when these tickets may wait for company; None to launch now.
 
         They wait only for robots that may still come, only where arrivals have been following one another within the
         wait, only if one batch could take them all and one more, never beyond the oldest one's wait, and never so long
         that one more member would make any of them late.
         """
-        size = len(queued)
-        if not self.max_wait_s or size >= min(self.max_batch, times.max_batch) or self._company < 0.5:
+        size = len(entries)
+        if not self.max_wait_s or size >= min(self.max_batch, times.max_batch) or self.arrivals.company < 0.5:
             return None
-        self._forget_idle_robots(now)
-        if len(self._robots) <= size + self._in_flight:
+        if self.arrivals.active_robots(now) <= size + self._in_flight:
             return None
-        latest = min(ticket.deadline for ticket in queued) - times.tail[size + 1]
-        until = min(min(ticket.arrived_at for ticket in queued) + self.max_wait_s, latest)
+        latest = entries[0][0] - times.tail[size + 1]
+        until = min(min(entry[2].arrived_at for entry in entries) + self.max_wait_s, latest)
         return until if until > now else None
 
     def _drop_unreachable(self, now: float) -> list[Refused]:
-        """Refuses every ticket whose last possible start has passed, earliest deadline first."""
+        """Refuses tickets whose last possible start has passed, earliest first."""
         refused: list[Refused] = []
-        fastest = self._fastest_s()
-        while (ticket := self.queue.earliest_deadline()) is not None and ticket.deadline < now + fastest:
-            self.queue.remove(ticket)
+        fastest = self.fleet.fastest_s()
+        completion: float | None = None
+        while (ticket := self.queue.earliest()) is not None and ticket.due < now + fastest:
+            self._remove(ticket)
+            if ticket.due < ticket.deadline:  # moved up by ageing, and not served by then: its deadline still stands
+                ticket.due = min(ticket.deadline, now + max(fastest, 2.0 * (ticket.due - ticket.arrived_at)))
+                self._add(ticket, rank_of(Priority.PRODUCTION, over_share=False))
+                continue
             self._note_outcome(lost=True)
-            reason = Refusal.UNREACHABLE if self._workers else Refusal.NO_WORKER
-            completion = self.predicted_completion(0, now) if self._workers else None
+            reason = Refusal.UNREACHABLE if len(self.fleet) else Refusal.NO_WORKER
+            if completion is None and len(self.fleet):
+                completion = self.fleet.predicted_completion(0, now)
             refused.append(Refused(ticket, reason, completion, max(0.001, fastest)))
+            if len(refused) == DROPS_A_POLL:
+                break
         return refused
 
-    def _next_wake(self, wake_at: float | None, now: float) -> float | None:
-        times = [] if wake_at is None else [wake_at]
-        ticket = self.queue.earliest_deadline()
+    def _next_wake(self, wake_at: float, now: float) -> float | None:
+        ticket = self.queue.earliest()
         if ticket is not None:
             # Just past the last start, so that a ticket on the edge still gets its chance.
-            times.append(ticket.deadline - self._fastest_s() + 1e-4)
-            times.extend(worker.suspended_until for worker in self._workers.values() if worker.suspended_until > now)
-        return min(times, default=None)
+            wake_at = min(wake_at, ticket.due - self.fleet.fastest_s() + 1e-4)
+        wake_at = min(wake_at, self.fleet.next_event(now, queued=ticket is not None))
+        return None if wake_at == math.inf else wake_at
 
-    def _fastest_s(self) -> float:
-        return min((worker.times.median[1] for worker in self._workers.values()), default=0.0)
+    # ----- books
+
+    def _rank(self, ticket: Ticket) -> int:
+        shares = self._shares.get(ticket.priority)
+        return rank_of(ticket.priority, over_share=shares is not None and shares.over(ticket))
+
+    def _add(self, ticket: Ticket, rank: int) -> None:
+        shares = self._shares.get(ticket.priority)
+        if shares is not None:
+            shares.enter(ticket)
+        self.queue.add(ticket, rank)
+        self._ageing.enter(ticket)
+
+    def _remove(self, ticket: Ticket) -> bool:
+        if not self.queue.remove(ticket):
+            return False
+        shares = self._shares.get(ticket.priority)
+        if shares is not None:
+            shares.leave(ticket)
+        return True
+
+    def _served(self, tickets: tuple[Ticket, ...]) -> None:
+        """Keeps the books of tickets that are about to leave for a worker."""
+        taken = dict.fromkeys(self._shares, 0)
+        for ticket in tickets:
+            if ticket.priority in taken:
+                taken[ticket.priority] += 1
+            self._note_outcome(lost=False)
+        self._ageing.served(tickets)
+        for priority, count in taken.items():
+            shares = self._shares[priority]
+            contended = shares.waiting > count
+            for ticket in tickets if count else ():
+                if ticket.priority is priority:
+                    if contended:
+                        shares.charge(ticket)
+                    shares.leave(ticket)
 
     def _note_outcome(self, *, lost: bool) -> None:
         self._lost += LOSS_WEIGHT * (float(lost) - self._lost)
-
-    def _note_arrival(self, robot: str, now: float) -> None:
-        if self._last_arrival is not None:
-            follows = 1.0 if now - self._last_arrival <= self.max_wait_s else 0.0
-            self._company += COMPANY_WEIGHT * (follows - self._company)
-        self._last_arrival = now
-        self._arrivals.note(now)
-        self._robots[robot] = now
-        self._robots.move_to_end(robot)
-        self._forget_idle_robots(now)
-
-    def _forget_idle_robots(self, now: float) -> None:
-        while self._robots:
-            robot, seen = next(iter(self._robots.items()))
-            if now - seen <= ACTIVE_ROBOT_S:
-                break
-            del self._robots[robot]
-
-
-class _ArrivalRate:
-    """Arrivals a second, forgetting with a time constant of RATE_MEMORY_S."""
-
-    def __init__(self) -> None:
-        self._rate = 0.0
-        self._at = 0.0
-
-    def note(self, now: float) -> None:
-        self._rate = self.rate_hz(now) + 1.0 / RATE_MEMORY_S
-        self._at = now
-
-    def rate_hz(self, now: float) -> float:
-        return self._rate * math.exp((self._at - now) / RATE_MEMORY_S)

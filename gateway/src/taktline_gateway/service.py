@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 from taktline_protocol import ErrorCode, TaktlineError
@@ -17,7 +16,7 @@ from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
 from taktline_gateway.robots import Robots
 from taktline_gateway.routes import file_identity, read_routes, watch_routes
-from taktline_gateway.telemetry import Level, Telemetry
+from taktline_gateway.telemetry import Levels, Telemetry
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Gateway:
         self._table = read_routes(settings.routes)
         self._watcher: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self.telemetry.watch_levels(self._depths, self._workers)
+        self.telemetry.watch_levels(self.levels)
 
     async def start(self) -> None:
         """Connects to the workers and begins watching the routing table."""
@@ -96,12 +95,17 @@ class Gateway:
                 retry_after_ms=100.0,
             )
 
+    def levels(self) -> list[Levels]:
+        """Queue, workers and predicted times of each policy at this instant."""
+        return [lane.levels() for lane in self.lanes.values()]
+
     def _apply(self, table: RoutingTable) -> None:
         routes = {route.policy: route for route in table.routes}
         for policy in [policy for policy in self.lanes if policy not in routes]:
             task = asyncio.create_task(self.lanes.pop(policy).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+            self.telemetry.policy_gone(policy)
         for policy, route in routes.items():
             if policy in self.lanes:
                 self.lanes[policy].apply(route)
@@ -110,13 +114,3 @@ class Gateway:
                 self.lanes[policy] = Lane(route, self.telemetry, max_queued=self.settings.max_queued)
         targets = {policy: [target.address for target in route.targets] for policy, route in routes.items()}
         log(_logger, logging.INFO, "routes_applied", targets=targets)
-
-    def _depths(self) -> Iterable[Level]:
-        return [(policy, "", float(lane.depth)) for policy, lane in self.lanes.items()]
-
-    def _workers(self) -> Iterable[Level]:
-        return [
-            (policy, pool, float(count))
-            for policy, lane in self.lanes.items()
-            for pool, count in lane.workers_by_pool().items()
-        ]

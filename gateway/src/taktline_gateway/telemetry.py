@@ -1,26 +1,73 @@
-"""Prometheus metrics of the gateway; labels are policies, pools, revisions and codes, never robots."""
+"""Prometheus metrics of the gateway; names and meanings are in `taktline_protocol.metrics`, robots are never labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from taktline_protocol import metrics
 from taktline_protocol.messages import Timings
+from taktline_protocol.metrics import UNKNOWN_POLICY
 
 TERM_BUCKETS_MS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
 MARGIN_BUCKETS_MS = (-5000, -1000, -500, -200, -100, -50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 BATCH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-UNKNOWN_POLICY = "unknown"
-"""The policy label of requests for a policy that is not served: what a client invents is no label."""
+RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10)
+CYCLE_BUCKETS_MS = (5, 10, 20, 33, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2000, 5000)
+_BUCKETS = {
+    metrics.LATENCY_TERM: TERM_BUCKETS_MS,
+    metrics.CRITICAL_PATH: TERM_BUCKETS_MS,
+    metrics.MARGIN: MARGIN_BUCKETS_MS,
+    metrics.ENVIRONMENT_TIME: CYCLE_BUCKETS_MS,
+    metrics.CONTROL_PERIOD: CYCLE_BUCKETS_MS,
+    metrics.BATCH_SIZE: BATCH_BUCKETS,
+    metrics.T_SYNC: TERM_BUCKETS_MS,
+    metrics.T_SYNC_RATIO: RATIO_BUCKETS,
+}
+MAX_SERVED = 32
+"""(pool, revision) pairs of one policy that keep their series; a policy that rolls out for months keeps no more."""
+MAX_GONE = 64
+"""Policies that left the routing table and keep their series, so that their last counts are still scraped."""
 
 # The time a series was made doubles the exposition and answers no question here.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-Level = tuple[str, str, float]
-"""(policy, pool, value) of one gauge."""
+Exemplar = dict[str, str]
+"""What leads from a sample to one request: its trace id, or its request id where nothing is traced."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PredictedTime:
+    """T_sync of one bucket as a queue predicts it, in ms."""
+
+    pool: str
+    revision: str
+    batch: int
+    median_ms: float
+    tail_ms: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Levels:
+    """One policy at this instant.
+
+    Attributes:
+        states: number of workers by (pool, state); states are `metrics.WORKER_STATES`.
+        usable: workers that may get batches, by pool.
+    """
+
+    policy: str
+    depth: int
+    in_flight: int
+    usable: Mapping[str, int]
+    states: Mapping[tuple[str, str], int]
+    predicted: tuple[PredictedTime, ...] = ()
 
 
 class Telemetry:
@@ -28,92 +75,211 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        policy, pool, revision = metrics.LABEL_POLICY, metrics.LABEL_POOL, metrics.LABEL_REVISION
-        self._requests = Counter(
-            metrics.REQUESTS,
-            "Requests by outcome; code ok or an error code.",
-            (policy, metrics.LABEL_CODE),
-            registry=self.registry,
+        ProcessCollector(registry=self.registry)
+        self._requests = self._counter(metrics.REQUESTS)
+        self._goodput = self._counter(metrics.GOODPUT)
+        self._misses = self._counter(metrics.DEADLINE_MISSES)
+        self._refused = self._counter(metrics.REFUSED)
+        self._superseded = self._counter(metrics.SUPERSEDED)
+        self._terms = self._histogram(metrics.LATENCY_TERM)
+        self._critical = self._histogram(metrics.CRITICAL_PATH)
+        self._margin = self._histogram(metrics.MARGIN)
+        self._environment = self._histogram(metrics.ENVIRONMENT_TIME)
+        self._control = self._histogram(metrics.CONTROL_PERIOD)
+        self._batch = self._histogram(metrics.BATCH_SIZE)
+        self._rows = self._counter(metrics.BATCH_ROWS)
+        self._t_sync = self._histogram(metrics.T_SYNC)
+        self._ratio = self._histogram(metrics.T_SYNC_RATIO)
+        build = metrics.BY_NAME[metrics.BUILD]
+        Gauge(build.name, build.help, build.labels, registry=self.registry).labels(version("taktline-gateway")).set(1)
+        self._by_policy = (self._requests, self._refused, self._superseded, self._environment, self._control)
+        self._by_served = (
+            self._goodput,
+            self._misses,
+            self._terms,
+            self._critical,
+            self._margin,
+            self._batch,
+            self._rows,
+            self._t_sync,
+            self._ratio,
         )
-        self._terms = Histogram(
-            metrics.LATENCY_TERM,
-            "The five terms of the critical path of answered requests, in ms.",
-            (policy, pool, revision, metrics.LABEL_TERM),
-            buckets=TERM_BUCKETS_MS,
-            registry=self.registry,
-        )
-        self._margin = Histogram(
-            metrics.MARGIN,
-            "Control margin of answered requests, in ms; negative is a deadline miss.",
-            (policy, pool, revision),
-            buckets=MARGIN_BUCKETS_MS,
-            registry=self.registry,
-        )
-        self._misses = Counter(
-            metrics.DEADLINE_MISSES,
-            "Requests that got no chunk in time, each with one cause.",
-            (policy, metrics.LABEL_CAUSE),
-            registry=self.registry,
-        )
-        self._batch = Histogram(
-            metrics.BATCH_SIZE,
-            "Observations in a batch.",
-            (policy, pool),
-            buckets=BATCH_BUCKETS,
-            registry=self.registry,
-        )
-        self._superseded = Counter(
-            metrics.SUPERSEDED,
-            "Queued observations replaced by a newer one of their robot.",
-            (policy,),
-            registry=self.registry,
-        )
+        self._policies: dict[str, OrderedDict[tuple[str, str], _Served]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    # ----- policies
 
     def policy_served(self, policy: str) -> None:
         """Starts the policy's counters at 0, so that a query has an answer, and a rate its first event."""
-        for cause in metrics.MISS_CAUSES:
-            self._misses.labels(policy, cause)
-        self._superseded.labels(policy)
+        self._gone.pop(policy, None)
+        if policy not in self._policies:
+            self._policies[policy] = OrderedDict()
+            self._misses.labels(policy, "", "", "refused")
+            self._superseded.labels(policy)
+            self._requests.labels(policy, "ok")
 
-    def watch_levels(self, depths: Callable[[], Iterable[Level]], workers: Callable[[], Iterable[Level]]) -> None:
-        """Reads queue depths and usable workers at each scrape."""
-        self.registry.register(_Levels(depths, workers))
+    def policy_gone(self, policy: str) -> None:
+        """The policy left the routing table; its series stay until `MAX_GONE` others have left after it."""
+        self._gone[policy] = None
+        while len(self._gone) > MAX_GONE:
+            oldest, _ = self._gone.popitem(last=False)
+            self._policies.pop(oldest, None)
+            for metric in (*self._by_policy, *self._by_served):
+                metric.remove_by_labels({metrics.LABEL_POLICY: oldest})
+
+    def watch_levels(self, levels: Callable[[], Iterable[Levels]]) -> None:
+        """Reads queue depths, workers and predicted times at each scrape."""
+        self.registry.register(_Levels(levels))
+
+    # ----- requests
 
     def answered(
-        self, policy: str, pool: str, revision: str, timings: Timings, margin_ms: float, cause: str | None
+        self,
+        policy: str,
+        pool: str,
+        revision: str,
+        timings: Timings,
+        margin_ms: float,
+        cause: str | None,
+        exemplar: Exemplar | None = None,
     ) -> None:
         """Counts one chunk that was sent; `cause` is set where it is late."""
-        self._requests.labels(policy, "ok").inc()
-        values = (
-            timings.observe_ms,
-            timings.transfer_ms,
-            timings.queue_ms,
-            timings.inference_ms,
-            timings.actuate_ms,
-        )
-        for term, value in zip(metrics.TERMS, values, strict=True):
-            self._terms.labels(policy, pool, revision, term).observe(value)
-        self._margin.labels(policy, pool, revision).observe(margin_ms)
-        if cause is not None:
-            self._misses.labels(policy, cause).inc()
+        served = self._of(policy, pool, revision)
+        served.ok.inc()
+        served.observe.observe(timings.observe_ms)
+        served.transfer.observe(timings.transfer_ms, exemplar)
+        served.queue.observe(timings.queue_ms, exemplar)
+        served.inference.observe(timings.inference_ms, exemplar)
+        served.actuate.observe(timings.actuate_ms)
+        served.critical.observe(timings.critical_ms, exemplar)
+        served.margin.observe(margin_ms, exemplar)
+        if cause is None:
+            served.goodput.inc()
+        else:
+            served.misses[cause].inc(1, exemplar)
 
-    def refused(self, policy: str, code: str, *, missed: bool) -> None:
+    def refused(self, policy: str, code: str, *, missed: bool, exemplar: Exemplar | None = None) -> None:
         """Counts one typed error; `missed` where the robot had a deadline that nothing else will meet."""
+        policy = policy if policy in self._policies else UNKNOWN_POLICY
         self._requests.labels(policy, code).inc()
         if missed:
-            self._misses.labels(policy, "refused").inc()
+            self._refused.labels(policy, code).inc(1, exemplar)
+            self._misses.labels(policy, "", "", "refused").inc(1, exemplar)
 
     def superseded(self, policy: str) -> None:
         """Counts one queued observation that a newer one replaced."""
         self._superseded.labels(policy).inc()
 
-    def batch(self, policy: str, pool: str, size: int) -> None:
-        """Counts one batch sent."""
-        self._batch.labels(policy, pool).observe(size)
+    def control_cycle(self, policy: str, environment_ms: float, control_ms: float) -> None:
+        """Counts one cycle of one robot: L_env and L_control."""
+        self._environment.labels(policy).observe(environment_ms)
+        self._control.labels(policy).observe(control_ms)
 
-    def exposition(self) -> bytes:
-        """The Prometheus text of this instant."""
-        return generate_latest(self.registry)
+    # ----- batches
+
+    def batch(self, policy: str, pool: str, revision: str, size: int) -> None:
+        """Counts one batch sent."""
+        self._of(policy, pool, revision).batch.observe(size)
+
+    def batch_finished(
+        self, policy: str, pool: str, revision: str, rows: int, bucket: int, seconds: float, predicted_s: float
+    ) -> None:
+        """Counts one batch that came back.
+
+        Args:
+            rows: observations that the engine ran.
+            bucket: rows with padding; 0 where the worker ran nothing.
+            seconds: from send to answer.
+            predicted_s: the same, as the queue predicted its median when it sent the batch.
+        """
+        served = self._of(policy, pool, revision)
+        if bucket:
+            served.observations.inc(min(rows, bucket))
+            served.padding.inc(max(0, bucket - rows))
+            self._t_sync.labels(policy, pool, revision, str(bucket)).observe(1e3 * seconds)
+        if predicted_s > 0:
+            served.ratio.observe(seconds / predicted_s)
+
+    # ----- exposition
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics of this instant and their media type: OpenMetrics, with exemplars, where `accept` asks for it."""
+        encode, media = choose_encoder(accept)
+        return encode(self.registry), media
+
+    def _of(self, policy: str, pool: str, revision: str) -> _Served:
+        pairs = self._policies.get(policy)
+        if pairs is None:
+            # Only what the routing table names can have been served, so this policy has just left it.
+            self.policy_served(policy)
+            self.policy_gone(policy)
+            pairs = self._policies[policy]
+        served = pairs.get((pool, revision))
+        if served is None:
+            served = pairs[pool, revision] = self._start(policy, pool, revision)
+            while len(pairs) > MAX_SERVED:
+                (old_pool, old_revision), _ = pairs.popitem(last=False)
+                labels = {
+                    metrics.LABEL_POLICY: policy,
+                    metrics.LABEL_POOL: old_pool,
+                    metrics.LABEL_REVISION: old_revision,
+                }
+                for metric in self._by_served:
+                    metric.remove_by_labels(labels)
+        return served
+
+    def _start(self, policy: str, pool: str, revision: str) -> _Served:
+        labels = (policy, pool, revision)
+        terms = [self._terms.labels(*labels, term) for term in metrics.TERMS]
+        return _Served(
+            ok=self._requests.labels(policy, "ok"),
+            observe=terms[0],
+            transfer=terms[1],
+            queue=terms[2],
+            inference=terms[3],
+            actuate=terms[4],
+            critical=self._critical.labels(*labels),
+            margin=self._margin.labels(*labels),
+            goodput=self._goodput.labels(*labels),
+            misses={cause: self._misses.labels(*labels, cause) for cause in metrics.MISS_CAUSES if cause != "refused"},
+            batch=self._batch.labels(*labels),
+            observations=self._rows.labels(*labels, "observation"),
+            padding=self._rows.labels(*labels, "padding"),
+            ratio=self._ratio.labels(*labels),
+        )
+
+    def _counter(self, name: str) -> Counter:
+        metric = metrics.BY_NAME[name]
+        return Counter(name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        metric = metrics.BY_NAME[name]
+        return Histogram(name, metric.help, metric.labels, buckets=_BUCKETS[name], registry=self.registry)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Served:
+    """The series of one policy, pool and revision, looked up once: a request touches ten of them."""
+
+    ok: Counter
+    observe: Histogram
+    transfer: Histogram
+    queue: Histogram
+    inference: Histogram
+    actuate: Histogram
+    critical: Histogram
+    margin: Histogram
+    goodput: Counter
+    misses: dict[str, Counter]
+    batch: Histogram
+    observations: Counter
+    padding: Counter
+    ratio: Histogram
+
+
+def margin_of(budget_ms: float, timings: Timings) -> float:
+    """M_ctrl = B_ctrl - L_critical, in ms; the budget was stated after L_observe, which is part of both."""
+    return budget_ms - (timings.actuate_ms + timings.inference_ms + timings.queue_ms + timings.transfer_ms)
 
 
 def miss_cause(budget_ms: float, timings: Timings) -> str | None:
@@ -122,26 +288,43 @@ def miss_cause(budget_ms: float, timings: Timings) -> str | None:
     The first of inference, queue, transfer with which the budget was gone: a request that could not have been met
     with an empty queue is inference's, one that only waiting made late is the queue's, the rest is transfer's.
     """
+    if margin_of(budget_ms, timings) >= 0:
+        return None
     spent = timings.actuate_ms + timings.inference_ms
     if spent > budget_ms:
         return "inference"
-    spent += timings.queue_ms
-    if spent > budget_ms:
-        return "queue"
-    return "transfer" if spent + timings.transfer_ms > budget_ms else None
+    return "queue" if spent + timings.queue_ms > budget_ms else "transfer"
 
 
 class _Levels(Collector):
-    def __init__(self, depths: Callable[[], Iterable[Level]], workers: Callable[[], Iterable[Level]]) -> None:
-        self._depths = depths
-        self._workers = workers
+    """Gauges that are read at each scrape."""
+
+    def __init__(self, levels: Callable[[], Iterable[Levels]]) -> None:
+        self._levels = levels
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        labels = (metrics.LABEL_POLICY, metrics.LABEL_POOL)
-        depth = GaugeMetricFamily(metrics.QUEUE_DEPTH, "Observations waiting for a batch.", labels=labels[:1])
-        for policy, _, value in self._depths():
-            depth.add_metric((policy,), value)
-        workers = GaugeMetricFamily(metrics.WORKERS, "Workers that may get batches.", labels=labels)
-        for policy, pool, value in self._workers():
-            workers.add_metric((policy, pool), value)
-        return (depth, workers)
+        depth, in_flight, workers, states, predicted = (
+            GaugeMetricFamily(name, metrics.BY_NAME[name].help, labels=metrics.BY_NAME[name].labels)
+            for name in (
+                metrics.QUEUE_DEPTH,
+                metrics.IN_FLIGHT,
+                metrics.WORKERS,
+                metrics.WORKERS_BY_STATE,
+                metrics.T_SYNC_PREDICTED,
+            )
+        )
+        for level in self._levels():
+            depth.add_metric((level.policy,), level.depth)
+            in_flight.add_metric((level.policy,), level.in_flight)
+            for pool, count in level.usable.items():
+                workers.add_metric((level.policy, pool), count)
+                for state in metrics.WORKER_STATES:
+                    states.add_metric((level.policy, pool, state), level.states.get((pool, state), 0))
+            slowest: dict[tuple[str, str, int], tuple[float, float]] = {}
+            for time in level.predicted:
+                key = (time.pool, time.revision, time.batch)
+                slowest[key] = max(slowest.get(key, (0.0, 0.0)), (time.median_ms, time.tail_ms))
+            for (pool, revision, batch), times in slowest.items():
+                for quantile, value in zip(metrics.QUANTILES, times, strict=True):
+                    predicted.add_metric((level.policy, pool, revision, str(batch), quantile), value)
+        return (depth, in_flight, workers, states, predicted)
