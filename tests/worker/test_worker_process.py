@@ -175,3 +175,5 @@ def test_metrics_count_observations_by_outcome(config_file: Path, tmp_path: Path
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
             text = answer.read().decode()
     assert 'taktline_worker_items_total{code="camera_missing",policy="tiny"} 1.0' in text
+    assert 'taktline_worker_calibration_ms{batch="1",policy="tiny",quantile="0.5"}' in text
+    assert 'taktline_worker_info{device="cpu",family="pi05"' in text

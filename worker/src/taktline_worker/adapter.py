@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,3 +83,28 @@ class Adapter(Protocol):
 
     def largest_row(self) -> Any:
         """A valid row with every camera and the longest prompt, for warm-up and calibration."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """One captured CUDA graph: the batch it holds, its warm-up and capture, and the GPU memory that it took."""
+
+    batch: int
+    capture_s: float
+    memory_bytes: int
+
+
+@runtime_checkable
+class HasGraphs(Protocol):
+    """An adapter whose engine replays captured graphs."""
+
+    def graphs(self) -> Sequence[CapturedGraph]:
+        """The graphs captured so far; any thread may ask."""
+
+
+@runtime_checkable
+class HasCaches(Protocol):
+    """An adapter that reuses state between requests."""
+
+    def caches(self) -> Mapping[str, tuple[int, int]]:
+        """Hits and misses so far by cache, a fixed few names; any thread may ask."""

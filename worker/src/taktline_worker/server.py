@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import FrameType
 
 import grpc
 import msgspec
+import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
@@ -73,7 +75,9 @@ class Worker:
         # A wrong address must not cost the minutes that loading takes.
         for address in filter(None, (options.listen, options.metrics_listen)):
             check_address(address)
+        began = time.monotonic()
         adapter = load_adapter(config)
+        loaded = time.monotonic()
         logger.info(
             "loaded",
             extra={
@@ -98,6 +102,8 @@ class Worker:
                 },
             )
         instruments = Instruments(config.policy)
+        stages_s = {"load": loaded - began, "calibrate": time.monotonic() - loaded}
+        instruments.started(adapter, config.model.revision, timings, stages_s, _gpu_memory)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_WAITING_BATCHES + 8, thread_name_prefix="rpc"),
             options=(
@@ -144,6 +150,13 @@ class Worker:
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE_NAME):
             self._health.set(service, status)
+
+
+def _gpu_memory() -> tuple[int, int] | None:
+    """Bytes that this process has allocated and reserved on its GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def serve(config: EngineConfig, options: ServeOptions) -> None:

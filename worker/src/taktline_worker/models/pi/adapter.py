@@ -15,7 +15,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 from torch import Tensor
 
-from taktline_worker.adapter import Description
+from taktline_worker.adapter import CapturedGraph, Description
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions
@@ -79,6 +79,11 @@ class PiAdapter:
             except TaktlineError as error:
                 results.append(error)
         return results
+
+    def graphs(self) -> list[CapturedGraph]:
+        """The captured graphs; none where the runner is eager."""
+        captured = dict(getattr(self.runner, "captured", {}))
+        return [CapturedGraph(b.rows, graph.capture_s, graph.pool_bytes) for b, graph in captured.items()]
 
     def largest_row(self) -> PreparedRow:
         """Every camera and a full prompt, of neutral content."""
