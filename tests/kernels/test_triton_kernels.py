@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    # The interpreter is chosen when the kernels are decorated, so the modules are imported under the setting.
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name.startswith("taktline_kernels.triton_impl")]:
-        del sys.modules[name]
-    # Its loop bounds are arrays of one element, which NumPy 2.4 no longer turns into an int.
-    scope = importlib.import_module("triton.runtime.interpreter")._LangPatchScope
-    set_attr = scope.set_attr
-
-    def set_attr_of_one_element(self: object, owner: object, attribute: str, value: object) -> None:
-        if attribute == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(self, owner, attribute, value)
-
-    scope.set_attr = set_attr_of_one_element
 norms = importlib.import_module("taktline_kernels.triton_impl.norms")
 activations = importlib.import_module("taktline_kernels.triton_impl.activations")
 attention = importlib.import_module("taktline_kernels.triton_impl.attention")
 rope_module = importlib.import_module("taktline_kernels.triton_impl.rope")
 head = importlib.import_module("taktline_kernels.triton_impl.action_head")
-os.environ.pop("TRITON_INTERPRET", None) if HAS_GPU else None
 
 from taktline_kernels.ops.dispatch import REGISTRY  # noqa: E402
 

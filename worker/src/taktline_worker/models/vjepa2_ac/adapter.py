@@ -171,6 +171,7 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     weights = pack_weights(checkpoint, precision, device)
     micro_batch = options.micro_batch or (_MICRO_BATCH_CUDA if device.type == "cuda" else _MICRO_BATCH_CPU)
     world = VJepa2World(weights, checkpoint.architecture, micro_batch, limits.horizon)
+    world.capture()
     return VJepa2Adapter(world, processor, config.engine.precision, period_s)
 
 

@@ -124,15 +124,23 @@ def _after_attention(block: Block, x: Tensor, attended: Tensor) -> Tensor:
     return x + functional.linear(hidden, block.fc2_weight, block.fc2_bias)
 
 
-def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A product of rounded operands whose sums stay fp32: what it feeds is compared, or added to, in fp32."""
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T (..., n) of operands rounded to the weight's dtype, summed in fp32 or wider and not rounded again.
+
+    What it feeds is compared, or added to, in fp32.
+    """
     rounded = x.to(weight.dtype)
     if weight.dtype != torch.bfloat16:
-        return functional.linear(rounded, weight, bias)
+        return functional.linear(rounded, weight)
     if weight.device.type == "cuda":
         product = torch.mm(rounded.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-        return (product + bias.float()).view(*x.shape[:-1], -1)
-    return functional.linear(rounded.float(), weight.float(), bias.float())
+        return product.view(*x.shape[:-1], -1)
+    return functional.linear(rounded.float(), weight.float())
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    product = wide_product(x, weight)
+    return product + bias.to(product.dtype)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +12,13 @@ from torch import Tensor
 
 from taktline_worker.models.vjepa2_ac import modules, poses, rope
 from taktline_worker.models.vjepa2_ac.config import ACTION_WIDTH, POSE_WIDTH, VJepa2Architecture
+from taktline_worker.models.vjepa2_ac.fused import MAX_FRAMES, FusedPredictor
 from taktline_worker.models.vjepa2_ac.weights import VJepa2Weights
 from taktline_worker.planning.world import Scene
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_RUNS = 2
 
 StepObserver = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called with (step, predicted latents (m, T, D) before and after their norm, poses (m, 7) after the step)."""
@@ -36,7 +43,7 @@ class VJepa2World:
     """Scores micro-batches on one device (`planning.world.WorldModel`). One call at a time.
 
     A unit copies its inputs into static buffers, then computes over buffers alone: no allocation of inputs, no host
-    read, one shape for each horizon. That is what a captured graph needs, and `_launch` is where one is replayed.
+    read, one shape for each horizon. On a GPU each horizon's unit is one captured graph.
 
     The key and value cache is valid for one unit of one round: actions are new in every unit, and the patches of frame
     0 attend to them.
@@ -44,10 +51,19 @@ class VJepa2World:
     Args:
         micro_batch: candidates of a unit.
         max_horizon: longest rollout; sizes the cache.
+        fused: score with `FusedPredictor`; None = on a GPU in bf16. `rollout` is always the plain statement.
+        quantised: the predictor's wide projections in e4m3; fused only.
     """
 
     def __init__(
-        self, weights: VJepa2Weights, architecture: VJepa2Architecture, micro_batch: int, max_horizon: int
+        self,
+        weights: VJepa2Weights,
+        architecture: VJepa2Architecture,
+        micro_batch: int,
+        max_horizon: int,
+        *,
+        fused: bool | None = None,
+        quantised: bool = False,
     ) -> None:
         a = architecture
         self.weights = weights
@@ -65,10 +81,20 @@ class VJepa2World:
             positions = rope.frame_positions(a.grid, frame, modules.CONDITIONING)
             cos, sin = rope.tables(positions, a.head_dim, self.dtype)
             self._tables.append((cos.to(self.device), sin.to(self.device)))
-        m, k = micro_batch, a.frame_tokens
-        cache = (a.depth, m, a.heads, max_horizon * k, a.head_dim)
-        self._keys = torch.zeros(cache, device=self.device, dtype=precision.predictor)
-        self._values = torch.zeros(cache, device=self.device, dtype=precision.predictor)
+        m = micro_batch
+        self._cache: tuple[Tensor, Tensor] | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._fused: FusedPredictor | None = None
+        if fused is None:
+            fused = self.device.type == "cuda" and precision.predictor == torch.bfloat16
+            if fused and max_horizon > MAX_FRAMES:
+                fused = False
+                logger.warning(
+                    "the fused predictor has no room for this horizon; the plain one runs, several times slower",
+                    extra={"max_horizon": max_horizon, "room": MAX_FRAMES},
+                )
+        if fused:
+            self._fused = FusedPredictor(weights.predictor, a, m, max_horizon, quantised)
         self._actions = torch.zeros(m, max_horizon, ACTION_WIDTH, device=self.device, dtype=self.dtype)
         self._patches = torch.zeros(a.tokens, a.width, device=self.device, dtype=self.dtype)
         self._goal = torch.zeros(a.tokens, a.encoder_width, device=self.device, dtype=self.dtype)
@@ -135,12 +161,65 @@ class VJepa2World:
         self._goal.copy_(prepared.goal)
         self._pose.copy_(prepared.pose)
 
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures the unit of every horizon, longest first; on a CPU there is nothing to capture."""
+        if self.device.type != "cuda":
+            return
+        began = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        for horizon in range(self.max_horizon, 0, -1):
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP_RUNS):
+                    self._unit(horizon)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._unit(horizon)
+            self._graphs[horizon] = graph
+        torch.cuda.synchronize(self.device)
+        logger.info(
+            "graphs captured",
+            extra={
+                "graphs": len(self._graphs),
+                "micro_batch": self.micro_batch,
+                "seconds": round(time.monotonic() - began, 3),
+                "reserved_bytes": torch.cuda.memory_reserved(self.device),
+            },
+        )
+
     def _launch(self, horizon: int) -> None:
-        """Runs the unit that lies in the buffers; eager here."""
-        self._compute(horizon)
+        """Runs the unit that lies in the buffers: its graph where there is one."""
+        graph = self._graphs.get(horizon)
+        if graph is None:
+            self._unit(horizon)
+        else:
+            graph.replay()
+
+    def _unit(self, horizon: int) -> None:
+        if self._fused is None:
+            self._compute(horizon)
+        else:
+            found = self._fused.energies(self._actions[:, :horizon], self._patches, self._goal, self._pose)
+            self._energies.copy_(found)
+
+    def _caches(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (layers, m, heads, frames * K, d) of the plain statement, made when it first runs."""
+        if self._cache is None:
+            a = self.architecture
+            shape = (a.depth, self.micro_batch, a.heads, self.max_horizon * a.frame_tokens, a.head_dim)
+            dtype = self.weights.precision.predictor
+            self._cache = (
+                torch.zeros(shape, device=self.device, dtype=dtype),
+                torch.zeros(shape, device=self.device, dtype=dtype),
+            )
+        return self._cache
 
     def _compute(self, horizon: int, observer: StepObserver | None = None) -> None:
         weights, m = self.weights.predictor, self.micro_batch
+        keys, values = self._caches()
         frame_tokens = self.architecture.frame_tokens
         pose = self._pose.expand(m, -1)
         patches = self._patches.expand(m, -1, -1)
@@ -149,7 +228,7 @@ class VJepa2World:
             action = self._actions[:, step]
             x = modules.frame_tokens(weights, action, pose, patches, self._residual)
             cos, sin = self._tables[step]
-            x = modules.predictor_frame(weights, x, self._keys, self._values, step * frame_tokens, cos, sin)
+            x = modules.predictor_frame(weights, x, keys, values, step * frame_tokens, cos, sin)
             raw = modules.predictor_output(weights, x)
             latents = modules.latent_norm(raw)
             pose = poses.integrate(pose, action)

@@ -1,0 +1,198 @@
+"""Operations of a frame-causal world model: candidates side by side, each with T patch tokens and two others a frame.
+
+Rows of a frame lie patches first: row c * T + p is patch p of candidate c, row m * T + 2 c + j its conditioning token
+j. So the patches of a candidate are whole tiles, and those of all candidates one contiguous matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_kernels.ops.dispatch import register
+
+CONDITIONING = 2
+"""Tokens of a frame beside its patches."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+_TRITON = "taktline_kernels.triton_impl.frames"
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values and scales (rows, 1) fp32 of x (rows, k): each row's largest magnitude becomes 448."""
+    scales = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / FP8_MAX
+    return (x.float() / scales).to(FP8), scales
+
+
+def _norm_reference(
+    stream: Tensor,
+    update: Tensor | None,
+    offset: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    total = stream
+    if update is not None:
+        total = stream + update.to(stream.dtype)
+    if offset is not None:
+        total = total + offset.to(stream.dtype)
+    if update is not None:
+        stream.copy_(total)
+    normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, eps)
+    return quantise_rows(normed) if dtype == FP8 else (normed.to(dtype), None)
+
+
+def _rotate_reference(qkv: Tensor, offset: Tensor | None, cos: Tensor, sin: Tensor, candidates: int) -> None:
+    heads = qkv.shape[1] // 3 // cos.shape[-1]
+    wide = qkv.to(torch.promote_types(qkv.dtype, cos.dtype))
+    if offset is not None:
+        wide = wide + offset.to(wide.dtype)
+    patches = cos.shape[0] - CONDITIONING
+    token = torch.cat(
+        (
+            torch.arange(patches).repeat(candidates),
+            patches + torch.arange(CONDITIONING).repeat(candidates),
+        )
+    ).to(qkv.device)
+    both = wide[:, : 2 * heads * cos.shape[-1]].view(len(qkv), 2 * heads, -1)
+    partner = both.reshape(len(qkv), 2 * heads, -1, 2).flip(-1).reshape(both.shape)
+    turned = both * cos[token][:, None] + partner * sin[token][:, None]
+    qkv[:, : turned[0].numel()] = turned.flatten(1).to(qkv.dtype)
+    if offset is not None:
+        qkv[:, turned[0].numel() :] = wide[:, turned[0].numel() :].to(qkv.dtype)
+
+
+def by_candidate(rows: Tensor, candidates: int) -> Tensor:
+    """(candidates, T + 2, k) of one frame's rows, patches first."""
+    boundary = len(rows) - CONDITIONING * candidates
+    patches, others = rows[:boundary], rows[boundary:]
+    return torch.cat((patches.view(candidates, -1, rows.shape[1]), others.view(candidates, CONDITIONING, -1)), dim=1)
+
+
+def as_rows(tokens: Tensor) -> Tensor:
+    """The inverse of `by_candidate`."""
+    patches, others = tokens[:, :-CONDITIONING], tokens[:, -CONDITIONING:]
+    return torch.cat((patches.flatten(0, 1), others.flatten(0, 1)))
+
+
+def _attention_reference(frames: Tensor, candidates: int, heads: int) -> Tensor:
+    tokens = frames.shape[1] // candidates
+    split = [by_candidate(frame, candidates).view(candidates, tokens, 3, heads, -1).unbind(2) for frame in frames]
+    q = split[-1][0].transpose(1, 2)
+    k = torch.cat([one[1] for one in split], dim=1).transpose(1, 2)
+    v = torch.cat([one[2] for one in split], dim=1).transpose(1, 2)
+    return as_rows(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _gelu_reference(x: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    active = functional.gelu(x.float() + offset.float())
+    return quantise_rows(active) if dtype == FP8 else (active.to(dtype), None)
+
+
+def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int, eps: float) -> Tensor:
+    latents = functional.layer_norm(out + offset, (out.shape[-1],), eps=eps)
+    return (latents.view(candidates, -1, out.shape[-1]) - goal).abs().flatten(1).mean(dim=1)
+
+
+_NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm"})
+_ROTATE = register("frame_rotate", _rotate_reference, {"triton": f"{_TRITON}:rotate"})
+_ATTENTION = register("frame_attention", _attention_reference, {"triton": f"{_TRITON}:attention"})
+_GELU = register("frame_gelu", _gelu_reference, {"triton": f"{_TRITON}:gelu"})
+_ENERGY = register("frame_energy", _energy_reference, {"triton": f"{_TRITON}:energy"})
+
+
+def frame_norm(
+    stream: Tensor,
+    update: Tensor | None,
+    offset: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Layer norm of the residual stream, after adding a sub-layer's output to it.
+
+    Args:
+        stream: (rows, width) fp32; with `update` it is overwritten by the sum.
+        update: (rows, width) or None.
+        offset: (width,) fp32, a bias that belongs to the stream but was left out of it so far; or None.
+        weight: (width,) fp32 or None; `bias` likewise.
+        eps: added to the variance.
+        dtype: of the result; float8_e4m3fn quantises each row.
+
+    Returns:
+        (rows, width) in `dtype`, and the scales (rows, 1) fp32 where quantised.
+    """
+    shape = {"rows": stream.shape[0], "width": stream.shape[1]}
+    result: tuple[Tensor, Tensor | None] = _NORM.run(shape, stream, stream, update, offset, weight, bias, eps, dtype)
+    return result
+
+
+def frame_rotate(qkv: Tensor, offset: Tensor | None, cos: Tensor, sin: Tensor, candidates: int) -> None:
+    """Adds the bias and turns queries and keys in place; partners are neighbours, `sin` carries the sign.
+
+    Args:
+        qkv: (m (T + 2), 3 heads d): query, key and value columns, each head-major.
+        offset: (3 heads d,) or None where the product added it.
+        cos: (T + 2, d) fp32, patches first.
+        sin: likewise.
+        candidates: m.
+    """
+    shape = {"rows": qkv.shape[0], "width": qkv.shape[1], "head_dim": cos.shape[-1]}
+    _ROTATE.run(shape, qkv, qkv, offset, cos, sin, candidates)
+
+
+def frame_attention(frames: Tensor, candidates: int, heads: int) -> Tensor:
+    """Attention of the last frame's tokens over all tokens of their candidate in all frames.
+
+    Args:
+        frames: (F, m (T + 2), 3 heads d) with queries and keys turned; F at most 8.
+        candidates: m.
+        heads: of each of q, k and v.
+
+    Returns:
+        (m (T + 2), heads d), scores scaled by d^-0.5.
+    """
+    shape = {
+        "frames": frames.shape[0],
+        "patches": frames.shape[1] // candidates - CONDITIONING,
+        "heads": heads,
+        "head_dim": frames.shape[2] // 3 // heads,
+    }
+    result: Tensor = _ATTENTION.run(shape, frames, frames, candidates, heads)
+    return result
+
+
+def frame_gelu(x: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Exact GELU of x + offset, quantised by rows for float8_e4m3fn.
+
+    Args:
+        x: (rows, k).
+        offset: (k,).
+        dtype: of the result.
+
+    Returns:
+        (rows, k) in `dtype`, and the scales (rows, 1) fp32 where quantised.
+    """
+    result: tuple[Tensor, Tensor | None] = _GELU.run({"rows": x.shape[0], "width": x.shape[1]}, x, x, offset, dtype)
+    return result
+
+
+def frame_energy(out: Tensor, offset: Tensor, goal: Tensor, candidates: int, eps: float) -> Tensor:
+    """Mean absolute distance of the layer-normed latents out + offset to the goal.
+
+    Args:
+        out: (m T, D) fp32, a product without its bias.
+        offset: (D,) fp32.
+        goal: (T, D) fp32.
+        candidates: m.
+        eps: of the affine-free norm.
+
+    Returns:
+        (m,) fp32; sums run in one fixed order.
+    """
+    result: Tensor = _ENERGY.run({"rows": out.shape[0], "width": out.shape[1]}, out, out, offset, goal, candidates, eps)
+    return result

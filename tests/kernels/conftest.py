@@ -1,0 +1,24 @@
+"""Triton's interpreter where there is no GPU: chosen when kernels are decorated, so before any test imports them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.startswith("taktline_kernels.triton_impl")]:
+        del sys.modules[name]
+    # Its loop bounds are arrays of one element, which NumPy 2.4 no longer turns into an int.
+    scope = importlib.import_module("triton.runtime.interpreter")._LangPatchScope
+    set_attr = scope.set_attr
+
+    def set_attr_of_one_element(self: object, owner: object, attribute: str, value: object) -> None:
+        if attribute == "__index__":
+            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
+        set_attr(self, owner, attribute, value)
+
+    scope.set_attr = set_attr_of_one_element

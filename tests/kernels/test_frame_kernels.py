@@ -1,0 +1,123 @@
+"""The world model's kernels against their torch references: interpreted without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from taktline_kernels.ops import frames as ops
+from taktline_kernels.ops.dispatch import REGISTRY
+from torch import Tensor
+
+kernels = importlib.import_module("taktline_kernels.triton_impl.frames")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter multiplies bf16 matrices as the integers they are stored in: without a GPU the dots run in fp16.
+HALF = torch.bfloat16 if HAS_GPU else torch.float16
+BARS = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-3}
+GENERATOR = torch.Generator().manual_seed(11)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR).to(dtype).to(DEVICE)
+
+
+def close(actual: Tensor, expected: Tensor, bar: float | None = None) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    assert error < (BARS[actual.dtype] if bar is None else bar), f"relative error {error:.3e}"
+
+
+def same_quantised(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """The interpreter's conversion loses the carry into the exponent, so the values are compared on a GPU only."""
+    close(actual[1], expected[1], 1e-5)
+    if HAS_GPU:
+        ours, theirs = actual[0].float(), expected[0].float()
+        assert bool(((ours - theirs).abs() <= theirs.abs() / 8 + 2**-9).all()), "more than one step away"
+        assert float((ours == theirs).float().mean()) > 0.99
+    assert actual[0].dtype == ops.FP8
+    assert float(actual[0].float().abs().max()) == ops.FP8_MAX
+
+
+@pytest.mark.parametrize("width", [96, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, ops.FP8])
+def test_norm(width: int, dtype: torch.dtype) -> None:
+    stream, update = 3.0 * rand(7, width), rand(7, width, dtype=torch.bfloat16)
+    offset, weight, bias = rand(width), rand(width), rand(width)
+    reference = REGISTRY["frame_norm"].reference
+    for given in (
+        (update, offset, weight, bias),
+        (update, None, weight, bias),
+        (None, offset, weight, bias),
+        (None, offset, None, None),
+        (None, None, None, None),
+    ):
+        ours, theirs = stream.clone(), stream.clone()
+        actual = kernels.norm(ours, *given, 1e-6, dtype, config={})
+        expected = reference(theirs, *given, 1e-6, dtype)
+        close(ours, theirs)
+        assert torch.equal(ours, stream) == (given[0] is None)
+        if dtype == ops.FP8:
+            same_quantised(actual, expected)
+        else:
+            close(actual[0], expected[0])
+            assert actual[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rotation(dtype: torch.dtype, biased: bool) -> None:
+    candidates, patches, heads, width = 3, 16, 2, 32
+    qkv = rand(candidates * (patches + 2), 3 * heads * width, dtype=dtype)
+    offset = rand(3 * heads * width) if biased else None
+    angles = rand(patches + 2, width)
+    ours, theirs = qkv.clone(), qkv.clone()
+    kernels.rotate(ours, offset, angles.cos(), angles.sin(), candidates, config={})
+    REGISTRY["frame_rotate"].reference(theirs, offset, angles.cos(), angles.sin(), candidates)
+    close(ours, theirs)
+    values = slice(2 * heads * width, None)
+    assert torch.equal(ours[:, values], qkv[:, values]) != biased
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("count", "patches", "heads"), [(1, 16, 2), (2, 64, 1), (3, 32, 2)])
+def test_attention(count: int, patches: int, heads: int, dtype: torch.dtype) -> None:
+    candidates, width = 2, 64
+    frames = rand(count, candidates * (patches + 2), 3 * heads * width, dtype=dtype)
+    expected = REGISTRY["frame_attention"].reference(frames, candidates, heads)
+    close(kernels.attention(frames, candidates, heads, config={"block_m": 32, "block_n": 16}), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: the published size is slow in the interpreter")
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_attention_at_the_published_size(count: int) -> None:
+    frames = rand(count, 6 * 258, 3072, dtype=torch.bfloat16)
+    close(ops.frame_attention(frames, 6, 16), REGISTRY["frame_attention"].reference(frames, 6, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, ops.FP8])
+def test_gelu(dtype: torch.dtype) -> None:
+    x, offset = rand(9, 160, dtype=torch.bfloat16), rand(160)
+    actual = kernels.gelu(x, offset, dtype, config={})
+    expected = REGISTRY["frame_gelu"].reference(x, offset, dtype)
+    if dtype == ops.FP8:
+        same_quantised(actual, expected)
+    else:
+        close(actual[0], expected[0])
+
+
+def test_energy() -> None:
+    out, offset, goal = rand(3 * 16, 88), rand(88), rand(16, 88)
+    actual = kernels.energy(out, offset, goal, 3, 1e-5, config={})
+    close(actual, REGISTRY["frame_energy"].reference(out, offset, goal, 3, 1e-5))
+    assert torch.equal(actual, kernels.energy(out, offset, goal, 3, 1e-5, config={}))
+
+
+def test_rows_and_candidates_are_two_views() -> None:
+    rows = rand(3 * 18, 5)
+    assert torch.equal(ops.as_rows(ops.by_candidate(rows, 3)), rows)
+    assert torch.equal(ops.by_candidate(rows, 3)[1, :16], rows[16:32])
+    assert torch.equal(ops.by_candidate(rows, 3)[1, 16:], rows[50:52])

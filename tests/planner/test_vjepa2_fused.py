@@ -1,0 +1,81 @@
+"""The fused predictor: the golden energies, the plain statement's plans, and on a GPU its captured units."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from taktline_worker.models.vjepa2_ac.runner import VJepa2World
+from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, Precision, open_checkpoint, pack_weights
+from taktline_worker.planning.search import Problem, search
+from torch import Tensor
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")
+
+
+def make(kit: Any, precision: Precision, device: str = "cpu", **options: Any) -> VJepa2World:
+    checkpoint = open_checkpoint(kit.files["full"], kit.stated["full"])
+    weights = pack_weights(checkpoint, precision, torch.device(device))
+    return VJepa2World(weights, checkpoint.architecture, 64, 2, **options)
+
+
+def golden_round(golden: Path, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    case = load_file(golden / "full" / "cem_main.safetensors")
+    return case["actions"][number].to(device), case["energies"][number].to(device)
+
+
+def correlation(first: Tensor, second: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((first, second)).double())[0, 1])
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_energies_are_the_golden_ones_in_fp32(golden: Path, kit: Any, number: int) -> None:
+    world = make(kit, FP32, fused=True)
+    actions, expected = golden_round(golden, number, world.device)
+    energies = torch.full((64,), torch.nan)
+    world.score(world.prepare(kit.scene(world)), actions, energies)
+    assert kit.distance(energies, expected) < 1e-6
+
+
+def test_a_whole_search_is_the_plain_one_in_fp32(kit: Any) -> None:
+    plain, fused = make(kit, FP32), make(kit, FP32, fused=True)
+    plans = [search(one, [Problem(kit.scene(one), kit.settings("main"))])[0] for one in (plain, fused)]
+    assert kit.distance(plans[1].actions, plans[0].actions) < 1e-5
+
+
+def test_rounding_ranks_as_fp32_does(golden: Path, kit: Any) -> None:
+    found = {}
+    for name, options in {"bf16": {}, "fp8": {"quantised": True}}.items():
+        world = make(kit, BF16, fused=True, **options)
+        actions, expected = golden_round(golden, 0, world.device)
+        energies = torch.empty(64)
+        world.score(world.prepare(kit.scene(world)), actions, energies)
+        found[name] = correlation(energies, expected)
+    # Eight bits of a matrix two heads wide average over little; the published size is measured in the benchmarks.
+    assert 0.999 <= found["bf16"] < 1.0
+    assert 0.97 <= found["fp8"] < found["bf16"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_captured_unit_is_the_eager_one(golden: Path, kit: Any, quantised: bool) -> None:
+    world = make(kit, BF16, "cuda", quantised=quantised)
+    scene = kit.scene(world)
+    scene = type(scene)(scene.latent, scene.goal, scene.pose.cuda())
+    prepared = world.prepare(scene)
+    actions, expected = golden_round(golden, 0, world.device)
+    eager, captured, again = (torch.full((64,), torch.nan, device="cuda") for _ in range(3))
+    world.score(prepared, actions, eager)
+    world.capture()
+    world.score(prepared, actions.flip(0), captured)  # other inputs in between: the graph reads its buffers anew
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    world.score(prepared, actions, captured)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    world.score(prepared, actions, again)
+    assert torch.equal(captured, again)
+    assert kit.distance(captured, eager) < 1e-6
+    assert correlation(captured, expected) >= (0.97 if quantised else 0.999)
