@@ -20,6 +20,7 @@ MEMBERS = {
     "taktline_operator": "operator",
     "taktline_demo": "demo",
     "taktline_local": "deploy/local-cluster",
+    "taktline_dashboards": "dashboards",
 }
 
 ALLOWED = {
@@ -31,6 +32,7 @@ ALLOWED = {
     "taktline_operator": {"taktline_protocol"},
     "taktline_demo": {"taktline_protocol", "taktline"},
     "taktline_local": {"taktline_protocol", "taktline"},
+    "taktline_dashboards": {"taktline_protocol"},
 }
 
 FORBIDDEN = {

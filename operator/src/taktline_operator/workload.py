@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from taktline_protocol.deployment import EngineConfig
 
-from taktline_operator import accelerators, naming
+from taktline_operator import accelerators, naming, revisions
 from taktline_operator.spec import PVC_MOUNT, PolicyDeployment, Pool
 
 CONFIG_MOUNT = "/etc/taktline"
@@ -22,6 +22,7 @@ ENGINE_FIELDS = ("device", "precision", "buckets", "solver_steps", "action_horiz
 # Loading a checkpoint, warming up and calibrating may take this long before a worker counts as broken.
 STARTUP_PERIOD_S = 2
 STARTUP_LIMIT_S = 1800
+MIN_READY_S = 5
 DRAIN_S = 60  # a worker finishes what it holds after SIGTERM; observations are far shorter than this
 
 
@@ -43,7 +44,8 @@ def engine_json(policy: PolicyDeployment, pool: Pool) -> str:
     return json.dumps(parts, indent=1, sort_keys=True)
 
 
-def _metadata(policy: PolicyDeployment, name: str, pool: str | None) -> dict[str, Any]:
+def owned_metadata(policy: PolicyDeployment, name: str, pool: str | None) -> dict[str, Any]:
+    """Metadata of a child: our labels, and the PolicyDeployment as the owner that takes it along when it goes."""
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": policy.namespace,
@@ -70,7 +72,7 @@ def config_map(policy: PolicyDeployment, pool: Pool) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(policy, name, pool.name),
+        "metadata": owned_metadata(policy, name, pool.name),
         "immutable": True,
         "data": {naming.ENGINE_FILE: content},
     }
@@ -81,7 +83,7 @@ def service(policy: PolicyDeployment) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(policy, naming.service_name(policy.name), None),
+        "metadata": owned_metadata(policy, naming.service_name(policy.name), None),
         "spec": {
             "clusterIP": "None",
             "selector": naming.worker_selector(policy.name),
@@ -95,7 +97,7 @@ def disruption_budget(policy: PolicyDeployment, pool: Pool) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": _metadata(policy, naming.workload_name(policy.name, pool.name), pool.name),
+        "metadata": owned_metadata(policy, naming.workload_name(policy.name, pool.name), pool.name),
         "spec": {
             "maxUnavailable": 1,
             "selector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
@@ -103,11 +105,11 @@ def disruption_budget(policy: PolicyDeployment, pool: Pool) -> dict[str, Any]:
     }
 
 
-def pod_template(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
+def pod_template(policy: PolicyDeployment, pool: Pool, image: str, track: str = "") -> dict[str, Any]:
     """The pod template of a pool, with the hash of its own content. `image` holds where the pool names none."""
     template: dict[str, Any] = {
         "metadata": {
-            "labels": naming.labels(policy.name, pool.name),
+            "labels": naming.labels(policy.name, pool.name) | _track_label(track),
             "annotations": {naming.ANNOTATION_REVISION: policy.spec.revision()},
         },
         "spec": _pod_spec(policy, pool, pool.image or image),
@@ -122,22 +124,41 @@ def template_hash(template: dict[str, Any]) -> str:
 
 
 def deployment(
-    policy: PolicyDeployment, pool: Pool, replicas: int, image: str, rolling_update: dict[str, Any]
+    policy: PolicyDeployment,
+    pool: Pool,
+    replicas: int,
+    image: str,
+    rolling_update: dict[str, Any],
+    track: str = "",
 ) -> dict[str, Any]:
-    """The Deployment of a pool. `image` is the operator's default where the pool names none."""
+    """The Deployment of a pool.
+
+    Args:
+        image: the operator's default, where the pool names none.
+        track: tells a second Deployment of the pool apart; empty for the plain one.
+    """
+    metadata = owned_metadata(policy, naming.workload_name(policy.name, pool.name, track), pool.name)
+    metadata["labels"] |= _track_label(track)
+    metadata["annotations"] = {naming.ANNOTATION_REVISION_HASH: revisions.of_spec(policy.spec).hash}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(policy, naming.workload_name(policy.name, pool.name), pool.name),
+        "metadata": metadata,
         "spec": {
             "replicas": replicas,
-            "selector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
+            "selector": {"matchLabels": naming.worker_selector(policy.name, pool.name) | _track_label(track)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": rolling_update},
+            # A gateway needs a moment to hear of a new worker before an old one leaves.
+            "minReadySeconds": MIN_READY_S,
             "progressDeadlineSeconds": STARTUP_LIMIT_S + 300,
             "revisionHistoryLimit": 2,
-            "template": pod_template(policy, pool, image),
+            "template": pod_template(policy, pool, image, track),
         },
     }
+
+
+def _track_label(track: str) -> dict[str, str]:
+    return {naming.LABEL_TRACK: track} if track else {}
 
 
 def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
