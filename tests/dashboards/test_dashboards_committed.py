@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+
 import pytest
 from taktline_dashboards import cli, outside, pages
 from taktline_protocol import metrics, slo

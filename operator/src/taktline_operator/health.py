@@ -1,4 +1,4 @@
-"""Health endpoints of the operator: /healthz says whether it still hears the cluster, /readyz whether it has begun."""
+"""Endpoints: /healthz says whether the operator hears the cluster, /readyz whether it has begun; and /metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 from aiohttp import web
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
+from taktline_operator.telemetry import CONTENT_TYPE
+
 Check = Callable[[], str]  # empty when all is well, else what is wrong
 
 
-async def serve(listen: str, alive: Check, ready: Check) -> web.AppRunner:
+async def serve(listen: str, alive: Check, ready: Check, exposition: Callable[[], bytes]) -> web.AppRunner:
     """Start answering on `host:port`; call `cleanup` of the result to stop.
 
     Raises:
@@ -35,6 +37,11 @@ async def serve(listen: str, alive: Check, ready: Check) -> web.AppRunner:
             return handler(request)
 
         application.router.add_get(path, respond)
+
+    async def measured(_: web.Request) -> web.Response:
+        return web.Response(body=exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    application.router.add_get("/metrics", measured)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
     "Pod": ("/api/v1", "v1", "pods"),
     "Event": ("/api/v1", "v1", "events"),
     "Deployment": ("/apis/apps/v1", "apps/v1", "deployments"),
+    "ControllerRevision": ("/apis/apps/v1", "apps/v1", "controllerrevisions"),
     "PodDisruptionBudget": ("/apis/policy/v1", "policy/v1", "poddisruptionbudgets"),
     "Lease": ("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "leases"),
     schema.KIND: (f"/apis/{schema.GROUP}/{schema.VERSION}", f"{schema.GROUP}/{schema.VERSION}", schema.PLURAL),
@@ -102,11 +105,23 @@ def path_of(kind: str, namespace: str | None, name: str | None = None) -> str:
     return "/".join(parts)
 
 
+def kind_of(path: str) -> str:
+    """The kind that a URL path of ours is about."""
+    parts = set(path.split("/"))
+    return next((kind for kind, (_, _, plural) in RESOURCES.items() if plural in parts), "other")
+
+
 class KubeApi:
     """Asynchronous client of one API server. Must be made inside a running event loop; close it after use."""
 
-    def __init__(self, settings: client.Configuration) -> None:
+    def __init__(
+        self,
+        settings: client.Configuration,
+        observe: Callable[[str, str, int, float], None] = lambda verb, kind, status, seconds: None,
+    ) -> None:
+        """`observe` is told of every request: HTTP method, kind, status (0: no answer), seconds."""
         self._settings = settings
+        self._observe = observe
         context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
         if not settings.verify_ssl:
             context.check_hostname = False
@@ -211,11 +226,15 @@ class KubeApi:
         if content_type:
             headers["Content-Type"] = content_type
         data = None if body is None else json.dumps(body).encode()
+        began, status = time.monotonic(), 0
         try:
             async with self._session.request(method, path, params=parameters, data=data, headers=headers) as reply:
                 content = await reply.read()
+                status = reply.status
         except (TimeoutError, aiohttp.ClientError) as error:
             raise ApiError(0, type(error).__name__, str(error)) from error
+        finally:
+            self._observe(method, kind_of(path), status, time.monotonic() - began)
         if reply.status >= 400:
             raise _decode_error(reply.status, content, reply.headers.get("Retry-After"))
         decoded: Json = json.loads(content)

@@ -64,6 +64,7 @@ class Controller:
         """`namespaces` are those served; empty means all."""
         self.queue: WorkQueue[Key] = WorkQueue()
         self.listed = False  # whether all PolicyDeployments are known, so that the table may be written
+        self.statuses: dict[Key, Json] = {}  # metadata and status of each PolicyDeployment as last seen, for metrics
         self._api = api
         self._settings = settings
         self._namespaces = tuple(namespaces)
@@ -99,6 +100,7 @@ class Controller:
             if everything or key not in self._created:
                 self.queue.add(key)
         self._created = found
+        self.statuses = {_key(live): {"metadata": live["metadata"], "status": live.get("status")} for live in policies}
         self.listed = True
         self.queue.add(ROUTES)
         return policies
@@ -176,6 +178,7 @@ class Controller:
 
     async def _carry_out(self, live: Json, result: Plan) -> None:
         namespace, name = _key(live)
+        self.statuses[namespace, name] = {"metadata": live["metadata"], "status": result.status}
         for found in result.writes:
             logger.info("applying", extra={"policy": name, "namespace": namespace, "object": "/".join(ref_of(found))})
             await self._api.apply(found)
@@ -229,6 +232,7 @@ class Controller:
     def _forget(self, key: Key) -> None:
         self._created.pop(key, None)
         self._parsed.pop(key, None)
+        self.statuses.pop(key, None)
         if self._routes.pop(key, None) is not None or self.listed:
             self.queue.add(ROUTES, 0.0)
         for other in self._created:  # one of its name elsewhere may be served now

@@ -15,12 +15,14 @@ from typing import Any
 import kopf
 import msgspec
 from kubernetes import client
+from taktline_protocol import metrics
 
 from taktline_operator import health, logs, naming, schema, watching
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
 from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
 from taktline_operator.reconcile import Controller
+from taktline_operator.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +37,25 @@ SILENT_S = 4 * RESYNC_S  # without a successful list for this long the process i
 class Service:
     """One operator process."""
 
-    def __init__(self, api: KubeApi, controller: Controller, ledger: watching.WatchLedger) -> None:
+    def __init__(
+        self, api: KubeApi, controller: Controller, ledger: watching.WatchLedger, telemetry: Telemetry
+    ) -> None:
         self.controller = controller
+        self.telemetry = telemetry
         self.ledger = ledger
         self.standby = False  # another operator leads
         self._api = api
         self._policies: list[Json] = []
         self._heard_at = asyncio.get_running_loop().time()
+        telemetry.watch(self._levels, lambda: list(controller.statuses.values()))
+
+    def _levels(self) -> dict[str, float]:
+        return {
+            metrics.OPERATOR_LEADS: float(not self.standby),
+            metrics.OPERATOR_QUEUE: float(self.controller.queue.depth),
+            metrics.OPERATOR_SILENCE: asyncio.get_running_loop().time() - self._heard_at,
+            metrics.OPERATOR_WATCH_DEAD: float(bool(self.ledger.dead)),
+        }
 
     def alive(self) -> str:
         """What keeps the process from doing its work for good; empty when nothing does."""
@@ -109,17 +123,19 @@ class Service:
         queue = self.controller.queue
         while True:
             key = await queue.get()
-            failed, delay_s = True, None
+            failed, delay_s, result = True, None, "failed"
+            began = asyncio.get_running_loop().time()
             try:
                 await self.controller.handle(key)
-                failed = False
+                failed, result = False, "done"
             except ApiError as error:
-                delay_s = error.retry_after_s
+                delay_s, result = error.retry_after_s, "api_error"
                 logger.warning("reconciliation failed", extra={"key": "/".join(key), "cause": str(error)})
             except Exception:
                 # One policy's surprise must not stop the others; it is logged whole and tried again, ever slower.
                 logger.exception("reconciliation failed unexpectedly", extra={"key": "/".join(key)})
             finally:
+                self.telemetry.reconciled(result, asyncio.get_running_loop().time() - began)
                 queue.done(key, failed=failed, delay_s=delay_s)
 
 
@@ -141,9 +157,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 async def _until_stopped(settings: Settings, options: RunOptions) -> int:
     credentials = load_configuration(options.kubeconfig)
-    api = KubeApi(credentials)
+    telemetry = Telemetry()
+    api = KubeApi(credentials, telemetry.requested)
     controller = Controller(api, settings, options.namespaces)
-    service = Service(api, controller, watching.WatchLedger())
+    service = Service(api, controller, watching.WatchLedger(), telemetry)
     election = None
     if options.lease:
         identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
@@ -154,7 +171,7 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)  # until kopf installs its own
     try:
-        endpoints = await health.serve(options.health_listen, service.alive, service.ready)
+        endpoints = await health.serve(options.health_listen, service.alive, service.ready, telemetry.exposition)
         try:
             if election:
                 await _either(election.acquire(), stop)

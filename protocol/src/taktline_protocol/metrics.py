@@ -53,6 +53,19 @@ WORKER_GRAPH_MEMORY = "taktline_worker_graph_memory_bytes"
 WORKER_CACHE = "taktline_worker_cache_lookups_total"
 WORKER_GPU_MEMORY = "taktline_worker_gpu_memory_bytes"
 
+# The operator's own, beside its health endpoints.
+OPERATOR_LEADS = "taktline_operator_leads"
+OPERATOR_RECONCILES = "taktline_operator_reconciles_total"
+OPERATOR_RECONCILE = "taktline_operator_reconcile_seconds"
+OPERATOR_QUEUE = "taktline_operator_queue_depth"
+OPERATOR_REQUESTS = "taktline_operator_api_requests_total"
+OPERATOR_REQUEST = "taktline_operator_api_request_seconds"
+OPERATOR_SILENCE = "taktline_operator_api_silence_seconds"
+OPERATOR_WATCH_DEAD = "taktline_operator_watch_dead"
+POLICY_CONDITION = "taktline_policydeployment_condition"
+POLICY_REPLICAS = "taktline_policydeployment_workers"
+POLICY_REVISION = "taktline_policydeployment_revision_info"
+
 LABEL_POLICY = "policy"
 LABEL_POOL = "pool"
 LABEL_REVISION = "revision"
@@ -68,6 +81,11 @@ LABEL_STAGE = "stage"
 LABEL_CACHE = "cache"
 LABEL_RESULT = "result"
 LABEL_KIND = "kind"
+LABEL_NAMESPACE = "namespace"
+LABEL_CONDITION = "condition"
+LABEL_REASON = "reason"
+LABEL_VERB = "verb"
+LABEL_TRACK = "track"
 
 UNKNOWN_POLICY = "_unknown"
 """The policy label of requests for a policy that is not served; no PolicyDeployment can have this name."""
@@ -78,6 +96,9 @@ BATCH_ROW_KINDS = ("observation", "padding")
 QUANTILES = ("0.5", "0.99")
 WORKER_PHASES = ("preprocess", "engine", "postprocess", "total")
 WORKER_STAGES = ("load", "calibrate")
+RECONCILE_RESULTS = ("done", "api_error", "failed")
+REPLICA_STATES = ("desired", "updated", "ready")
+REVISION_TRACKS = ("current", "candidate")
 
 _SERVED = (LABEL_POLICY, LABEL_POOL, LABEL_REVISION)
 _T_SYNC = (*_SERVED, LABEL_BATCH)
@@ -241,4 +262,47 @@ WORKER_METRICS = (
     ),
 )
 
-BY_NAME: dict[str, Metric] = {metric.name: metric for metric in (*GATEWAY_METRICS, *STREAM_METRICS, *WORKER_METRICS)}
+_OWNED = (LABEL_NAMESPACE, LABEL_POLICY)
+
+OPERATOR_METRICS = (
+    Metric(OPERATOR_LEADS, "gauge", (), "1 while this operator works, 0 while it stands by for another one."),
+    Metric(
+        OPERATOR_RECONCILES,
+        "counter",
+        (LABEL_RESULT,),
+        "Reconciliations by result: done, api_error (comes back later), failed (a fault; logged whole).",
+    ),
+    Metric(OPERATOR_RECONCILE, "histogram", (), "Time of one reconciliation, its API requests included."),
+    Metric(OPERATOR_QUEUE, "gauge", (), "PolicyDeployments that wait to be reconciled now."),
+    Metric(
+        OPERATOR_REQUESTS,
+        "counter",
+        (LABEL_VERB, LABEL_KIND, LABEL_CODE),
+        "Requests to the API server by HTTP method, kind and status; code 0: no answer. Watches are not among them.",
+    ),
+    Metric(OPERATOR_REQUEST, "histogram", (LABEL_VERB,), "Time of one request to the API server, by HTTP method."),
+    Metric(OPERATOR_SILENCE, "gauge", (), "Time since the API server last answered a list or a lease renewal."),
+    Metric(OPERATOR_WATCH_DEAD, "gauge", (), "1 where a watch misses what lists show; /healthz fails with it."),
+    Metric(
+        POLICY_CONDITION,
+        "gauge",
+        (*_OWNED, LABEL_CONDITION, LABEL_REASON),
+        "Conditions of each PolicyDeployment: 1 true, 0 false, -1 unknown; one series a condition, with its reason.",
+    ),
+    Metric(
+        POLICY_REPLICAS,
+        "gauge",
+        (*_OWNED, LABEL_POOL, LABEL_STATE),
+        "Workers of each pool: desired, updated (of the present spec), ready.",
+    ),
+    Metric(
+        POLICY_REVISION,
+        "gauge",
+        (*_OWNED, LABEL_REVISION, LABEL_TRACK),
+        "1; the current revision of each PolicyDeployment, and the candidate while one is rolled out.",
+    ),
+)
+
+BY_NAME: dict[str, Metric] = {
+    metric.name: metric for metric in (*GATEWAY_METRICS, *STREAM_METRICS, *WORKER_METRICS, *OPERATOR_METRICS)
+}
