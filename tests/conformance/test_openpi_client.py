@@ -331,6 +331,6 @@ def test_half_a_handshake_does_not_stop_others(libero, openpi_client):
 def test_log_lines_are_json_and_name_policy_and_robot(libero, openpi_client):
     openpi_client.run("openpi_robot.py", "errors", f"127.0.0.1:{libero.port}")
     lines = [json.loads(line) for line in libero.log.read_text().splitlines()]
-    refused = [line for line in lines if line["event"] == "request_refused"]
+    refused = [line for line in lines if line["message"] == "request_refused"]
     assert {line["policy"] for line in refused} == {"libero"}
     assert all(line["request_id"] and line["robot"].startswith(("openpi-", "arm-9")) for line in refused)

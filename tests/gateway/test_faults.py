@@ -259,7 +259,7 @@ def test_logs_are_json_lines_with_the_request(bare_stack):
     stack.wait_workers(1)
     _, error = stack.act(robot="arm-7", instruction="")
     lines = [json.loads(line) for line in stack.log.read_text().splitlines()]
-    refused = next(line for line in lines if line["event"] == "request_refused")
+    refused = next(line for line in lines if line["message"] == "request_refused")
     assert refused["code"] == "instruction_invalid"
     assert refused["request_id"] == error.request_id
     assert refused["policy"] == "scripted"

@@ -168,7 +168,7 @@ class ActEndpoint:
             "request_refused",
             policy=policy[:128],
             code=error.code.value,
-            message=error.message,
+            reason=error.message,
             request_id=exchange.request_id,
             robot=observation.robot_id if observation is not None else None,
             seq=observation.seq if observation is not None else None,

@@ -75,6 +75,6 @@ async def watch_routes(
         try:
             table = read_routes(path)
         except TaktlineError as error:
-            log(_logger, logging.ERROR, "routes_refused", code=error.code.value, message=str(error))
+            log(_logger, logging.ERROR, "routes_refused", code=error.code.value, reason=str(error))
             continue
         apply(table)

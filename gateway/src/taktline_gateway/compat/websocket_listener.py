@@ -187,7 +187,7 @@ class WebSocketListener:
         except ConnectionClosed:
             pass
         except TaktlineError as error:
-            log(_logger, logging.INFO, "client_refused", code=error.code.value, message=error.message, **about)
+            log(_logger, logging.INFO, "client_refused", code=error.code.value, reason=error.message, **about)
             await connection.close(CloseCode.POLICY_VIOLATION, error.code.value)
         except Exception:
             log(_logger, logging.ERROR, "internal", exc_info=True, **about)
