@@ -12,14 +12,25 @@ from taktline_protocol import TaktlineError
 from taktline_protocol.limits import MIB, Limits
 
 from taktline_gateway import logs
+from taktline_gateway.access.command import add_arguments, make_key
+from taktline_gateway.access.exposure import check_exposure
 from taktline_gateway.compat import ports
 from taktline_gateway.server import serve
 from taktline_gateway.service import Settings
+from taktline_gateway.stream import settings as stream_settings
 
 
 def main() -> None:
     """Entry point. Exits with 2 on a configuration that cannot be served."""
     arguments = _parser().parse_args()
+    try:
+        arguments.run(arguments)
+    except TaktlineError as error:
+        print(f"taktline-gateway: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _serve(arguments: argparse.Namespace) -> None:
     logs.configure(arguments.log_level)
     settings = Settings(
         routes=arguments.routes,
@@ -28,13 +39,13 @@ def main() -> None:
         drain_settle_s=arguments.drain_settle_s,
         drain_limit_s=arguments.drain_limit_s,
         client_ports=ports.ports_of(arguments),
+        stream=stream_settings.settings_of(arguments),
+        access_file=arguments.access_file,
+        audit_log=arguments.audit_log,
     )
     host, port = arguments.listen
-    try:
-        uvloop.run(serve(settings, host, port))
-    except TaktlineError as error:
-        print(f"taktline-gateway: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+    check_exposure(settings, host, allow_anonymous=arguments.allow_anonymous)
+    uvloop.run(serve(settings, host, port))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,11 +55,27 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "serve", help="serve until SIGTERM", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    run.set_defaults(run=_serve)
+    key = commands.add_parser("new-key", help="make an API key", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    key.set_defaults(run=make_key)
+    add_arguments(key)
     run.add_argument("--routes", type=Path, required=True, help="routing table, read again when it changes")
     run.add_argument(
         "--listen", type=_address, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="where to listen"
     )
     ports.add_arguments(run)
+    stream_settings.add_arguments(run)
+    run.add_argument(
+        "--access-file",
+        type=Path,
+        help="who may ask what (docs/security.md), read again when it changes; without it everyone may ask everything",
+    )
+    run.add_argument(
+        "--allow-anonymous",
+        action="store_true",
+        help="without --access-file, listen on more than this machine's own addresses all the same",
+    )
+    run.add_argument("--audit-log", type=Path, help="file of access decisions, JSON lines; default: the process's log")
     run.add_argument("--max-body-mib", type=float, default=16.0, help="largest request body")
     run.add_argument("--max-queued", type=int, default=10_000, help="observations that may wait for one policy")
     run.add_argument("--drain-settle-s", type=float, default=1.0, help="on SIGTERM, keep answering at least so long")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 from collections.abc import Iterable
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import MediaType, accepted_media_type, encode, error_body, media_type
-from taktline_protocol.limits import Limits, check_body_size
+from taktline_protocol.limits import MIB, Limits, check_body_size
 
 REQUEST_ID_MAX = 64
+LINGER_S = 2.0
+LINGER_BYTES = 32 * MIB
 _SCOPE_KEY = "taktline.exchange"
 
 
@@ -138,15 +141,50 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, exchange: Exchange, error: TaktlineError, *, close: bool = False) -> None:
-    """Sends a typed error; `close` ends the connection, e.g. where its body was not read to the end."""
-    headers: list[tuple[bytes, bytes]] = []
+async def send_error(
+    send: Send,
+    exchange: Exchange,
+    error: TaktlineError,
+    *,
+    close: bool = False,
+    unread: Receive | None = None,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+) -> None:
+    """Sends a typed error.
+
+    Args:
+        close: the connection ends with this answer.
+        unread: where the body was not read to its end: what is left of it. It is thrown away for a moment after the
+            answer, as a connection closed on unread bytes is reset, and the client then loses the answer too.
+    """
+    sent = list(headers)
+    close = close or unread is not None
     if error.retry_after_ms is not None:
-        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_ms / 1e3)))
+        sent.append((b"retry-after", b"%d" % math.ceil(error.retry_after_ms / 1e3)))
     if close:
-        headers.append((b"connection", b"close"))
+        sent.append((b"connection", b"close"))
     body = error_body(error, exchange.request_id)
-    await send_message(send, exchange, body, status=error.http_status, headers=headers)
+    if unread is None:
+        await send_message(send, exchange, body, status=error.http_status, headers=sent)
+        return
+
+    async def send_open(message: Message) -> None:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    await send_message(send_open, exchange, body, status=error.http_status, headers=sent)
+    await _discard(unread)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    left = LINGER_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while left > 0:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                left -= len(message.get("body", b""))
 
 
 def internal_error() -> TaktlineError:

@@ -29,11 +29,21 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     BUDGET_INVALID = "budget_invalid"
     DEADLINE_EXPIRED = "deadline_expired"
     DEADLINE_UNREACHABLE = "deadline_unreachable"
+    # Access.
+    UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
     # Traffic.
+    RATE_LIMITED = "rate_limited"
     ROBOT_CONFLICT = "robot_conflict"
     SUPERSEDED = "superseded"
     OVERLOADED = "overloaded"
     DRAINING = "draining"
+    # The stream.
+    KEYFRAME_NEEDED = "keyframe_needed"
+    CANCELLED = "cancelled"
+    STREAM_VERSION = "stream_version"
+    STREAM_IDLE = "stream_idle"
+    SLOW_READER = "slow_reader"
     # The platform.
     WORKER_UNAVAILABLE = "worker_unavailable"
     WORKER_FAILED = "worker_failed"
@@ -62,10 +72,18 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.BUDGET_INVALID: 422,
     ErrorCode.DEADLINE_EXPIRED: 504,
     ErrorCode.DEADLINE_UNREACHABLE: 503,
+    ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.FORBIDDEN: 403,
+    ErrorCode.RATE_LIMITED: 429,
     ErrorCode.ROBOT_CONFLICT: 409,
     ErrorCode.SUPERSEDED: 409,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.DRAINING: 503,
+    ErrorCode.KEYFRAME_NEEDED: 409,
+    ErrorCode.CANCELLED: 409,
+    ErrorCode.STREAM_VERSION: 400,
+    ErrorCode.STREAM_IDLE: 408,
+    ErrorCode.SLOW_READER: 408,
     ErrorCode.WORKER_UNAVAILABLE: 503,
     ErrorCode.WORKER_FAILED: 502,
     ErrorCode.GATEWAY_UNREACHABLE: 504,

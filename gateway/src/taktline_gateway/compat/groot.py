@@ -145,7 +145,11 @@ class GrootListener:
         token = request.get("api_token")
         if self._token and not (isinstance(token, str) and hmac.compare_digest(token.encode(), self._token.encode())):
             return {"error": _UNAUTHORIZED}
-        client.caller = dataclasses.replace(client.caller, api_key=token if isinstance(token, str) else None)
+        key = token if isinstance(token, str) and token != self._token else None
+        try:
+            client.caller = await self._service.identify(dataclasses.replace(client.caller, api_key=key))
+        except TaktlineError as error:
+            return {"error": f"{_UNAUTHORIZED}: {error}"}
         endpoint = request.get("endpoint", "get_action")
         data = request.get("data") or {}
         if not isinstance(data, dict):
@@ -158,7 +162,7 @@ class GrootListener:
                     conversation.begin_episode()
                 return {}
             case "get_modality_config":
-                policy = await self._ready()
+                policy = await self._ready(client)
                 return modality_config(self._service.info(policy), self._service.mapping(policy, "groot"))
             case "get_action":
                 return await self._get_action(client, data.get("observation"))
@@ -166,7 +170,7 @@ class GrootListener:
                 return {"error": f"Unknown endpoint: {str(endpoint)[:64]}"}
 
     async def _get_action(self, client: _Client, observation: Any) -> list[dict[str, Any]]:
-        policy = await self._ready()
+        policy = await self._ready(client)
         rows = rows_of(joined_keys(observation))
         mapping = self._service.mapping(policy, "groot")
         info = self._service.info(policy)
@@ -176,6 +180,11 @@ class GrootListener:
             if len(reads) > 1:
                 caller = dataclasses.replace(caller, robot_id=f"{caller.robot_id}-{len(client.conversations)}")
             client.conversations.append(Conversation(self._service, caller, policy))
+        for conversation in client.conversations:
+            # The key of this very request, which may be another than the last one's.
+            conversation.caller = dataclasses.replace(
+                conversation.caller, api_key=client.caller.api_key, principal=client.caller.principal
+            )
         acting = [
             asyncio.ensure_future(talk.act(read)) for talk, read in zip(client.conversations, reads, strict=False)
         ]
@@ -191,11 +200,11 @@ class GrootListener:
         }
         return [action_map(chunks, mapping, flat=is_flat(observation)), facts]
 
-    async def _ready(self) -> str:
+    async def _ready(self, client: _Client) -> str:
         """The policy, as soon as a worker of it is ready. Raises TaktlineError after `COLD_WAIT_S`."""
         try:
             async with asyncio.timeout(COLD_WAIT_S):
-                policy = await policy_of(self._service, self._listen.policy, "groot")
+                policy = await policy_of(self._service, client.caller, self._listen.policy)
                 await until_ready(self._service, policy)
                 return policy
         except TimeoutError as error:

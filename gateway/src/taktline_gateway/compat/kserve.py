@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from taktline_protocol import ActionChunk, ErrorCode, PolicyInfo, TaktlineError
 
+from taktline_gateway.access.http import credential_of
 from taktline_gateway.compat.kserve_tensors import decode_request, wants_binary
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService
@@ -118,9 +119,9 @@ class KserveRest:
             raise TaktlineError(ErrorCode.BUDGET_INVALID, "parameters.budget_ms is no number", "send milliseconds")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
             raise TaktlineError(ErrorCode.INVALID_BODY, "parameters.seed is no seed", "send 0 to 2^63 - 1")
-        caller = Caller.connecting(
-            "kserve", _peer(scope), robot if isinstance(robot, str) else None, _key(headers)
-        ).without_session()
+        credential = credential_of(scope)
+        named = robot if isinstance(robot, str) else None
+        caller = Caller.connecting("kserve", credential.peer, named, credential.secret).without_session()
         conversation = Conversation(self._service, caller, info.policy)
         acting = conversation.act(read, budget_ms=None if budget_ms is None else float(budget_ms), seed=seed)
         chunk = await _unless_disconnected(receive, acting)
@@ -206,16 +207,6 @@ def _error(error: TaktlineError) -> Answer:
     if error.retry_after_ms is not None:
         headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_ms / 1e3)))
     return error.http_status, msgspec.json.encode(body), headers
-
-
-def _peer(scope: Scope) -> str:
-    client = scope.get("client")
-    return f"{client[0]}:{client[1]}" if client else ""
-
-
-def _key(headers: dict[bytes, str]) -> str | None:
-    kind, _, key = headers.get(b"authorization", "").partition(" ")
-    return key if kind in ("Bearer", "Api-Key") and key else None
 
 
 async def _unless_disconnected(receive: Receive, acting: Awaitable[ActionChunk]) -> ActionChunk:

@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
 
+from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.lerobot_messages import (
     BEGIN,
     CLIENT_MESSAGE_BYTES,
@@ -46,6 +47,9 @@ _STATUS = {
     ErrorCode.WORKER_FAILED: grpc.StatusCode.ABORTED,
     ErrorCode.WORKER_UNAVAILABLE: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorCode.DRAINING: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorCode.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorCode.DEADLINE_UNREACHABLE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorCode.DEADLINE_EXPIRED: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -111,8 +115,12 @@ class LerobotListener:
         """Binds the connection to a policy, once a worker of it is ready. Nothing that a client names is loaded."""
         try:
             setup = read_record(setup_data(request), "RemotePolicyConfig")
-            policy = self._policy(setup.fields.get("pretrained_name_or_path"))
-            caller = Caller.connecting("lerobot", context.peer())
+            key = next(
+                (secret_in(value) for name, value in context.invocation_metadata() if name == "authorization"), None
+            )
+            caller = await self._service.identify(Caller.connecting("lerobot", context.peer(), api_key=key))
+            policy = self._policy(caller, setup.fields.get("pretrained_name_or_path"))
+            self._service.check_may_act(caller, policy)
             session = _session_of(setup, Conversation(self._service, caller, policy))
         except TaktlineError as error:
             await self._abort(context, error)
@@ -188,11 +196,11 @@ class LerobotListener:
         dt_s = 1 / mapping.control_hz if mapping.control_hz > 0 else chunk.dt_s
         return actions_message(write_actions(session.module, rows, timestep, timestamp, dt_s))
 
-    def _policy(self, model: Any) -> str:
+    def _policy(self, caller: Caller, model: Any) -> str:
         """The policy of this port, else the one with the name of the client's model path or of its last part."""
         if self._listen.policy:
             return self._listen.policy
-        served = self._service.policies()
+        served = self._service.policies(caller)
         if isinstance(model, str):
             for name in (model, model.rstrip("/").rpartition("/")[2]):
                 if name in served:

@@ -54,7 +54,7 @@ class OpenpiServer:
 
     async def converse(self, connection: FencedConnection, arrival: Arrival) -> None:
         """Serves one client until it leaves. Raises ConnectionClosed."""
-        policy: str = await unless_closed(connection, policy_of(self._service, arrival.policy, "openpi"))
+        policy: str = await unless_closed(connection, policy_of(self._service, arrival.caller, arrival.policy))
         info: PolicyInfo = await unless_closed(connection, until_ready(self._service, policy))
         await connection.send(encode_openpi(self._metadata(info)))
         conversation = Conversation(self._service, arrival.caller, policy)

@@ -13,6 +13,7 @@ from taktline_protocol import ActionChunk, ErrorCode, Observation, PolicyInfo, T
 from taktline_protocol.deployment import ClientMapping, ClientProtocol
 from taktline_protocol.limits import Limits
 
+from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.compat.deadlines import (
     ARRIVALS_KEPT,
     chunk_duration_ms,
@@ -33,7 +34,8 @@ class Caller:
         peer: the client's address, for the log.
         robot_id: its own name where the protocol lets it say one, else made up for the connection.
         session_id: drawn for each connection.
-        api_key: the key it presented, unchecked; None where it presented none in the protocol's form.
+        api_key: the key or token it presented, unchecked; None where it presented none in the protocol's form.
+        principal: who that makes it, as `PolicyService.identify` found.
     """
 
     protocol: ClientProtocol
@@ -41,6 +43,7 @@ class Caller:
     robot_id: str
     session_id: str
     api_key: str | None = dataclasses.field(default=None, repr=False)
+    principal: Principal = OPEN
 
     @classmethod
     def connecting(
@@ -67,8 +70,14 @@ class PolicyService(Protocol):
     def draining(self) -> bool:
         """True once this gateway is going away."""
 
-    def policies(self) -> list[str]:
-        """Names of the policies served, sorted."""
+    async def identify(self, caller: Caller) -> Caller:
+        """The caller with its principal. Raises TaktlineError `unauthenticated`."""
+
+    def check_may_act(self, caller: Caller, policy: str) -> None:
+        """Raises TaktlineError `forbidden` where an identified caller may not ask this policy."""
+
+    def policies(self, caller: Caller | None = None) -> list[str]:
+        """Names of the policies served, sorted; with a caller those that it may ask."""
 
     def info(self, policy: str) -> PolicyInfo:
         """Facts of one policy. Raises TaktlineError `unknown_policy`."""
@@ -125,19 +134,25 @@ class Conversation:
         return await self.service.submit(self.caller, self.policy, observation)
 
 
-async def policy_of(service: PolicyService, policy: str, protocol: ClientProtocol) -> str:
-    """`policy`, or where it is empty the only one served, as soon as there is one. Raises `unknown_policy`."""
+async def policy_of(service: PolicyService, caller: Caller, policy: str) -> str:
+    """`policy`, or where it is empty the only one that the caller may ask, as soon as there is one.
+
+    Raises:
+        TaktlineError: `unknown_policy` where there are several, `forbidden` where the caller may not ask `policy`.
+    """
     while not policy:
-        served = service.policies()
+        served = service.policies(caller)
         if len(served) > 1:
             raise TaktlineError(
                 ErrorCode.UNKNOWN_POLICY,
                 f"{len(served)} policies are served here",
-                f"connect to /v1/policies/POLICY/{protocol}",
+                f"connect to /v1/policies/POLICY/{caller.protocol}",
             )
         if served:
-            return served[0]
+            policy = served[0]
+            break
         await asyncio.sleep(READY_POLL_S)
+    service.check_may_act(caller, policy)
     return policy
 
 

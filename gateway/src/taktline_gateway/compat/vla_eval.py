@@ -71,7 +71,7 @@ class VlaEvalServer:
 
     async def converse(self, connection: FencedConnection, arrival: Arrival) -> None:
         """Serves one client until it leaves. Raises ConnectionClosed."""
-        policy: str = await unless_closed(connection, policy_of(self._service, arrival.policy, "vla-eval"))
+        policy: str = await unless_closed(connection, policy_of(self._service, arrival.caller, arrival.policy))
         session = _Session(self._service, connection, Conversation(self._service, arrival.caller, policy))
         try:
             while True:

@@ -20,11 +20,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
 
+from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, PolicyService
 from taktline_gateway.logs import log
 
-API_KEY_PREFIX = "Api-Key "
 OPEN_TIMEOUT_S = 10.0
 QUEUED_FRAMES = 2
 """Frames read ahead of the handler; the rest stays in the kernel's buffers and slows its sender down."""
@@ -50,6 +50,8 @@ class FencedConnection(ServerConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.caller: Caller | None = None
+        """Who it is, once its handshake has been read."""
         self.overtaken: asyncio.Future[None] = self.loop.create_future()
         self._unanswered = False
         self._fence: Awaitable[float] | None = None
@@ -133,15 +135,27 @@ class WebSocketListener:
             self._server.close()
             await self._server.wait_closed()
 
-    def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
+    async def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
+        assert isinstance(connection, FencedConnection)
         path, body, content_type = self._health
         if request.path == path:
             response = connection.respond(HTTPStatus.OK, body)
             del response.headers["Content-Type"]
             response.headers["Content-Type"] = content_type
             return response
-        policy = self._policy_at(urlsplit(request.path).path)
-        served = self._service.policies()
+        target = urlsplit(request.path)
+        robot = parse_qs(target.query).get("robot", [None])[0]
+        key = secret_in(request.headers.get("Authorization", ""))
+        policy = self._policy_at(target.path)
+        try:
+            connection.caller = caller = await self._service.identify(
+                Caller.connecting(self._protocol, _peer(connection), robot, key)
+            )
+            if policy:
+                self._service.check_may_act(caller, policy)
+        except TaktlineError as error:
+            return connection.respond(HTTPStatus(error.http_status), f"{error}\n")
+        served = self._service.policies(caller)
         if policy is None or (policy and policy != self._listen.policy and policy not in served):
             return connection.respond(
                 HTTPStatus.NOT_FOUND, f"not_found: there is nothing here. {self._where(served)}\n"
@@ -167,14 +181,10 @@ class WebSocketListener:
 
     async def _handle(self, connection: ServerConnection) -> None:
         assert isinstance(connection, FencedConnection)
-        request = connection.request
-        assert request is not None
-        target = urlsplit(request.path)
-        authorization = request.headers.get("Authorization", "")
-        key = authorization[len(API_KEY_PREFIX) :] if authorization.startswith(API_KEY_PREFIX) else None
-        robot = parse_qs(target.query).get("robot", [None])[0]
-        caller = Caller.connecting(self._protocol, _peer(connection), robot, key)
-        policy = self._policy_at(target.path) or ""
+        assert connection.request is not None
+        caller = connection.caller
+        assert caller is not None
+        policy = self._policy_at(urlsplit(connection.request.path).path) or ""
         about: dict[str, Any] = {
             "protocol": self._protocol,
             "peer": caller.peer,

@@ -1,0 +1,1 @@
+"""Who may ask what: API keys, access tokens, rights by tenant and policy, rates, and the audit log."""

@@ -1,0 +1,559 @@
+"""Keys, tokens, rights and rates without a gateway: what is let in, what is refused, and what the log may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import jwt
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from hypothesis import given
+from hypothesis import strategies as st
+from taktline_gateway.access import audit, tokens
+from taktline_gateway.access.access_file import AccessFile, Anonymous, Issuer, Key, Rates, Tenant, read_access_file
+from taktline_gateway.access.audit import AuditLog, Decision
+from taktline_gateway.access.control import AccessControl, Credential
+from taktline_gateway.access.http import need_of, secret_in
+from taktline_gateway.access.keys import StoredHash, hash_of, is_hash, new_key, split_key
+from taktline_gateway.access.rates import Quota, TokenBucket, admit
+from taktline_gateway.access.rights import OPEN, Principal, fits
+from taktline_protocol import ErrorCode, TaktlineError
+
+RSA = rsa.generate_private_key(65537, 2048)
+RSA_OTHER = rsa.generate_private_key(65537, 2048)
+EC = ec.generate_private_key(ec.SECP256R1())
+ED = ed25519.Ed25519PrivateKey.generate()
+ISSUER = "https://id.factory.example"
+
+
+def jwks(**keys) -> bytes:
+    entries = []
+    for key_id, key in keys.items():
+        algorithm = {
+            rsa.RSAPrivateKey: jwt.algorithms.RSAAlgorithm,
+            ec.EllipticCurvePrivateKey: jwt.algorithms.ECAlgorithm,
+        }
+        maker = next((made for kind, made in algorithm.items() if isinstance(key, kind)), jwt.algorithms.OKPAlgorithm)
+        entries.append({**maker.to_jwk(key.public_key(), as_dict=True), "kid": key_id, "use": "sig"})
+    return json.dumps({"keys": entries}).encode()
+
+
+def token(key=RSA, algorithm="RS256", key_id="one", **claims) -> str:
+    now = int(time.time())
+    payload = {"iss": ISSUER, "aud": "taktline", "sub": "cell-4", "exp": now + 60, "nbf": now - 5, "tenant": "a"}
+    payload |= claims
+    return jwt.encode(
+        {name: value for name, value in payload.items() if value is not None}, key, algorithm, {"kid": key_id}
+    )
+
+
+@pytest.fixture
+def world(tmp_path):
+    """An access file with two tenants, a key each, and one token issuer."""
+    made = {key_id: new_key(key_id) for key_id in ("robot-a", "robot-b", "old", "watcher")}
+    (tmp_path / "jwks.json").write_bytes(jwks(one=RSA, two=EC, three=ED))
+    file = AccessFile(
+        tenants=(
+            Tenant(name="a", policies=("pick-*", "place"), weight=3.0),
+            Tenant(name="b", rates=Rates(requests_per_s=2.0, burst=3, body_mib=1.0)),
+        ),
+        keys=(
+            Key(id="robot-a", tenant="a", hash=made["robot-a"][1], policies=("pick-left", "other")),
+            Key(id="robot-b", tenant="b", hash=made["robot-b"][1]),
+            Key(id="watcher", tenant="b", hash=made["watcher"][1], rights=("observe",)),
+            Key(
+                id="old",
+                tenant="a",
+                hash=made["old"][1],
+                expires=datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=1),
+            ),
+        ),
+        issuers=(Issuer(issuer=ISSUER, audience="taktline", jwks_file=str(tmp_path / "jwks.json"), tenants=("a",)),),
+        anonymous=(Anonymous(protocol="lerobot", tenant="b", policies=("pick-left",), networks=("10.0.0.0/8",)),),
+    )
+    path = tmp_path / "access.json"
+    path.write_bytes(msgspec.json.encode(file))
+    return path, {key_id: key for key_id, (key, _) in made.items()}, file
+
+
+def ask(path, secret, protocol="rest", peer="10.1.2.3:99"):
+    async def run():
+        control = AccessControl(path)
+        await control.start()
+        try:
+            return await control.authenticate(Credential(protocol, peer, secret))
+        finally:
+            await control.close()
+
+    return asyncio.run(run())
+
+
+def refused(path, secret, **more) -> TaktlineError:
+    with pytest.raises(TaktlineError) as caught:
+        ask(path, secret, **more)
+    assert caught.value.code is ErrorCode.UNAUTHENTICATED
+    if secret:
+        assert secret not in str(caught.value)
+    return caught.value
+
+
+# ----- keys
+
+
+def test_a_key_is_known_by_its_hash_alone(world):
+    path, keys, file = world
+    principal = ask(path, keys["robot-a"])
+    assert (principal.tenant, principal.name, principal.weight) == ("a", "robot-a", 3.0)
+    secret = split_key(keys["robot-a"])[1]
+    assert secret not in path.read_text()
+    assert file.keys[0].hash.startswith("blake2b:")
+
+
+def test_a_key_holds_only_within_its_tenant(world):
+    path, keys, _ = world
+    principal = ask(path, keys["robot-a"])
+    assert principal.may("act", "pick-left")
+    assert principal.may("read", "pick-left"), "who may act may read"
+    assert not principal.may("act", "pick-right"), "its own list has no such policy"
+    assert not principal.may("act", "other"), "the tenant has no such policy"
+    assert not principal.may("observe")
+    assert not ask(path, keys["watcher"]).may("act", "pick-left")
+
+
+@pytest.mark.parametrize("change", ["last", "id", "case", "cut", "empty", "blank", "long", "prefix"])
+def test_a_changed_key_is_refused(world, change):
+    path, keys, _ = world
+    key = keys["robot-a"]
+    changed = {
+        "last": key[:-1] + ("A" if key[-1] != "A" else "B"),
+        "id": key.replace("robot-a", "robot-b"),
+        "case": key.replace("tkl_", "TKL_"),
+        "cut": key[:-1],
+        "empty": "",
+        "blank": f" {key}",
+        "long": key + "A" * 10_000,
+        "prefix": key.removeprefix("tkl_"),
+    }[change]
+    refused(path, changed)
+
+
+def test_an_expired_key_and_no_key_are_refused(world):
+    path, keys, _ = world
+    assert "expired" in refused(path, keys["old"]).message
+    assert "wants an API key" in refused(path, None).message
+
+
+def test_two_hashes_of_one_secret_differ():
+    secret = "x" * 43
+    assert hash_of(secret, b"a" * 16) != hash_of(secret, b"b" * 16)
+    assert StoredHash(hash_of(secret, b"a" * 16)).matches(secret)
+    assert not StoredHash(hash_of(secret, b"a" * 16)).matches("y" * 43)
+
+
+@given(st.text(max_size=200))
+def test_no_text_is_a_key_or_a_hash_by_accident(text):
+    assert split_key(text) is None or text.startswith("tkl_")
+    if is_hash(text):
+        StoredHash(text)
+
+
+def test_ids_that_would_be_ambiguous_are_refused():
+    for wrong in ("", "a_b", "A", "a b", "-a", "x" * 64):
+        with pytest.raises(ValueError, match="lower-case"):
+            new_key(wrong)
+
+
+# ----- callers without a credential
+
+
+def test_only_the_named_protocol_and_network_go_without_a_key(world):
+    path, _, _ = world
+    assert ask(path, None, protocol="lerobot", peer="ipv4:10.1.2.3:99").tenant == "b"
+    assert ask(path, None, protocol="lerobot", peer="[::ffff:10.1.2.3]:99").name == "anonymous-lerobot"
+    refused(path, None, protocol="lerobot", peer="ipv4:192.168.0.1:99")
+    refused(path, None, protocol="lerobot", peer="ipv6:%5B::1%5D:99")
+    refused(path, None, protocol="openpi", peer="10.1.2.3:99")
+
+
+# ----- tokens
+
+
+@pytest.mark.parametrize(
+    ("key", "algorithm", "key_id"), [(RSA, "RS256", "one"), (EC, "ES256", "two"), (ED, "EdDSA", "three")]
+)
+def test_a_good_token(world, key, algorithm, key_id):
+    path, _, _ = world
+    principal = ask(path, token(key, algorithm, key_id, taktline_policies=["pick-*"], taktline_rights="act observe"))
+    assert (principal.tenant, principal.name) == ("a", "cell-4")
+    assert principal.may("act", "pick-left")
+    assert not principal.may("act", "place")
+    assert principal.may("observe")
+
+
+def _hmac_with_the_public_key():
+    """The classic confusion: the public key as the secret of a symmetric signature."""
+    head = jwt.utils.base64url_encode(b'{"alg":"HS256","kid":"one","typ":"JWT"}')
+    body = token().split(".")[1].encode()
+    pem = jwks(one=RSA)
+    mark = jwt.algorithms.HMACAlgorithm(jwt.algorithms.HMACAlgorithm.SHA256).sign(head + b"." + body, pem)
+    return b".".join((head, body, jwt.utils.base64url_encode(mark))).decode()
+
+
+BAD_TOKENS = {
+    "expired": lambda: token(exp=int(time.time()) - 60),
+    "not yet": lambda: token(nbf=int(time.time()) + 60),
+    "for another": lambda: token(aud="other"),
+    "no audience": lambda: token(aud=None),
+    "by another": lambda: token(iss="https://evil.example"),
+    "for ever": lambda: token(exp=None),
+    "by another key": lambda: token(RSA_OTHER),
+    "unknown key": lambda: token(key_id="nine"),
+    "key of another kind": lambda: token(EC, "ES256", "one"),
+    "algorithm not allowed": lambda: token(RSA, "PS256"),
+    "unsigned": lambda: token(None, "none"),
+    "symmetric": _hmac_with_the_public_key,
+    "tenant not the issuer's": lambda: token(tenant="b"),
+    "no tenant": lambda: token(tenant=None),
+    "rights no list": lambda: token(taktline_rights=7),
+    "policies no list": lambda: token(taktline_policies="*"),
+    "cut": lambda: token()[:-3],
+    "three parts of nothing": lambda: "a.b.c",
+    "long": lambda: token(sub="x" * 9000),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_a_bad_token(world, name):
+    refused(world[0], BAD_TOKENS[name]())
+
+
+def test_a_token_is_verified_once_and_no_longer_than_it_lives(world, monkeypatch):
+    _, _, file = world
+
+    async def run():
+        verifier = tokens.TokenVerifier(file.issuers)
+        verifier.start()
+        text = token(exp=int(time.time()) + 30)
+        first = await verifier.verify(text)
+        assert await verifier.verify(text) is first
+        monkeypatch.setattr(tokens.time, "time", lambda now=time.time: now() + 41)
+        with pytest.raises(TaktlineError, match="expired"):
+            await verifier.verify(text)
+        await verifier.close()
+
+    asyncio.run(run())
+
+
+class _Keys(BaseHTTPRequestHandler):
+    document = b""
+    reads = 0
+
+    def do_GET(self):
+        type(self).reads += 1
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("location", "/keys")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.document)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def key_server():
+    server = HTTPServer(("127.0.0.1", 0), _Keys)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_keys_rotate_without_restart(key_server, monkeypatch):
+    monkeypatch.setattr(tokens, "UNKNOWN_KEY_PAUSE_S", 0.0)
+    _Keys.document = jwks(one=RSA)
+    issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_url=f"{key_server}/keys", tenant="a")
+
+    async def run():
+        verifier = tokens.TokenVerifier((issuer,))
+        old, new = token(), token(RSA_OTHER, key_id="next")
+        await verifier.verify(old)  # read on demand, before the background task has run
+        _Keys.document = jwks(next=RSA_OTHER)
+        assert (await verifier.verify(new)).tenant == "a"
+        with pytest.raises(TaktlineError, match="not among"):
+            await verifier.verify(old)
+        _Keys.document = b"not json"
+        await verifier._sets[ISSUER].refresh()
+        assert (await verifier.verify(new)).tenant == "a", "the last good keys stay"
+
+    asyncio.run(run())
+
+
+def test_unknown_key_ids_do_not_hammer_the_issuer(key_server):
+    _Keys.document, _Keys.reads = jwks(one=RSA), 0
+    issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_url=f"{key_server}/keys", tenant="a")
+
+    async def run():
+        verifier = tokens.TokenVerifier((issuer,))
+        for number in range(20):
+            with pytest.raises(TaktlineError):
+                await verifier.verify(token(RSA_OTHER, key_id=f"k{number}"))
+        assert _Keys.reads == 1
+
+    asyncio.run(run())
+
+
+def test_a_redirect_to_other_keys_is_not_followed(key_server):
+    _Keys.document = jwks(one=RSA)
+    issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_url=f"{key_server}/moved", tenant="a")
+
+    async def run():
+        with pytest.raises(TaktlineError, match="could not be read yet"):
+            await tokens.TokenVerifier((issuer,)).verify(token())
+
+    asyncio.run(run())
+
+
+def test_shared_secrets_in_a_key_set_are_left_out():
+    document = json.loads(jwks(one=RSA))
+    document["keys"].append({"kty": "oct", "k": "c2VjcmV0", "kid": "secret"})
+    assert list(tokens.public_keys(json.dumps(document).encode())) == ["one"]
+    for wrong in (b"{}", b"[]", b'{"keys": []}', b'{"keys": [{"kty": "oct", "k": "AA"}]}', b"\xff"):
+        with pytest.raises(ValueError):  # noqa: PT011 (JSON and UTF-8 errors are ValueErrors too)
+            tokens.public_keys(wrong)
+
+
+# ----- the file
+
+
+def test_a_changed_file_takes_effect_and_a_broken_one_does_not(world, monkeypatch):
+    path, keys, file = world
+    monkeypatch.setattr("taktline_gateway.access.control.POLL_S", 0.01)
+
+    async def run():
+        control = AccessControl(path)
+        await control.start()
+        credential = Credential("rest", "10.0.0.1:1", keys["robot-a"])
+        await control.authenticate(credential)
+        path.write_text("{")
+        await asyncio.sleep(0.05)
+        await control.authenticate(credential)
+        without = msgspec.structs.replace(file, keys=file.keys[1:])
+        path.write_bytes(msgspec.json.encode(without))
+        for _ in range(200):
+            if control._file is not file and len(control._keys) == 3:
+                break
+            await asyncio.sleep(0.01)
+        with pytest.raises(TaktlineError) as caught:
+            await control.authenticate(credential)
+        assert caught.value.code is ErrorCode.UNAUTHENTICATED
+        await control.close()
+
+    asyncio.run(run())
+
+
+def _file(**parts):
+    return {"tenants": [{"name": "a"}], **parts}
+
+
+_HASH = hash_of("x" * 43, b"s" * 16)
+_ISSUER = {"issuer": "i", "audience": "t", "jwks_file": "f", "tenant": "a"}
+WRONG_FILES = {
+    "not JSON": ("{", "is not valid"),
+    "unknown field": ({"tenant": []}, "unknown field"),
+    "tenant twice": ({"tenants": [{"name": "a"}, {"name": "a"}]}, "more than once"),
+    "key twice": (_file(keys=[{"id": "k", "tenant": "a", "hash": _HASH}] * 2), "more than once"),
+    "key of no tenant": (_file(keys=[{"id": "k", "tenant": "z", "hash": _HASH}]), "no tenant 'z'"),
+    "hash in the clear": (_file(keys=[{"id": "k", "tenant": "a", "hash": "hunter2"}]), "no valid hash"),
+    "expiry without zone": (
+        _file(keys=[{"id": "k", "tenant": "a", "hash": _HASH, "expires": "2030-01-01T00:00:00"}]),
+        "no time zone",
+    ),
+    "name": ({"tenants": [{"name": "A/B"}]}, "lower-case"),
+    "right": (_file(keys=[{"id": "k", "tenant": "a", "hash": _HASH, "rights": ["own"]}]), "Invalid enum"),
+    "algorithm": (_file(issuers=[_ISSUER | {"algorithms": ["HS256"]}]), "Invalid enum"),
+    "two sources": (_file(issuers=[_ISSUER | {"jwks_url": "https://x"}]), "either jwks_file or jwks_url"),
+    "plain http": (_file(issuers=[{**_ISSUER, "jwks_file": "", "jwks_url": "http://id.example/k"}]), "not https"),
+    "no tenants": (_file(issuers=[_ISSUER | {"tenant": ""}]), "the tenants that its tokens may name"),
+    "network": (_file(anonymous=[{"protocol": "rest", "tenant": "a", "networks": ["10.0.0.1/8"]}]), "no network"),
+    "rate of nothing": ({"tenants": [{"name": "a", "rates": {"requests_per_s": 0}}]}, "> 0.0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_a_wrong_file_is_refused_and_says_where(tmp_path, name):
+    content, says = WRONG_FILES[name]
+    path = tmp_path / "access.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(TaktlineError, match=says) as caught:
+        read_access_file(path)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert "hunter2" not in str(caught.value)
+
+
+def test_no_file_means_everyone_and_says_so():
+    async def run():
+        control = AccessControl(None)
+        assert control.open
+        assert await control.authenticate(Credential("rest", "", None)) is OPEN
+        control.admit(OPEN, 1 << 40)
+
+    asyncio.run(run())
+
+
+def test_a_front_that_forgot_to_ask_who_it_is_lets_nothing_through(world):
+    with pytest.raises(TaktlineError) as caught:
+        AccessControl(world[0]).admit(OPEN, 1)
+    assert caught.value.code is ErrorCode.UNAUTHENTICATED
+
+
+# ----- paths
+
+
+@pytest.mark.parametrize(
+    ("path", "right", "policy"),
+    [
+        ("/v1/policies", None, None),
+        ("/v1/policies/p", "read", "p"),
+        ("/v1/policies/p/act", "act", "p"),
+        ("/v1/policies/p/stream", "act", "p"),
+        ("/v1/policies/p/timeline", "observe", "p"),
+        ("/v1/policies/p/act/", "observe", "p"),
+        ("/v2/models/p/infer", "act", "p"),
+        ("/v2/models/p/versions/1/infer", "act", "p"),
+        ("/v2/models/p/versions/1", "read", "p"),
+        ("/v2/models/p/ready", "read", "p"),
+        ("/metrics", "observe", None),
+        ("/", "observe", None),
+        ("/anything/new", "observe", None),
+    ],
+)
+def test_what_a_path_needs(path, right, policy):
+    assert need_of(path)[:2] == (right, policy)
+
+
+def test_credentials_of_every_client():
+    assert secret_in("Bearer k") == "k"
+    assert secret_in("bearer k") == "k"
+    assert secret_in("Api-Key k") == "k"
+    assert secret_in("Basic YW55OnRrbF94X3k=") == "tkl_x_y"
+    assert secret_in("Basic !!") == ""
+    assert secret_in("Digest k") is None
+    assert secret_in("") is None
+
+
+def test_patterns():
+    assert fits(("*",), "x")
+    assert fits(("pick-*",), "pick-")
+    assert not fits(("pick-*",), "pick")
+    assert not fits((), "x")
+    assert Principal("t", "n", frozenset({"act"}), (("a*",), ("*b",))).may("act", "ab") is False, (
+        "* only ends a pattern"
+    )
+
+
+# ----- rates
+
+
+def test_a_bucket_fills_and_says_how_long():
+    bucket = TokenBucket(rate=2.0, burst=3.0, now=0.0)
+    for _ in range(3):
+        assert bucket.wait_s(1.0, 0.0) == 0.0
+        bucket.take(1.0)
+    assert bucket.wait_s(1.0, 0.0) == pytest.approx(0.5)
+    assert bucket.wait_s(1.0, 0.5) == 0.0
+    assert bucket.wait_s(100.0, 10.0) == 0.0, "what is over the burst needs a full bucket, no more"
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1 << 20)), max_size=60),
+    st.floats(0.5, 50),
+    st.integers(1, 10),
+)
+def test_never_more_than_burst_and_rate_allow(steps, rate, burst):
+    quota = Quota.of(Rates(requests_per_s=rate, burst=burst), 0.0)
+    now = passed = 0.0
+    for gap, size in steps:
+        now += gap
+        wait = admit([quota], size, now)
+        passed += wait == 0.0
+        assert passed <= burst + rate * now + 1e-6
+        if wait > 0.0:
+            assert admit([quota], size, now + wait + 1e-6) == 0.0, "after the hint it is admitted"
+            now += wait + 1e-6
+            passed += 1
+
+
+def test_one_refusing_bucket_costs_the_others_nothing():
+    wide, narrow = Quota.of(Rates(requests_per_s=10.0), 0.0), Quota.of(Rates(requests_per_s=1.0), 0.0)
+    assert admit([wide, narrow], 0, 0.0) == 0.0
+    for _ in range(50):
+        assert admit([wide, narrow], 0, 0.0) > 0.0
+    for _ in range(9):
+        assert admit([wide], 0, 0.0) == 0.0
+
+
+def test_rates_of_a_tenant(world):
+    path, keys, _ = world
+
+    async def run():
+        control = AccessControl(path)
+        b = await control.authenticate(Credential("rest", "1.1.1.1:1", keys["robot-b"]))
+        a = await control.authenticate(Credential("rest", "1.1.1.1:1", keys["robot-a"]))
+        with pytest.raises(TaktlineError) as caught:
+            control.admit(b, 2 << 20)
+        assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+        for _ in range(3):
+            control.admit(b, 10)
+        with pytest.raises(TaktlineError) as caught:
+            control.admit(b, 10)
+        assert caught.value.code is ErrorCode.RATE_LIMITED
+        assert 0 < caught.value.retry_after_ms <= 500
+        for _ in range(100):
+            control.admit(a, 10)
+
+    asyncio.run(run())
+
+
+# ----- the audit log
+
+
+def test_repetitions_become_one_line_with_their_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "KINDS_KEPT", 2)
+    path = tmp_path / "audit.jsonl"
+    book = AuditLog(path)
+    one = Decision("allowed", "a", "robot-a", "act", "pick", "rest", "10.0.0.1")
+    for number in range(5):
+        book.note(one, float(number), robot="arm", request_id=f"r{number}")
+    book.note(one, 100.0, robot="arm", request_id="r5")
+    other = Decision("forbidden", "a", "robot-a", "act", "place", "rest", "10.0.0.1")
+    for number in range(3):
+        book.note(other, float(number))
+    book.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["event"], line["outcome"], line.get("count")) for line in lines] == [
+        ("access_decision", "allowed", None),
+        ("access_decisions", "allowed", 4),
+        ("access_decision", "allowed", None),
+        ("access_decision", "forbidden", None),
+        ("access_decisions", "forbidden", 2),
+    ]
+    assert sum(line.get("count", 1) for line in lines) == 9, "every decision is accounted for"
+
+
+def test_memory_of_the_audit_log_is_bounded(monkeypatch):
+    monkeypatch.setattr(audit, "KINDS_KEPT", 16)
+    book = AuditLog()
+    for number in range(1000):
+        book.note(Decision("unauthenticated", "", "", "", "", "rest", f"10.0.{number}.1"), 0.0)
+    assert len(book._kinds) == 16
