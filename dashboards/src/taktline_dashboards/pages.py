@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from taktline_dashboards import fleet, policy, pools, rollouts
+from taktline_dashboards import fleet, platform, policy, pools, rollouts
 from taktline_dashboards.page import Page
 
 PAGES: dict[str, Callable[[], Page]] = {
@@ -16,6 +16,7 @@ PAGES: dict[str, Callable[[], Page]] = {
     "policy.json": policy.page,
     "pool.json": pools.page,
     "rollout.json": rollouts.page,
+    "operator.json": platform.page,
 }
 """File name and builder of each dashboard."""
 

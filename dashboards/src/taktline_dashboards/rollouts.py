@@ -107,7 +107,7 @@ def page() -> Page:
         ),
         time_series(
             "Workers that serve",
-            "By pool.",
+            "By pool, as the gateways see them, beside what the PolicyDeployment wants.",
             Query(f"max by (pool) ({metrics.WORKERS}{_CHOSEN})", "{{pool}}"),
             Query(f"sum by (pool) ({slo.POOL_WANTED}{_CHOSEN})", "{{pool}} wanted"),
             unit="none",
