@@ -9,88 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from taktline_gateway.batching import choose_batch
-from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
+from taktline_gateway.deadline_queue import DeadlineQueue, Priority
 from taktline_gateway.scheduler import Refusal, Scheduler
-from taktline_gateway.service_times import MIN_SAMPLES, ServiceTimes
-from taktline_protocol.messages import BucketTime
+from taktline_gateway.service_times import MIN_SAMPLES
 
-TIMES_MS = {1: 10.0, 2: 12.0, 4: 16.0, 8: 24.0}
-
-
-def service_times(table=TIMES_MS, max_batch=8, tail=1.0):
-    rows = [BucketTime(batch=batch, median_ms=ms, p99_ms=ms * tail) for batch, ms in table.items()]
-    return ServiceTimes(rows, max_batch)
-
-
-def scheduler(*, workers=1, max_wait_s=0.0, max_batch=8, table=TIMES_MS, tail=1.0, max_queued=10_000):
-    made = Scheduler(max_batch=max_batch, max_wait_s=max_wait_s, max_queued=max_queued)
-    for index in range(workers):
-        made.add_worker(f"w{index}", service_times(table, max_batch, tail))
-    return made
-
-
-def ticket(robot, deadline, *, at=0.0, seq=1, priority=Priority.PRODUCTION):
-    return Ticket(robot=str(robot), seq=seq, deadline=deadline, arrived_at=at, priority=priority)
-
-
-class Simulation:
-    """Drives a scheduler event by event, with workers that take exactly their median time."""
-
-    def __init__(self, made):
-        self.scheduler = made
-        self.now = 0.0
-        self.running = []  # (end, worker, batch)
-        self.done = {}  # ticket -> completion
-        self.refused = {}
-        self.superseded = []
-        self.batches = []
-
-    def submit(self, one):
-        refused, older = self.scheduler.submit(one, self.now)
-        if refused is not None:
-            self.refused[one] = refused.reason
-        if older is not None:
-            self.superseded.append(older)
-        return self.poll()
-
-    def poll(self):
-        plan = self.scheduler.poll(self.now)
-        for refused in plan.refused:
-            self.refused[refused.ticket] = refused.reason
-        for batch in plan.batches:
-            self.batches.append(batch)
-            times = self.scheduler._workers[batch.worker].times
-            self.running.append((self.now + times.median_s(len(batch.tickets)), batch))
-        self.wake_at = plan.wake_at
-        return plan
-
-    def advance(self, until):
-        while True:
-            events = [end for end, _ in self.running]
-            if self.wake_at is not None:
-                events.append(max(self.wake_at, self.now))
-            upcoming = min(events, default=until)
-            if upcoming > until:
-                self.now = until
-                return
-            self.now = upcoming
-            for end, batch in [item for item in self.running if item[0] <= self.now]:
-                self.running.remove((end, batch))
-                self.done.update(dict.fromkeys(batch.tickets, end))
-                seconds = self.scheduler._workers[batch.worker].times.median_s(len(batch.tickets))
-                self.scheduler.finished(batch.worker, len(batch.tickets), seconds)
-            self.poll()
-            if not self.running and self.wake_at is None:
-                self.now = until
-                return
-
-    def run(self, arrivals):
-        self.wake_at = None
-        for one in sorted(arrivals, key=lambda item: item.arrived_at):
-            self.advance(one.arrived_at)
-            self.submit(one)
-        self.advance(1e9)
-
+from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
 
 # ----- the queue
 
@@ -109,14 +32,14 @@ def test_queue_agrees_with_a_sorted_list(steps):
             assert queue.remove(probe) is (expected is not None)
             continue
         ahead = sum((other.priority, other.deadline) <= (priority, deadline) for other in model.values())
-        assert queue.ahead_of(deadline, priority) == ahead
+        assert queue.ahead_of(deadline, 2 * priority) == ahead
         one = ticket(name, deadline, seq=number, priority=priority)
         assert queue.add(one) is model.get(name)
         model[name] = one
         ordered = sorted(model.values(), key=lambda item: (item.priority, item.deadline, item.seq))
         assert list(queue) == ordered
         assert queue.first(3) == ordered[:3]
-        assert queue.earliest_deadline() is min(model.values(), key=lambda item: (item.deadline, item.seq))
+        assert queue.earliest() is min(model.values(), key=lambda item: (item.deadline, item.seq))
         assert len(queue) == len(model)
 
 
@@ -135,7 +58,7 @@ def test_queue_operations_grow_slowly_with_its_length():
         queue.add(ticket(number, Counting(random.Random(number).random())))
     Counting.comparisons = 0
     one = ticket("new", Counting(0.5))
-    queue.ahead_of(one.deadline, one.priority)
+    queue.ahead_of(one.deadline, 2 * one.priority)
     queue.add(one)
     queue.remove(one)
     queue.first(64)
@@ -232,8 +155,10 @@ def test_a_queued_ticket_is_refused_by_the_timer_when_its_last_start_passes():
     assert made.submit(waiting, 0.0) == (None, None)
     plan = made.poll(0.0)
     assert plan.wake_at == pytest.approx(0.020, abs=2e-4)
-    # The worker hangs: nothing finishes, the timer fires.
-    late = made.poll(plan.wake_at)
+    # The worker hangs: nothing finishes, the timers fire; the first one says that the worker is silent.
+    silent = made.poll(plan.wake_at)
+    assert [batch.tickets[0].robot for batch in silent.silent] == ["a"]
+    late = made.poll(silent.wake_at)
     assert [refused.ticket for refused in late.refused] == [waiting]
     assert len(made.queue) == 0
 
@@ -354,7 +279,7 @@ def test_the_wait_ends_when_everybody_is_here():
     simulation = Simulation(scheduler(max_wait_s=0.010))
     simulation.run(burst(rounds=30, robots=4))
     last = simulation.batches[-1]
-    began = last.predicted - simulation.scheduler._workers["w0"].times.median_s(4)
+    began = last.predicted - simulation.scheduler.times("w0").median_s(4)
     assert began - max(one.arrived_at for one in last.tickets) < 1e-9
 
 

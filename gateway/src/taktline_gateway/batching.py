@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from taktline_gateway.service_times import ServiceTimes
@@ -25,9 +25,22 @@ def choose_batch(
     beyond: int = 0,
     lost: float = 0.0,
 ) -> tuple[int, int]:
-    """(start, size) of the slice of `deadlines` to launch now on a worker with these times.
+    """(start, size) of the slice of `deadlines` to launch now on a worker with these times; see `weigh_batch`."""
+    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, lost)[:2]
 
-    `deadlines` are those of the tickets in sight, in service order; `rate_hz` is the arrival rate, `beyond` counts the
+
+def weigh_batch(
+    deadlines: Sequence[float],
+    now: float,
+    times: ServiceTimes,
+    limit: int,
+    rate_hz: float,
+    beyond: int,
+    lost: float,
+) -> tuple[int, int, int]:
+    """(start, size, on_time): the slice of `deadlines` to launch now, and how many in sight would be on time then.
+
+    `deadlines` are those of the tickets in sight, ascending; `rate_hz` is the arrival rate, `beyond` counts the
     tickets out of sight, `lost` is the share of recent tickets that were refused.
 
     Candidates begin at the head, with every bucket that keeps the most urgent member on time by the tail, and behind as
@@ -37,73 +50,61 @@ def choose_batch(
     small one where it would only delay. Under lasting overload the worker's time has a price, as others could be served
     in it: then tight heads give way to fuller batches.
 
-    With k tickets in sight, b buckets and batches of B: O(b * (log k + k / B)) steps and one copy of k numbers.
+    With k tickets in sight, b buckets and batches of B: O(b * (log k + k / B)) steps.
     """
-    count = min(len(deadlines), LOOKAHEAD)
+    count = len(deadlines)
     limit = min(limit, times.max_batch)
-    head = max(1, _feasible(deadlines, 0, count, now, times, limit))
+    tail = times.tail
+    head = bisect_right(tail, deadlines[0] - now, 1, min(limit, count) + 1) - 1 or 1
     if head == 1 and count == 1:
-        return (0, 1)
+        return (0, 1, int(deadlines[0] >= now + times.median[1]))
     candidates = {(0, head), (0, times.thrifty(head))}
     for bucket in times.buckets:
         size = min(bucket, limit)
         if size < head:
             candidates.add((0, size))
         elif size > head:
-            needed = now + times.tail[size]
-            start = bisect_left(deadlines, needed, 0, count)
+            start = bisect_left(deadlines, now + tail[size], 0, count)
             if start < count and start:
-                candidates.add((start, _feasible(deadlines, start, count, now, times, limit)))
-    if len(candidates) == 1:
-        return candidates.pop()
-    return max(candidates, key=lambda candidate: _score(candidate, deadlines, now, times, limit, rate_hz, beyond, lost))
+                most = min(limit, count - start)
+                candidates.add((start, bisect_right(tail, deadlines[start] - now, 1, most + 1) - 1 or 1))
+    pressure = min(1.0, max(0.0, lost - OVERLOAD_FROM) / (OVERLOAD_FULL - OVERLOAD_FROM))
+    price = pressure * OVERLOAD_WORTH * times.best_rate
+    best, best_worth, best_cost = (0, 1, 0), float("-inf"), 0.0
+    for start, size in candidates:
+        on_time, elapsed, waited = _follow(start, size, deadlines, now, times, limit)
+        worth = on_time - price * elapsed
+        # Whoever arrives while these are served waits for their end: rate * elapsed arrivals, half of elapsed each.
+        cost = elapsed if beyond else waited + 0.5 * rate_hz * elapsed * elapsed
+        if worth > best_worth or (worth == best_worth and (cost, start, -size) < (best_cost, best[0], -best[1])):
+            best, best_worth, best_cost = (start, size, on_time), worth, cost
+    return best
 
 
-def _feasible(deadlines: Sequence[float], start: int, count: int, now: float, times: ServiceTimes, limit: int) -> int:
-    """Largest batch from `start` that keeps its most urgent member on time; deadlines may step back at a class end."""
-    size = times.largest_within(deadlines[start] - now, min(limit, count - start))
-    while size > 1:
-        tightest = min(deadlines[start : start + size])
-        fitting = times.largest_within(tightest - now, size)
-        if fitting >= size:
-            break
-        size = max(fitting, 1)
-    return size
-
-
-def _score(
-    candidate: tuple[int, int],
-    deadlines: Sequence[float],
-    now: float,
-    times: ServiceTimes,
-    limit: int,
-    rate_hz: float,
-    beyond: int,
-    lost: float,
-) -> tuple[float, float]:
-    """(tickets on time, minus their total wait in s) when `candidate` goes first and what is behind it follows.
+def _follow(
+    start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int
+) -> tuple[int, float, float]:
+    """(tickets on time, total duration, their summed waits in s) when a candidate goes first and the rest follows.
 
     The heads before a candidate count as lost: they stood in its way because they could not wait.
     """
-    start, size = candidate
-    elapsed = times.median[size]
+    median, tail, thrifty = times.median, times.tail, times.thrifty_table
+    elapsed = median[size]
     # A lone head may be past its tail, and still have an even chance.
     on_time = size if size > 1 or deadlines[start] >= now + elapsed else 0
     waited = size * elapsed
     index = start + size
-    total = min(len(deadlines), LOOKAHEAD)
+    total = len(deadlines)
+    shortest = now + tail[1]
     while index < total:
-        size = times.thrifty(times.largest_within(deadlines[index] - now - elapsed, min(limit, total - index)))
-        if size:
+        most = total - index
+        fitting = bisect_right(tail, deadlines[index] - now - elapsed, 1, (most if most < limit else limit) + 1) - 1
+        if fitting:
+            size = thrifty[fitting]
             on_time += size
-            elapsed += times.median[size]
+            elapsed += median[size]
             waited += size * elapsed
             index += size
         else:
-            index = bisect_left(deadlines, now + elapsed + times.tail[1], index + 1, total)
-    pressure = min(1.0, max(0.0, lost - OVERLOAD_FROM) / (OVERLOAD_FULL - OVERLOAD_FROM))
-    worth = on_time - pressure * OVERLOAD_WORTH * times.best_rate * elapsed
-    if beyond:
-        return (worth, -elapsed)
-    # Whoever arrives while these are served waits for their end: rate * elapsed arrivals, half of elapsed each.
-    return (worth, -(waited + 0.5 * rate_hz * elapsed * elapsed))
+            index = bisect_left(deadlines, shortest + elapsed, index + 1, total)
+    return on_time, elapsed, waited

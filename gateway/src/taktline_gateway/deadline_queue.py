@@ -1,4 +1,4 @@
-"""The queue of one policy: by priority, then by deadline, with one place per robot."""
+"""The queue of one policy: by priority and fair share, then by deadline, with one place per robot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from enum import IntEnum
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
 
 class Priority(IntEnum):
@@ -15,6 +15,11 @@ class Priority(IntEnum):
     SAFETY = 0
     PRODUCTION = 1
     BACKGROUND = 2
+    ROLLOUT = 3
+
+
+RANKS = 2 * len(Priority)
+"""Each class twice: tickets within their sender's fair share, and those beyond it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -22,10 +27,14 @@ class Ticket:
     """One observation waiting for its batch.
 
     Attributes:
-        robot: the robot's name; a newer ticket of the same robot supersedes a queued one.
+        robot: the robot's name; a newer ticket of the same tenant's robot supersedes a queued one.
         deadline: monotonic instant by which the worker's answer must be back at the gateway, in seconds.
         arrived_at: monotonic instant of admission.
-        attempts: batches that this ticket was sent in and that failed.
+        tenant: who the robot belongs to; empty where nobody is told apart.
+        tenant_weight: the tenant's share against other tenants'; likewise robot_weight within its tenant.
+        attempts: batches that this ticket was sent in and that failed or went silent.
+        due: the instant it is ordered by: its deadline, or an earlier one where ageing has moved it up.
+        rank: its class and share, see `rank_of`; set when it is queued.
     """
 
     robot: str
@@ -33,88 +42,119 @@ class Ticket:
     deadline: float
     arrived_at: float
     priority: Priority = Priority.PRODUCTION
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    robot_weight: float = 1.0
     attempts: int = 0
     order: int = 0
+    rank: int = -1
+    due: float = dataclasses.field(init=False)
+    source: tuple[str, str] = dataclasses.field(init=False)
 
-    @property
-    def key(self) -> tuple[float, int]:
-        """Order within a priority class: the deadline, then the arrival."""
-        return (self.deadline, self.order)
+    def __post_init__(self) -> None:
+        self.due = self.deadline
+        self.source = (self.tenant, self.robot)
+
+
+Entry = tuple[float, int, Ticket]
+"""(due, order, ticket): what the lists sort by; the order is unique, so tickets themselves are never compared."""
+
+
+def rank_of(priority: Priority, *, over_share: bool) -> int:
+    """Place of a ticket's list in service order."""
+    return 2 * priority + over_share
 
 
 class DeadlineQueue:
-    """Tickets in earliest-deadline order within priority.
+    """Tickets in service order: by rank, then earliest due instant first.
 
     Every operation takes O(log n) comparisons: the lists are sorted ones, not heaps, as tickets also leave from the
     middle (superseded, cancelled, disconnected) and admission asks how many are ahead.
     """
 
     def __init__(self) -> None:
-        self._classes: SortedDict[Priority, SortedList[Ticket]] = SortedDict()
-        self._robots: dict[str, Ticket] = {}
+        self._ranks: list[SortedList[Entry]] = [SortedList() for _ in range(RANKS)]
+        self._sources: dict[tuple[str, str], Ticket] = {}
         self._orders = 0
 
     def __len__(self) -> int:
-        return len(self._robots)
+        return len(self._sources)
 
     def __contains__(self, ticket: Ticket) -> bool:
-        return self._robots.get(ticket.robot) is ticket
+        return self._sources.get(ticket.source) is ticket
 
     def __iter__(self) -> Iterator[Ticket]:
-        """In service order: priority, then deadline."""
-        for tickets in self._classes.values():
-            yield from tickets
+        """In service order."""
+        for entries in self._ranks:
+            for entry in entries:
+                yield entry[2]
 
-    def add(self, ticket: Ticket) -> Ticket | None:
-        """Queues `ticket`; returns the older ticket of the same robot that it replaces, if one was queued."""
-        older = self._robots.get(ticket.robot)
+    def add(self, ticket: Ticket, rank: int | None = None) -> Ticket | None:
+        """Queues `ticket`, within its share unless `rank` says otherwise; returns the older one that it replaces."""
+        older = self._sources.get(ticket.source)
         if older is not None:
             self.remove(older)
         self._orders += 1
         ticket.order = self._orders
-        tickets = self._classes.get(ticket.priority)
-        if tickets is None:
-            tickets = self._classes[ticket.priority] = SortedList(key=_key)
-        tickets.add(ticket)
-        self._robots[ticket.robot] = ticket
+        ticket.rank = 2 * ticket.priority if rank is None else rank
+        self._ranks[ticket.rank].add((ticket.due, ticket.order, ticket))
+        self._sources[ticket.source] = ticket
         return older
 
     def remove(self, ticket: Ticket) -> bool:
         """Takes `ticket` out; False where it is not queued (any more)."""
-        if ticket not in self:
+        if self._sources.get(ticket.source) is not ticket:
             return False
-        self._classes[ticket.priority].remove(ticket)
-        del self._robots[ticket.robot]
+        self._ranks[ticket.rank].remove((ticket.due, ticket.order, ticket))
+        del self._sources[ticket.source]
         return True
 
-    def queued(self, robot: str) -> Ticket | None:
-        """The robot's ticket, if it is queued."""
-        return self._robots.get(robot)
+    def queued(self, source: tuple[str, str]) -> Ticket | None:
+        """The ticket of this (tenant, robot), if it is queued."""
+        return self._sources.get(source)
 
-    def ahead_of(self, deadline: float, priority: Priority) -> int:
-        """How many queued tickets would be served before a new one with this deadline and priority."""
+    def ahead_of(self, due: float, rank: int) -> int:
+        """How many queued tickets would be served before a new one that is due then."""
         count = 0
-        for other, tickets in self._classes.items():
-            if other < priority:
-                count += len(tickets)
-            elif other == priority:
-                count += tickets.bisect_key_right((deadline, self._orders + 1))
-        return count
+        for entries in self._ranks[:rank]:
+            count += len(entries)
+        return count + int(self._ranks[rank].bisect_right((due, self._orders + 1)))
+
+    def count(self, rank: int) -> int:
+        """Tickets of one rank."""
+        return len(self._ranks[rank])
+
+    def sight(self, rank: int, soonest: float, limit: int) -> tuple[int, list[Entry]]:
+        """(position, entries): the first `limit` tickets of a rank due at `soonest` or later; they stay queued."""
+        entries = self._ranks[rank]
+        if not entries:
+            return 0, []
+        start = int(entries.bisect_left((soonest,))) if entries[0][0] < soonest else 0
+        return start, list(entries.islice(start, start + limit))
+
+    def take(self, rank: int, position: int, size: int) -> None:
+        """Removes `size` tickets from `position` of a rank on."""
+        entries = self._ranks[rank]
+        for entry in entries.islice(position, position + size):
+            del self._sources[entry[2].source]
+        del entries[position : position + size]
 
     def first(self, limit: int) -> list[Ticket]:
         """The first `limit` tickets in service order; they stay queued."""
         found: list[Ticket] = []
-        for tickets in self._classes.values():
-            found.extend(tickets.islice(0, limit - len(found)))
-            if len(found) >= limit:
-                break
+        for entries in self._ranks:
+            if entries:
+                found.extend(entry[2] for entry in entries.islice(0, limit - len(found)))
+                if len(found) >= limit:
+                    break
         return found
 
-    def earliest_deadline(self) -> Ticket | None:
-        """The ticket with the earliest deadline over all classes."""
-        heads = [tickets[0] for tickets in self._classes.values() if tickets]
-        return min(heads, key=_key, default=None)
-
-
-def _key(ticket: Ticket) -> tuple[float, int]:
-    return ticket.key
+    def earliest(self) -> Ticket | None:
+        """The ticket that is due first, over all ranks."""
+        found: Entry | None = None
+        for entries in self._ranks:
+            if entries:
+                entry: Entry = entries[0]
+                if found is None or entry < found:
+                    found = entry
+        return None if found is None else found[2]

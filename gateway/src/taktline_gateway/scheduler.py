@@ -75,8 +75,10 @@ class Scheduler:
         self.queue = DeadlineQueue()
         self.fleet = Fleet()
         self.arrivals = Arrivals()
-        self._shares = {priority: Shares() for priority in Priority if priority is not Priority.SAFETY}
-        self._ageing = Ageing()
+        self._shares: dict[Priority, Shares] = {
+            priority: Shares() for priority in Priority if priority is not Priority.SAFETY
+        }
+        self._ageing = Ageing(self.queue)
         self._in_flight = 0
         self._trial: Ticket | None = None
         self._lost = 0.0
@@ -161,7 +163,7 @@ class Scheduler:
         if not len(self.fleet):
             return Refused(ticket, Refusal.NO_WORKER, None, 1.0), None
         older = self.queue.queued(ticket.source)
-        rank = self._rank(ticket)
+        rank = self._rank(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
@@ -170,7 +172,7 @@ class Scheduler:
             if self._trial is None and not len(self.queue) and self.fleet.rusty(now) is not None:
                 self._trial = ticket
                 return None, None
-            self._note_outcome(lost=True)
+            self._note_lost(ticket)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
             return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
@@ -187,7 +189,7 @@ class Scheduler:
         """
         if self.queue.queued(ticket.source) is not None or not len(self.fleet):
             return False
-        rank = self._rank(ticket)
+        rank = self._rank(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
         if self.fleet.predicted_completion(ahead, now, without=avoid) > ticket.deadline:
             return False
@@ -214,9 +216,9 @@ class Scheduler:
         silent = tuple(worker.batch for worker in self.fleet.fall_silent(now) if worker.batch is not None)
         wake_at = math.inf
         if len(self.queue):
-            moved = self._ageing.due(now, self.fleet)
-            if moved is not None and self._remove(moved):
-                self._add(moved, rank_of(Priority.PRODUCTION, over_share=False))
+            moved = self._ageing.next(now)
+            if moved is not None:
+                self._move_up(moved, now)
             idle = self.fleet.idle(now)
             for position, worker in enumerate(idle):
                 batch, later = self._batch_for(worker, len(idle) - position, now)
@@ -236,7 +238,7 @@ class Scheduler:
             return []
         worker = self.fleet.rusty(now)
         if worker is None:  # its worker left within this turn: it queues like any other
-            self._add(ticket, self._rank(ticket))
+            self._add(ticket, self._rank(ticket, now))
             return []
         worker.trial = True
         self._in_flight += 1
@@ -291,12 +293,11 @@ class Scheduler:
         fastest = self.fleet.fastest_s()
         completion: float | None = None
         while (ticket := self.queue.earliest()) is not None and ticket.due < now + fastest:
-            self._remove(ticket)
-            if ticket.due < ticket.deadline:  # moved up by ageing, and not served by then: its deadline still stands
-                ticket.due = min(ticket.deadline, now + max(fastest, 2.0 * (ticket.due - ticket.arrived_at)))
-                self._add(ticket, rank_of(Priority.PRODUCTION, over_share=False))
+            if ticket.due < ticket.deadline:  # moved up by ageing, and passed over: its deadline still stands
+                self._move_up(ticket, now)
                 continue
-            self._note_outcome(lost=True)
+            self._remove(ticket)
+            self._note_lost(ticket)
             reason = Refusal.UNREACHABLE if len(self.fleet) else Refusal.NO_WORKER
             if completion is None and len(self.fleet):
                 completion = self.fleet.predicted_completion(0, now)
@@ -315,41 +316,42 @@ class Scheduler:
 
     # ----- books
 
-    def _rank(self, ticket: Ticket) -> int:
+    def _rank(self, ticket: Ticket, now: float) -> int:
         shares = self._shares.get(ticket.priority)
-        return rank_of(ticket.priority, over_share=shares is not None and shares.over(ticket))
+        return rank_of(ticket.priority, over_share=shares is not None and shares.arrive(ticket, now))
 
     def _add(self, ticket: Ticket, rank: int) -> None:
         shares = self._shares.get(ticket.priority)
         if shares is not None:
-            shares.enter(ticket)
+            shares.enter()
         self.queue.add(ticket, rank)
         self._ageing.enter(ticket)
+
+    def _move_up(self, ticket: Ticket, now: float) -> None:
+        """Puts a ticket among production's, due when the longest batch that may run now has ended and a next one."""
+        self._remove(ticket)
+        ticket.due = max(now + self.fleet.fastest_s(), min(ticket.deadline, now + 2.0 * self.fleet.longest_s()))
+        self._add(ticket, rank_of(Priority.PRODUCTION, over_share=False))
 
     def _remove(self, ticket: Ticket) -> bool:
         if not self.queue.remove(ticket):
             return False
         shares = self._shares.get(ticket.priority)
         if shares is not None:
-            shares.leave(ticket)
+            shares.leave()
         return True
 
     def _served(self, tickets: tuple[Ticket, ...]) -> None:
-        """Keeps the books of tickets that are about to leave for a worker."""
-        taken = dict.fromkeys(self._shares, 0)
-        for ticket in tickets:
-            if ticket.priority in taken:
-                taken[ticket.priority] += 1
-            self._note_outcome(lost=False)
+        """Keeps the books of tickets that leave for a worker."""
+        self._lost *= (1.0 - LOSS_WEIGHT) ** len(tickets)
         self._ageing.served(tickets)
-        for priority, count in taken.items():
-            shares = self._shares[priority]
-            contended = shares.waiting > count
-            for ticket in tickets if count else ():
-                if ticket.priority is priority:
-                    if contended:
-                        shares.charge(ticket)
-                    shares.leave(ticket)
+        for priority, shares in self._shares.items():
+            mine = [ticket for ticket in tickets if ticket.priority is priority]
+            if mine:
+                shares.serve(mine)
 
-    def _note_outcome(self, *, lost: bool) -> None:
-        self._lost += LOSS_WEIGHT * (float(lost) - self._lost)
+    def _note_lost(self, ticket: Ticket) -> None:
+        self._lost += LOSS_WEIGHT * (1.0 - self._lost)
+        shares = self._shares.get(ticket.priority)
+        if shares is not None:
+            shares.turn_away()

@@ -10,6 +10,10 @@ from taktline_protocol.messages import BucketTime
 
 WINDOW = 128
 MIN_SAMPLES = 8
+NOISE = 0.005
+"""Changes of a bucket's times below this share are not worth a new table."""
+
+NETWORK_NOISE_S = 0.0005
 
 
 class ServiceTimes:
@@ -30,15 +34,42 @@ class ServiceTimes:
         self.buckets = tuple(time.batch for time in ordered)
         self.max_batch = max(1, min(max_batch, self.buckets[-1]))
         self._calibrated = {time.batch: (time.median_ms / 1e3, time.p99_ms / 1e3) for time in ordered}
+        self._median: dict[int, float] = {}
+        self._tail: dict[int, float] = {}
+        self.network_s = 0.0
         self._begin(1.0)
 
-    def record(self, batch: int, seconds: float) -> None:
-        """Takes in one finished batch of `batch` members that took `seconds` from send to answer."""
+    def record(self, batch: int, seconds: float, inference_s: float | None = None) -> None:
+        """Takes in one finished batch of `batch` members that took `seconds` from send to answer.
+
+        What that is beyond the worker's own `inference_s` is the network's: it is added to the calibrated times of
+        buckets that have not been measured from here yet.
+        """
+        if inference_s is not None:
+            self._note_network(max(0.0, seconds - inference_s))
         bucket = self.bucket(batch)
         window = self._windows[bucket]
         window.add(seconds)
         if window.count >= MIN_SAMPLES:
-            self._median[bucket], self._tail[bucket] = window.median(), window.tail()
+            median, tail = window.median(), window.tail()
+            if (
+                abs(median - self._median[bucket]) > NOISE * self._median[bucket]
+                or abs(tail - self._tail[bucket]) > NOISE * self._tail[bucket]
+            ):
+                self._median[bucket], self._tail[bucket] = median, tail
+                self._tabulate()
+
+    def _note_network(self, seconds: float) -> None:
+        self._network.add(seconds)
+        if self._network.count < MIN_SAMPLES:
+            return
+        network_s = self._network.median()
+        if abs(network_s - self.network_s) > max(NETWORK_NOISE_S, 0.25 * self.network_s):
+            for bucket, window in self._windows.items():
+                if window.count < MIN_SAMPLES:
+                    self._median[bucket] += network_s - self.network_s
+                    self._tail[bucket] += network_s - self.network_s
+            self.network_s = network_s
             self._tabulate()
 
     def rescale(self, seconds: float) -> None:
@@ -50,6 +81,8 @@ class ServiceTimes:
         self._begin(seconds / self._calibrated[self.buckets[0]][0])
 
     def _begin(self, scale: float) -> None:
+        self.network_s = 0.0
+        self._network = _Window()
         self._windows = {batch: _Window() for batch in self.buckets}
         self._median = {batch: scale * median for batch, (median, _) in self._calibrated.items()}
         self._tail = {batch: scale * max(times) for batch, times in self._calibrated.items()}
@@ -82,7 +115,7 @@ class ServiceTimes:
         Padding is what makes this less than `batch`: five members in a bucket of eight can take longer than four and
         then one.
         """
-        return self._thrifty[min(batch, self.max_batch)]
+        return self.thrifty_table[min(batch, self.max_batch)]
 
     @property
     def best_rate(self) -> float:
@@ -97,13 +130,15 @@ class ServiceTimes:
             bucket = self.bucket(size)
             self.median.append(max(self.median[-1], self._median[bucket]))
             self.tail.append(max(self.tail[-1], self._tail[bucket], self.median[-1]))
-        self._thrifty = [0]
+        self.thrifty_table = [0]
         total = [0.0]
         for size in range(1, self.max_batch + 1):
-            # Among equally quick ways the one that begins with the largest batch serves more of them early.
-            quickest, first = min((self.median[part] + total[size - part], -part) for part in range(1, size + 1))
+            # Only full buckets and the whole can come first in a quickest way: padding in between buys nothing. Among
+            # equally quick ways the one that begins with the largest batch serves more of them early.
+            parts = [part for part in self.buckets if part < size]
+            quickest, first = min((self.median[part] + total[size - part], -part) for part in (*parts, size))
             total.append(quickest)
-            self._thrifty.append(-first)
+            self.thrifty_table.append(-first)
         self._best_rate = max(size / max(self.median[size], 1e-9) for size in range(1, self.max_batch + 1))
 
 

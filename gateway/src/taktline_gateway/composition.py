@@ -1,0 +1,131 @@
+"""What goes into the next batch when classes and shares differ: the first rank decides, the others fill its room."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from taktline_gateway.batching import LOOKAHEAD, weigh_batch
+from taktline_gateway.deadline_queue import RANKS, DeadlineQueue, Entry, Priority, Ticket
+from taktline_gateway.service_times import ServiceTimes
+
+LOW_RANK = 2 * Priority.BACKGROUND
+"""From this rank on tickets give way to those that are still to come, not only to those that wait."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Composition:
+    """The next batch of one worker.
+
+    Attributes:
+        tickets: its members, in service order.
+        slices: (rank, position, size) of where they stand in the queue.
+        level: the quality it is run at; 0 is full quality.
+        wait_until: do not launch yet, ask again then.
+    """
+
+    tickets: tuple[Ticket, ...] = ()
+    slices: tuple[tuple[int, int, int], ...] = ()
+    level: int = 0
+    wait_until: float | None = None
+
+
+NOTHING = Composition()
+
+
+def compose(
+    queue: DeadlineQueue,
+    levels: Sequence[ServiceTimes],
+    now: float,
+    limit: int,
+    *,
+    rate_hz: float,
+    lost: float,
+    tightest_s: float,
+    worth_waiting: Callable[[list[Entry]], float | None],
+) -> Composition:
+    """The batch to launch now on a worker with these times.
+
+    The first rank with a ticket that this worker can make decides by `weigh_batch`, as if it were alone. Room that is
+    left in its bucket costs nothing and is filled from the next ranks; where the rank is exhausted, the batch may grow
+    into larger buckets as long as its most urgent member stays on time. Low classes neither begin nor enlarge a batch
+    that would outlast what the tightest recent budget leaves beside a batch of one, so that whoever comes during it is
+    still on time.
+
+    Quality is lowered, level by level, only where tickets in sight would otherwise be lost.
+    """
+    for rank in range(RANKS):
+        if queue.count(rank):
+            position, entries = queue.sight(rank, now + levels[-1].median[1], LOOKAHEAD)
+            if entries:
+                break
+    else:
+        return NOTHING
+    times = levels[0]
+    low = rank >= LOW_RANK
+    if low:
+        limit = min(limit, _unobtrusive(times, tightest_s, limit))
+    else:
+        wait_until = worth_waiting(entries)
+        if wait_until is not None:
+            return Composition(wait_until=wait_until)
+    dues = [entry[0] for entry in entries]
+    beyond = len(queue) - len(entries)
+    start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, lost)
+    level = 0
+    if on_time < len(dues) and len(levels) > 1 and not low:
+        for cheaper in range(1, len(levels)):
+            found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, lost)
+            if found[2] > on_time:
+                (start, size, on_time), level = found, cheaper
+            if on_time == len(dues):
+                break
+        times = levels[level]
+    tickets = [entry[2] for entry in entries[start : start + size]]
+    slices = [(rank, position + start, size)]
+    if size < limit and len(queue) > size:
+        exhausted = start == 0 and size == len(entries)
+        _fill(queue, times, now, limit, rank, dues[start], tightest_s, tickets, slices, exhausted=exhausted)
+    return Composition(tuple(tickets), tuple(slices), level)
+
+
+def _fill(
+    queue: DeadlineQueue,
+    times: ServiceTimes,
+    now: float,
+    limit: int,
+    rank: int,
+    earliest: float,
+    tightest_s: float,
+    tickets: list[Ticket],
+    slices: list[tuple[int, int, int]],
+    *,
+    exhausted: bool,
+) -> None:
+    """Adds members of the ranks behind `rank` to a batch whose most urgent member is due at `earliest`."""
+    for other in range(rank + 1, RANKS):
+        if not queue.count(other):
+            continue
+        total = len(tickets)
+        room = min(times.bucket(total), limit)
+        target = room
+        if exhausted:
+            most = limit if other < LOW_RANK else min(limit, _unobtrusive(times, tightest_s, limit))
+            target = max(room, times.largest_within(earliest - now, most))
+        if target <= total:
+            continue
+        position, entries = queue.sight(other, now + times.tail[target], target - total)
+        together = total + len(entries)
+        if together > room:
+            # Beyond the bucket's own room: only as much as is the quickest way to serve them all.
+            together = max(times.thrifty(together), min(room, together))
+        taken = entries[: together - total]
+        if taken:
+            tickets.extend(entry[2] for entry in taken)
+            slices.append((other, position, len(taken)))
+        exhausted = exhausted and len(taken) == queue.count(other)
+
+
+def _unobtrusive(times: ServiceTimes, tightest_s: float, limit: int) -> int:
+    """Largest batch that leaves the tightest recent budget time for a batch of one after it; at least 1."""
+    return max(1, times.largest_within(tightest_s - times.median[1], limit))

@@ -1,0 +1,20 @@
+"""Which class an observation is served in: what it claims, up to what its tenant may claim."""
+
+from __future__ import annotations
+
+from taktline_protocol.deployment import Route
+from taktline_protocol.messages import Observation
+
+from taktline_gateway.deadline_queue import Priority
+
+OTHER_TENANTS = "*"
+
+
+def priority_of(observation: Observation, tenant: str, route: Route) -> Priority:
+    """The class of an observation of `tenant`; a claim above the tenant's ceiling is lowered to it."""
+    claimed = Priority[observation.priority.upper()]
+    ceilings = route.priority_ceilings
+    if not ceilings:
+        return claimed
+    ceiling = ceilings.get(tenant, ceilings.get(OTHER_TENANTS, "safety"))
+    return max(claimed, Priority[ceiling.upper()])
