@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 DType = Literal["uint8", "int32", "int64", "float32", "float64"]
+PriorityName = Literal["safety", "production", "background", "rollout"]
+"""Classes of traffic, the first served first."""
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +109,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         seed: fixes the sampler's noise; None draws fresh noise.
         search: for planners only, whose goal travels as one more image.
         rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
+        priority: class of traffic. `rollout` is for simulators that have no deadline: its budget is how long they would
+            wait, and it gets what the other classes leave.
     """
 
     robot_id: Name
@@ -123,6 +127,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     search: Search | None = None
     rtc: Rtc | None = None
+    priority: PriorityName = "production"
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
