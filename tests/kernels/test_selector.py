@@ -76,6 +76,14 @@ def test_packaged_tables_name_known_kernels() -> None:
                 assert rule.kernel in known, rule
 
 
+def test_an_input_to_differentiate_runs_the_reference() -> None:
+    op = Op("probe", lambda x: x * 2, {"gone": "taktline_kernels.no_such_module:probe"})
+    x = torch.ones(2, requires_grad=True)
+    op.run({"m": 2}, x, x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
 def test_missing_module_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     op = Op("probe", lambda x: x + 1, {"gone": "taktline_kernels.no_such_module:probe"})
     selector = KernelSelector({"h200": parse_table('[[rule]]\nop = "probe"\nkernel = "gone"')})
@@ -83,7 +91,7 @@ def test_missing_module_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr("taktline_kernels.ops.dispatch.default_selector", lambda: selector)
 
     class Like:
-        dtype, device = torch.float32, torch.device("cuda", 0)
+        dtype, device, requires_grad = torch.float32, torch.device("cuda", 0), False
 
     with caplog.at_level(logging.WARNING):
         assert op.run({"m": 1}, Like(), 1) == 2

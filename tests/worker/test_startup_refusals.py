@@ -233,7 +233,9 @@ def test_missing_or_broken_json(policy: Path, config_of: Any, name: str) -> None
     [
         {"use_visual_memory": True},
         {"use_proprioceptive_memory": True},
-        {"rtc_training_max_delay": 3},
+        {"rtc_training_max_delay": 99},
+        {"rtc_training_max_delay": -1},
+        {"rtc_config": {"prefix_attention_schedule": "CUBIC"}},
         {"use_peft": True},
         {"history_of_the_future": 4},
         {"n_obs_steps": 2},

@@ -16,7 +16,12 @@ from taktline_worker.observation import RobotInput
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a loaded policy expects and answers; names of cameras as robots send them."""
+    """What a loaded policy expects and answers; names of cameras as robots send them.
+
+    Attributes:
+        rtc: how a tail of the last chunk is used: `guided`, `trained`, or empty where it is refused.
+        rtc_max_delay: in the trained mode, the largest delay of the training.
+    """
 
     family: str
     precision: str
@@ -27,6 +32,8 @@ class Description:
     action_dim: int
     horizon: int
     control_period_s: float
+    rtc: str = ""
+    rtc_max_delay: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,20 @@ class PlannedChunk:
     stopped: str
 
 
-Answer = NDArray[np.float32] | PlannedChunk
-"""What a good row gets: an action chunk (H, D) in robot units, or a planner's plan with what it expects."""
+@dataclass(frozen=True, slots=True)
+class GuidedChunk:
+    """An action chunk (H, D) that continues the tail of the last one, and how (protocol `RtcReport`)."""
+
+    actions: NDArray[np.float32]
+    mode: str
+    delay: int
+    prefix_end: int
+    schedule: str
+    path: str
+
+
+Answer = NDArray[np.float32] | PlannedChunk | GuidedChunk
+"""What a good row gets: an action chunk (H, D) in robot units, alone or with how a tail shaped it, or a plan."""
 
 
 class PendingRow(Protocol):

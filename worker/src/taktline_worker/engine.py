@@ -132,6 +132,8 @@ class Engine:
             try:
                 if isinstance(item.observation, TaktlineError):
                     raise item.observation
+                if item.observation.rtc is not None and not self.adapter.description.rtc:
+                    raise _no_rtc(self.adapter.description.family)
                 pending.append((index, self.adapter.begin(item.observation, self._decoders)))
             except TaktlineError as error:
                 outcomes[index] = error
@@ -198,6 +200,14 @@ class Engine:
             self.adapter.finish(rows, self.adapter.run(rows, bucket))
             times.append((time.monotonic() - began) * 1000.0)
         return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
+
+
+def _no_rtc(family: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.RTC_INVALID,
+        f"this worker serves {family} without real-time chunking",
+        "leave rtc out of the observation, or set spec.engine.rtc where the family has it",
+    )
 
 
 def _expired(late_s: float) -> TaktlineError:

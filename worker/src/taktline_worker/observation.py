@@ -46,6 +46,23 @@ class SearchInput:
 
 
 @dataclass(frozen=True, slots=True)
+class RtcInput:
+    """What the robot still executes of its last chunk (protocol `Rtc`).
+
+    Attributes:
+        tail: (n, D) in robot units, the action due at the observation's capture first.
+        delay: actions executed before the new chunk is there; None = not stated.
+        execution_horizon: actions executed of each chunk; None = not stated.
+        prefix_end: where guidance ends; None = not stated.
+    """
+
+    tail: NDArray[np.generic]
+    delay: int | None = None
+    execution_horizon: int | None = None
+    prefix_end: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RobotInput:
     """What a robot sent.
 
@@ -54,6 +71,7 @@ class RobotInput:
         state: (D,) in robot units.
         seed: fixes the noise; None draws it.
         search: for planners only.
+        rtc: the tail of the last chunk; None without one.
         expires_at: monotonic instant of the hand-off deadline; None = none.
     """
 
@@ -62,6 +80,7 @@ class RobotInput:
     instruction: str
     seed: int | None = None
     search: SearchInput | None = None
+    rtc: RtcInput | None = None
     expires_at: float | None = None
 
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
 
-from taktline_worker.adapter import PlannedChunk
+from taktline_worker.adapter import GuidedChunk, PlannedChunk
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
-from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
+from taktline_worker.observation import EncodedImage, RobotInput, RtcInput, SearchInput
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             action_dim=description.action_dim,
             horizon=description.horizon,
             dt_s=description.control_period_s,
+            rtc=description.rtc,
+            rtc_max_delay=description.rtc_max_delay,
             t_sync=[worker_pb2.BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in self._t_sync],
         )
 
@@ -146,6 +148,7 @@ def _read_item(item: worker_pb2.InferItem, received: float) -> Item:
             instruction=item.instruction,
             seed=item.seed if item.HasField("seed") else None,
             search=_read_search(item.search) if item.HasField("search") else None,
+            rtc=_read_rtc(item.rtc) if item.rtc.HasField("tail") else None,
             expires_at=expires,
         )
     except TaktlineError as error:
@@ -168,6 +171,15 @@ def _read_search(search: worker_pb2.Search) -> SearchInput:
     )
 
 
+def _read_rtc(rtc: worker_pb2.Rtc) -> RtcInput:
+    return RtcInput(
+        tail=_read_array("the tail", rtc.tail, ErrorCode.RTC_INVALID),
+        delay=rtc.delay if rtc.HasField("delay") else None,
+        execution_horizon=rtc.execution_horizon if rtc.HasField("execution_horizon") else None,
+        prefix_end=rtc.prefix_end if rtc.HasField("prefix_end") else None,
+    )
+
+
 def _read_array(name: str, tensor: worker_pb2.Tensor, code: ErrorCode) -> np.ndarray[Any, np.dtype[np.generic]]:
     try:
         if tensor.dtype not in _STATE_DTYPES:
@@ -181,6 +193,15 @@ def _write_result(request_id: str, outcome: Outcome) -> worker_pb2.InferResult:
     if isinstance(outcome, TaktlineError):
         error = worker_pb2.Error(code=outcome.code.value, message=outcome.message, next_step=outcome.next_step)
         return worker_pb2.InferResult(request_id=request_id, error=error)
+    if isinstance(outcome, GuidedChunk):
+        applied = worker_pb2.RtcApplied(
+            mode=outcome.mode,
+            delay=outcome.delay,
+            prefix_end=outcome.prefix_end,
+            schedule=outcome.schedule,
+            path=outcome.path,
+        )
+        return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome.actions), rtc=applied)
     if not isinstance(outcome, PlannedChunk):
         return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome))
     plan = worker_pb2.Plan(

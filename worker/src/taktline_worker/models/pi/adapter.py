@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -15,16 +16,20 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 from torch import Tensor
 
-from taktline_worker.adapter import CapturedGraph, Description
+from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
+from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
 from taktline_worker.models.pi.tokenizer import BOS_ID
 from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, pack_weights
 from taktline_worker.observation import RobotInput
+from taktline_worker.rtc import RtcPlan
+
+logger = logging.getLogger(__name__)
 
 # Prompts mostly fit the first; a row pays for the slots of its graph, so the full budget has one of its own.
 _PROMPT_SLOTS = 64
@@ -42,12 +47,21 @@ class BatchRunner(Protocol):
 
 
 class PiAdapter:
-    """One loaded π0 or π0.5 policy."""
+    """One loaded π0 or π0.5 policy.
 
-    def __init__(self, processor: PiProcessor, runner: BatchRunner, precision: str) -> None:
+    Args:
+        guided: the runner of rows with an RTC tail; None = `runner`, in the same batch as the others. A runner of
+            captured graphs cannot guide, and on a GPU the fixed or differentiated rows need other kernels, which must
+            not change what their neighbours get.
+    """
+
+    def __init__(
+        self, processor: PiProcessor, runner: BatchRunner, precision: str, guided: BatchRunner | None = None
+    ) -> None:
         self.processor = processor
         self.runner = runner
-        conventions = processor.conventions
+        self.guided = guided
+        conventions, rtc = processor.conventions, processor.rtc
         self.description = Description(
             family=processor.architecture.family,
             precision=precision,
@@ -58,6 +72,8 @@ class PiAdapter:
             action_dim=conventions.action_dim,
             horizon=conventions.horizon,
             control_period_s=conventions.control_period_s,
+            rtc="" if rtc is None else rtc.mode,
+            rtc_max_delay=0 if rtc is None else rtc.max_delay,
         )
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
@@ -67,18 +83,55 @@ class PiAdapter:
     def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
         """fp32 (rows, H, action width) on the CPU, normalised units."""
         del bucket  # the graph runner pads by itself; eager, padding would only cost time
-        batch = collate([prepared.row for prepared in rows], self.processor.architecture.tokens_per_image)
-        return self.runner.run(batch)
+        network = [prepared.row for prepared in rows]
+        apart = [row.rtc is not None and self.guided is not None for row in network]
+        if self.guided is None or not any(apart):
+            return self.runner.run(self._collate(network))
+        parts = {True: self.guided, False: self.runner}
+        outputs: dict[bool, Tensor] = {
+            own: runner.run(self._collate([row for row, on in zip(network, apart, strict=True) if on is own]))
+            for own, runner in parts.items()
+            if own in apart
+        }
+        remaining = {own: iter(part) for own, part in outputs.items()}
+        return torch.stack([next(remaining[own]) for own in apart])
 
-    def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[NDArray[np.float32] | TaktlineError]:
-        """float32 (H, D) in robot units, or the error of a row whose output is not finite."""
-        results: list[NDArray[np.float32] | TaktlineError] = []
+    def _collate(self, rows: Sequence[PiRow]) -> PiBatch:
+        return collate(rows, self.processor.architecture.tokens_per_image, rtc=self.processor.rtc)
+
+    def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[Answer | TaktlineError]:
+        """float32 (H, D) in robot units, with what a tail did to it, or the error of a row that is not finite."""
+        results: list[Answer | TaktlineError] = []
         for prepared, actions in zip(rows, outputs, strict=True):
             try:
-                results.append(self.processor.finish(actions, prepared.state))
+                chunk = self.processor.finish(actions, prepared.state)
             except TaktlineError as error:
                 results.append(error)
+            else:
+                results.append(chunk if prepared.row.rtc is None else self._guided_chunk(chunk, prepared.row.rtc.plan))
         return results
+
+    def _guided_chunk(self, actions: NDArray[np.float32], plan: RtcPlan) -> GuidedChunk:
+        settings = self.processor.rtc
+        assert settings is not None  # rows get a tail only where there are settings
+        return GuidedChunk(
+            actions=actions,
+            mode=settings.mode,
+            delay=plan.delay,
+            prefix_end=plan.end,
+            schedule="hard" if settings.mode == "trained" else settings.schedule,
+            path="batched" if self.guided is None else "apart",
+        )
+
+    def warm_guided(self, buckets: Sequence[int]) -> None:
+        """Runs the apart runner once with each batch size, so that no request waits for a kernel to be compiled."""
+        if self.guided is None:
+            return
+        row = self.largest_row().row
+        horizon, width = row.noise.shape
+        row = replace(row, rtc=RtcRow(torch.zeros(horizon, width), torch.zeros(horizon), RtcPlan(0, 0)))
+        for bucket in buckets:
+            self.guided.run(self._collate([row] * bucket))
 
     def graphs(self) -> list[CapturedGraph]:
         """The captured graphs; none where the runner is eager."""
@@ -116,13 +169,24 @@ def load(config: EngineConfig) -> PiAdapter:
         )
     conventions = resolve(folder.conventions, config)
     # Before the weights: a wrong camera name must not cost minutes of loading.
+    rtc = settings_of(conventions, config.engine.rtc)
     processor = PiProcessor(
-        folder.architecture, conventions, folder.tokenizer, config.model.cameras, config.engine.max_image_pixels
+        folder.architecture, conventions, folder.tokenizer, config.model.cameras, config.engine.max_image_pixels, rtc
     )
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
     runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets)
-    return PiAdapter(processor, runner, config.engine.precision)
+    same_kernels = device.type == "cpu" or (rtc is not None and rtc.mode == "guided" and not rtc.exact)
+    if rtc is None or (isinstance(runner, PiRunner) and same_kernels):
+        return PiAdapter(processor, runner, config.engine.precision)
+    guided = runner if isinstance(runner, PiRunner) else PiRunner(weights, folder.architecture)
+    adapter = PiAdapter(processor, runner, config.engine.precision, guided)
+    logger.info(
+        "observations with an RTC tail run apart from their batch, eagerly",
+        extra={"policy": config.policy, "mode": rtc.mode, "exact": rtc.exact},
+    )
+    adapter.warm_guided(config.engine.buckets)
+    return adapter
 
 
 def make_runner(

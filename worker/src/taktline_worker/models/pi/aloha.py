@@ -24,6 +24,14 @@ def to_policy_state(state: NDArray[np.float64]) -> NDArray[np.float64]:
     return converted
 
 
+def to_policy_actions(actions: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Robot actions (H, 14) -> policy actions (H, 14): the inverse of `to_robot_actions`."""
+    converted = actions.copy()
+    angle = converted[:, _GRIPPERS] * (_ROBOT_OPEN - _ROBOT_CLOSED) + _ROBOT_CLOSED
+    converted[:, _GRIPPERS] = angle - _ANGLE_CLOSED
+    return converted * _SIGNS
+
+
 def to_robot_actions(actions: NDArray[np.float64]) -> NDArray[np.float64]:
     """Policy actions (H, 14) -> robot actions (H, 14)."""
     converted = actions * _SIGNS

@@ -10,6 +10,7 @@ from typing import Literal
 
 from taktline_worker.checkpoint import refuse
 from taktline_worker.models.pi.normalise import Normaliser
+from taktline_worker.rtc import Schedule
 
 Family = Literal["pi0", "pi05"]
 Layout = Literal["lerobot", "openpi"]
@@ -102,6 +103,8 @@ class PiConventions:
         resize: `bilinear` = LeRobot; `bilinear_legacy` = LeRobot up to v0.4.4 (letterbox bands at -3); `pil` = openpi.
         accumulate_time: openpi adds -1/N in fp32 at each step; LeRobot computes 1 - i/N in double.
         control_period_s: time between two action rows; 0 = not known from the checkpoint.
+        rtc_max_delay: π0.5: the largest delay of a training with real-time chunking; 0 = trained without.
+        rtc_schedule, rtc_max_guidance_weight: the checkpoint's own guidance settings; None and 0 = not stated.
     """
 
     layout: Layout
@@ -123,6 +126,9 @@ class PiConventions:
     max_period: float = 4.0
     accumulate_time: bool = False
     control_period_s: float = 0.0
+    rtc_max_delay: int = 0
+    rtc_schedule: Schedule | None = None
+    rtc_max_guidance_weight: float = 0.0
 
 
 def read_architecture(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from taktline_worker.checkpoint import read_json, read_small_tensors, refuse
 from taktline_worker.models.pi.config import CameraSlot, Family, PiArchitecture, PiConventions
 from taktline_worker.models.pi.normalise import MODES, FloatArray, Mode, Normaliser, identity, make_normaliser
 from taktline_worker.models.pi.sidecar import OPENPI_FIELDS, Sidecar, refuse_foreign_fields
+from taktline_worker.rtc import SCHEDULES, Schedule
 
 STATE, ACTION = "observation.state", "action"
 IMAGE_PREFIX = "observation.images."
@@ -24,11 +25,12 @@ _USED = {
     "type", "n_obs_steps", "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim", "num_inference_steps",
     "min_period", "max_period", "image_resolution", "empty_cameras", "tokenizer_max_length", "normalization_mapping",
     "input_features", "output_features", "use_relative_actions", "relative_exclude_joints", "action_feature_names",
+    "rtc_config", "rtc_training_max_delay",
 }  # fmt: skip
 # Training, hardware and bookkeeping; sizes come from the tensors, not from the variants' names.
 _HARMLESS = {
     "paligemma_variant", "action_expert_variant", "dtype", "device", "use_amp", "push_to_hub", "repo_id", "private",
-    "tags", "license", "pretrained_path", "pretrained_revision", "rtc_config", "gradient_checkpointing",
+    "tags", "license", "pretrained_path", "pretrained_revision", "gradient_checkpointing",
     "freeze_vision_encoder", "train_expert_only", "memory_frames", "memory_stride", "memory_temporal_attention_every",
 }  # fmt: skip
 _HARMLESS_PREFIXES = ("optimizer_", "scheduler_", "compile_", "time_sampling_")
@@ -36,7 +38,6 @@ _HARMLESS_PREFIXES = ("optimizer_", "scheduler_", "compile_", "time_sampling_")
 _MUST_BE_OFF = (
     "use_visual_memory",
     "use_proprioceptive_memory",
-    "rtc_training_max_delay",
     "use_peft",
     "adapt_to_pi_aloha",
 )
@@ -72,6 +73,7 @@ def read_conventions(
             "make tokenizer_max_length and max_length equal",
         )
     normaliser = partial(_normaliser, folder, config, family, sidecar)
+    rtc_schedule, rtc_bound = _rtc_guidance(config)
     conventions = PiConventions(
         layout="lerobot",
         slots=_slots(config, before, sidecar),
@@ -90,8 +92,36 @@ def read_conventions(
         min_period=float(config.get("min_period", 0.004)),
         max_period=float(config.get("max_period", 4.0)),
         control_period_s=(sidecar.control_period_ms or 0.0) / 1000.0,
+        rtc_max_delay=_rtc_max_delay(config, family),
+        rtc_schedule=rtc_schedule,
+        rtc_max_guidance_weight=rtc_bound,
     )
     return conventions, str(token_step.get("tokenizer_name", ""))
+
+
+def _rtc_max_delay(config: Mapping[str, Any], family: Family) -> int:
+    delay = config.get("rtc_training_max_delay") or 0
+    if not isinstance(delay, int) or delay < 0 or delay > int(config.get("chunk_size", 50)):
+        raise refuse(f"config.json has rtc_training_max_delay {delay!r}", "it is a number of actions within a chunk")
+    if delay and family != "pi05":
+        raise refuse(
+            f"config.json sets rtc_training_max_delay {delay}, which only π0.5 has a form for",
+            "use a checkpoint without it",
+        )
+    return delay
+
+
+def _rtc_guidance(config: Mapping[str, Any]) -> tuple[Schedule | None, float]:
+    """Schedule and bound of the guidance that config.json states; None and 0 where it states none."""
+    stated = config.get("rtc_config") or {}
+    schedule = str(stated.get("prefix_attention_schedule") or "").lower()
+    bound = float(stated.get("max_guidance_weight") or 0.0)
+    if schedule not in ("", *SCHEDULES) or not 0.0 <= bound < float("inf"):
+        raise refuse(
+            f"config.json has rtc_config with schedule {schedule!r} and max_guidance_weight {bound}",
+            f"the schedules are {', '.join(SCHEDULES)}; the weight is above 0",
+        )
+    return cast("Schedule | None", schedule or None), bound
 
 
 def _check_config(config: Mapping[str, Any], family: Family, architecture: PiArchitecture, sidecar: Sidecar) -> None:

@@ -5,8 +5,12 @@ Shapes: B rows, N images, T tokens an image, S prefix slots, P prompt tokens, H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from taktline_kernels import ops
+from taktline_kernels.ops.dispatch import REGISTRY
 from torch import Tensor
 from torch.nn import functional
 
@@ -147,6 +151,7 @@ def velocity(
     cos: Tensor,
     sin: Tensor,
     heads: int,
+    clean: Tensor | None = None,
 ) -> Tensor:
     """The flow field at solver step `step`.
 
@@ -158,6 +163,7 @@ def velocity(
         cos: (B, H, d / 2) fp32, RoPE of the action positions, which start at `lengths`.
         sin: likewise.
         heads: query heads.
+        clean: (B, H) bool, π0.5: actions that are finished already (trained RTC), whose time is 0; None = none.
 
     Returns:
         (B, H, action width) fp32: noise - action.
@@ -165,7 +171,8 @@ def velocity(
     if weights.adaptive is None:
         hidden = _plain_expert(weights, _suffix_pi0(weights.heads, step, x_t), keys, values, lengths, cos, sin, heads)
     else:
-        hidden = _adaptive_expert(weights, weights.adaptive, step, x_t, keys, values, lengths, cos, sin, heads)
+        modulate = _modulation(weights.adaptive, step, clean)
+        hidden = _adaptive_expert(weights, modulate, x_t, keys, values, lengths, cos, sin, heads)
     return functional.linear(hidden.float(), weights.heads.out_weight, weights.heads.out_bias)
 
 
@@ -197,10 +204,35 @@ def _plain_expert(
     return hidden
 
 
+@dataclass(frozen=True, slots=True)
+class _Modulation:
+    """The AdaRMS of one solver step: one row for all actions, or one for each where some are finished already."""
+
+    scale: Callable[[int], Tensor]
+    shift: Callable[[int], Tensor]
+    gate: Callable[[int], Tensor]
+    norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    gated_add: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _modulation(norms: AdaptiveNorms, step: int, clean: Tensor | None) -> _Modulation:
+    tables = norms.scale[step], norms.shift[step], norms.gate[step]
+    if clean is None:
+        scale, shift, gate = (table.__getitem__ for table in tables)
+        return _Modulation(scale, shift, gate, ops.ada_rms_norm, ops.gated_add_ada_rms_norm)
+    finished, mask = _given(norms.clean), clean[..., None]
+
+    def rows(part: int) -> Callable[[int], Tensor]:
+        return lambda index: torch.where(mask, finished[part, index], tables[part][index])
+
+    # The kernels take one row for the whole call; the references broadcast.
+    norm, gated_add = REGISTRY["ada_rms_norm"].reference, REGISTRY["gated_add_ada_rms_norm"].reference
+    return _Modulation(rows(0), rows(1), rows(2), norm, gated_add)
+
+
 def _adaptive_expert(
     weights: PiWeights,
-    norms: AdaptiveNorms,
-    step: int,
+    modulate: _Modulation,
     x_t: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -210,15 +242,15 @@ def _adaptive_expert(
     heads: int,
 ) -> Tensor:
     layers = weights.expert
-    scale, shift, gate = norms.scale[step], norms.shift[step], norms.gate[step]
+    scale, shift, gate = modulate.scale, modulate.shift, modulate.gate
     x = functional.linear(x_t, weights.heads.in_weight, weights.heads.in_bias).to(layers[0].out_weight.dtype)
-    hidden = ops.ada_rms_norm(x, scale[0], shift[0], RMS_EPS)
+    hidden = modulate.norm(x, scale(0), shift(0), RMS_EPS)
     for index, layer in enumerate(layers):
         attended = _attend_suffix(layer, hidden, keys[index], values[index], lengths, cos, sin, heads)
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
-        x, hidden = ops.gated_add_ada_rms_norm(x, attended, gate[first], scale[second], shift[second], RMS_EPS)
+        x, hidden = modulate.gated_add(x, attended, gate(first), scale(second), shift(second), RMS_EPS)
         down = _feed_forward(layer, hidden)
-        x, hidden = ops.gated_add_ada_rms_norm(x, down, gate[second], scale[following], shift[following], RMS_EPS)
+        x, hidden = modulate.gated_add(x, down, gate(second), scale(following), shift(following), RMS_EPS)
     return hidden
 
 

@@ -20,6 +20,8 @@ _KEYS: dict[Mode, tuple[str, str]] = {
     "QUANTILE10": ("q10", "q90"),
 }
 FloatArray = NDArray[np.floating[Any]]
+# A scale below this share of the offset is lost in a float32 number of that size.
+_LOST = 16 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,25 @@ class Normaliser:
         if self.always_add_eps:
             return np.asarray((x + 1.0) / 2.0 * (high - low + eps) + low)
         return np.asarray((x + 1.0) * self._span(low, high) / 2.0 + low)
+
+    def undo(self, value: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The value (..., D) that `inverse` maps to `value`, in float64.
+
+        `forward` is not quite that: the training codes add eps on one way only. A dimension whose whole range is below
+        the resolution of the float32 numbers that robots are sent keeps nothing of the model's value; it gets the one
+        that training gave to its only value.
+        """
+        if self.mode == "IDENTITY":
+            return value
+        width = value.shape[-1]
+        low, high = self.low[:width].astype(np.float64), self.high[:width].astype(np.float64)
+        if self.mode == "MEAN_STD":
+            scale, offset, rest = (high + self.eps if self.always_add_eps else high), low, 0.0
+        else:
+            span = high - low + self.eps if self.always_add_eps else np.where(high == low, self.eps, high - low)
+            scale, offset, rest = span / 2.0, low + span / 2.0, -1.0
+        lost = scale <= _LOST * np.abs(low)
+        return np.where(lost, rest, (value - offset) / np.where(scale == 0, 1.0, scale))
 
     def _span(self, low: FloatArray, high: FloatArray) -> FloatArray:
         span = high - low

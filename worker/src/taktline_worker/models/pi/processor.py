@@ -17,9 +17,11 @@ from taktline_worker.models.pi import aloha
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions
 from taktline_worker.models.pi.normalise import state_bins
 from taktline_worker.models.pi.resize import to_model_input
+from taktline_worker.models.pi.rtc import RtcRow, read_row
 from taktline_worker.models.pi.runner import PiRow
 from taktline_worker.models.pi.tokenizer import BOS_ID, Tokenizer
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
+from taktline_worker.rtc import RtcSettings
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
@@ -42,11 +44,12 @@ class PendingPiRow:
     noise: Tensor
     model_state: Tensor | None
     state: NDArray[np.float64]
+    rtc: RtcRow | None
 
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large."""
         pixels = torch.stack([future.result() for future in self.pixels])
-        return PreparedRow(PiRow(pixels, self.tokens, self.noise, self.model_state), self.state)
+        return PreparedRow(PiRow(pixels, self.tokens, self.noise, self.model_state, self.rtc), self.state)
 
 
 class PiProcessor:
@@ -55,6 +58,7 @@ class PiProcessor:
     Args:
         cameras: robot camera name -> checkpoint key; empty takes the checkpoint's own names.
         max_pixels: frames above it are refused by their header.
+        rtc: what to do with the tail of a robot's last chunk; None refuses one.
 
     Raises:
         TaktlineError: CONFIG_INVALID where `cameras` names a camera the checkpoint lacks, or leaves one out.
@@ -67,9 +71,11 @@ class PiProcessor:
         tokenizer: Tokenizer,
         cameras: Mapping[str, str],
         max_pixels: int = DEFAULT_MAX_PIXELS,
+        rtc: RtcSettings | None = None,
     ) -> None:
         self.architecture = architecture
         self.conventions = conventions
+        self.rtc = rtc
         self._tokenizer = tokenizer
         self._max_pixels = max_pixels
         self._slot_of = _accepted_names(conventions.slots, cameras)
@@ -83,7 +89,7 @@ class PiProcessor:
         """Checks an observation, tokenises its prompt, and hands its images to `pool`.
 
         Raises:
-            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or INSTRUCTION_INVALID.
+            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, INSTRUCTION_INVALID or RTC_INVALID.
         """
         frames = self._frames(observation.images)
         state = self._state(observation.state)
@@ -93,13 +99,17 @@ class PiProcessor:
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
         tokens = self.tokens(observation.instruction, normalised)
+        rtc = None
+        if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
+            width = self.architecture.action_width
+            rtc = read_row(self.conventions, self.rtc, width, observation.rtc, policy_state)
         seed = secrets.randbits(63) if observation.seed is None else observation.seed
         pixels = tuple(pool.submit(self._pixels, name, image) for name, image in frames)
         model_state = None
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
-        return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state)
+        return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state, rtc)
 
     def _pixels(self, name: str, image: EncodedImage) -> Tensor:
         frame = decode_image(name, image, self._max_pixels)

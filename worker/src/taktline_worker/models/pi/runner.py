@@ -13,7 +13,17 @@ from torch import Tensor
 
 from taktline_worker.models.pi import modules
 from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.models.pi.rtc import (
+    RtcBatch,
+    RtcRow,
+    collate_rtc,
+    fix_prefix,
+    guide,
+    guide_exactly,
+    rows_with_tails,
+)
 from taktline_worker.models.pi.weights import PiWeights
+from taktline_worker.rtc import RtcSettings
 
 # Prefix lengths are rounded up to a multiple of this, so that nearly equal prompts share one shape.
 SLOT_STEP = 16
@@ -31,12 +41,14 @@ class PiRow:
         tokens: int64 (prompt tokens,), BOS included, no padding.
         noise: fp32 (H, action width), the row's own x at t = 1.
         state: π0: fp32 (action width,), normalised and zero-padded; None for π0.5.
+        rtc: the tail of the robot's last chunk; None without one.
     """
 
     pixels: Tensor
     tokens: NDArray[np.int64]
     noise: Tensor
     state: Tensor | None
+    rtc: RtcRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class PiBatch:
         lengths: int32 (B,), valid prefix slots.
         noise: fp32 (B, H, action width).
         state: fp32 (B, action width), or None.
+        rtc: the tails of the rows that have one; None where no row has.
     """
 
     pixels: Tensor
@@ -58,6 +71,7 @@ class PiBatch:
     lengths: Tensor
     noise: Tensor
     state: Tensor | None
+    rtc: RtcBatch | None = None
 
     def to(self, device: torch.device) -> PiBatch:
         """The same batch on `device`."""
@@ -68,16 +82,20 @@ class PiBatch:
             lengths=self.lengths.to(device),
             noise=self.noise.to(device),
             state=None if self.state is None else self.state.to(device),
+            rtc=None if self.rtc is None else self.rtc.to(device),
         )
 
 
-def collate(rows: Sequence[PiRow], tokens_per_image: int, *, min_slots: int = 0) -> PiBatch:
+def collate(
+    rows: Sequence[PiRow], tokens_per_image: int, *, min_slots: int = 0, rtc: RtcSettings | None = None
+) -> PiBatch:
     """Packs rows: each row's valid tokens first, padding only at the end of its slots.
 
     Args:
         rows: at least one.
         tokens_per_image: T.
         min_slots: lower bound of S, for callers that want one shape whatever the prompts.
+        rtc: what to do with the rows' tails; None leaves them out.
     """
     prompt_slots = max(len(row.tokens) for row in rows)
     lengths = [row.pixels.shape[0] * tokens_per_image + len(row.tokens) for row in rows]
@@ -100,7 +118,18 @@ def collate(rows: Sequence[PiRow], tokens_per_image: int, *, min_slots: int = 0)
         lengths=torch.tensor(lengths, dtype=torch.int32),
         noise=torch.stack([row.noise for row in rows]),
         state=None if rows[0].state is None else torch.stack([row.state for row in rows if row.state is not None]),
+        rtc=None if rtc is None else collate_rtc([row.rtc for row in rows], rtc, *rows[0].noise.shape),
     )
+
+
+class _Context:
+    """What the solver reads, of the rows with a tail only."""
+
+    def __init__(self, rtc: RtcBatch, context: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> None:
+        keys, values, lengths, cos, sin = context
+        self.rtc, self.index, self.everyone = rows_with_tails(rtc), rtc.index, rtc.everyone
+        rows = rtc.index
+        self.context = (keys[:, rows], values[:, rows], lengths[rows], cos[rows], sin[rows])
 
 
 class PiRunner:
@@ -122,13 +151,15 @@ class PiRunner:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._steps = int(weights.times.shape[0])
+        self._times: list[float] = weights.times.tolist()
         self._key_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
         self._value_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
         self.keys = self._key_buffer
         self.values = self._value_buffer
         self.prefix = self._key_buffer
 
-    @torch.inference_mode()
+    # Not inference mode: exact guidance differentiates with respect to x_t through the keys and values made here.
+    @torch.no_grad()
     def run(self, batch: PiBatch, observer: StepObserver | None = None) -> Tensor:
         """Actions of each row.
 
@@ -139,7 +170,7 @@ class PiRunner:
         self.encode(batch)
         return self.solve(batch, observer).cpu()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, batch: PiBatch) -> None:
         """Fills `prefix`, `keys` and `values` from cameras, prompt and (π0) state."""
         a = self.architecture
@@ -151,21 +182,44 @@ class PiRunner:
         if batch.state is not None:
             modules.state_pass(self.weights, batch.state, batch.lengths, self.keys, self.values, a.heads)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def solve(self, batch: PiBatch, observer: StepObserver | None = None) -> Tensor:
-        """The Euler loop over the keys and values that `encode` left: x_t stays fp32 from noise to action."""
+        """The Euler loop over the keys and values that `encode` left: x_t stays fp32 from noise to action.
+
+        Rows with a tail are guided, or have their first actions fixed; what the other rows get is the same bit by bit
+        as without them.
+        """
         a = self.architecture
         lengths = batch.lengths if batch.state is None else batch.lengths + 1
         horizon = batch.noise.shape[1]
         positions = lengths[:, None] + torch.arange(horizon, device=self.device)
         cos, sin = ops.rope_table(positions, a.head_dim)
-        x = batch.noise
+        x, rtc = batch.noise, batch.rtc
+        context = (self.keys, self.values, lengths, cos, sin)
+        exact = rtc is not None and rtc.settings.exact and rtc.settings.mode == "guided"
+        tails = _Context(rtc, context) if rtc is not None and exact else None
+        clean = rtc.frozen if rtc is not None and rtc.settings.mode == "trained" else None
         for step in range(self._steps):
-            v = modules.velocity(self.weights, step, x, self.keys, self.values, lengths, cos, sin, a.heads)
+            if rtc is not None and clean is not None:
+                x = fix_prefix(rtc, x)
+            if tails is None:
+                v = modules.velocity(self.weights, step, x, *context, a.heads, clean)
+                if rtc is not None and clean is None:
+                    v = guide(rtc, x, v, self._times[step])
+            else:
+                v = x if tails.everyone else modules.velocity(self.weights, step, x, *context, a.heads)
+                v = v.index_copy(0, tails.index, self._exact(tails, step, x[tails.index]))
             if observer is not None:
                 observer(step, x, v)
             x = ops.euler_update(x, v, -1.0 / self._steps)
-        return x
+        return x if rtc is None or clean is None else fix_prefix(rtc, x)
+
+    def _exact(self, tails: _Context, step: int, x: Tensor) -> Tensor:
+        """The guided velocity of the rows with a tail, by a backward pass; x: (rows with a tail, H, action width)."""
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            v = modules.velocity(self.weights, step, x, *tails.context, self.architecture.heads)
+            return guide_exactly(tails.rtc, x, v, self._times[step])
 
     def _reserve(self, rows: int, slots: int) -> None:
         a = self.architecture

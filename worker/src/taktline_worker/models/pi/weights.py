@@ -82,6 +82,7 @@ class AdaptiveNorms:
     scale: Tensor  # (steps, 2 * depth + 1, W) fp32
     shift: Tensor
     gate: Tensor
+    clean: Tensor | None = None  # (3, 2 * depth + 1, W) fp32: the three at t = 0, for actions fixed by trained RTC
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,10 @@ class Packer:
         embedded = time_embedding(times, a.expert_width, min_period=c.min_period, max_period=c.max_period)
         adaptive = heads = None
         if a.family == "pi05":
-            adaptive = self._adaptive(embedded)
+            clean = None
+            if c.rtc_max_delay:
+                clean = time_embedding(torch.zeros(1), a.expert_width, min_period=c.min_period, max_period=c.max_period)
+            adaptive = self._adaptive(embedded, clean)
             heads = self._heads_pi05()
         else:
             heads = self._heads_pi0(embedded)
@@ -265,9 +269,10 @@ class Packer:
             norm2_weight=self._take(f"{base}.post_attention_layernorm.weight") if plain else None,
         )
 
-    def _adaptive(self, embedded: Tensor) -> AdaptiveNorms:
+    def _adaptive(self, embedded: Tensor, clean: Tensor | None) -> AdaptiveNorms:
         """The 2 * depth + 1 modulations of each step; they depend on t alone, so requests never compute them."""
-        cond = embedded.to(self._device)
+        steps = embedded.shape[0]
+        cond = (embedded if clean is None else torch.cat((embedded, clean))).to(self._device)
         for name in ("time_mlp_in", "time_mlp_out"):
             cond = functional.silu(functional.linear(cond, self._take(f"{name}.weight"), self._take(f"{name}.bias")))
         rows = [
@@ -275,7 +280,10 @@ class Packer:
             for name in expert_norms(self._architecture.depth)
         ]
         scale, shift, gate = torch.stack(rows, dim=1).chunk(3, dim=-1)
-        return AdaptiveNorms(scale.contiguous(), shift.contiguous(), gate.contiguous())
+        finished = None if clean is None else torch.stack((scale[steps], shift[steps], gate[steps]))
+        return AdaptiveNorms(
+            scale[:steps].contiguous(), shift[:steps].contiguous(), gate[:steps].contiguous(), finished
+        )
 
     def _heads_pi05(self) -> ActionHeads:
         return ActionHeads(
