@@ -18,8 +18,10 @@ from taktline_protocol.deployment import Route, Target
 from taktline_protocol.messages import Array, Observation, PlanReport, PolicyInfo, RtcReport
 from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor, to_item
 
+from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.logs import log
+from taktline_gateway.priorities import priority_of
 from taktline_gateway.scheduler import Batch, Refusal, Refused, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry
@@ -165,7 +167,9 @@ class Lane:
 
     # ----- requests
 
-    def submit(self, request_id: str, observation: Observation, deadline: float) -> Pending:
+    def submit(
+        self, request_id: str, observation: Observation, deadline: float, principal: Principal = OPEN
+    ) -> Pending:
         """Queues one observation; await `result` of what it returns.
 
         Raises:
@@ -177,6 +181,10 @@ class Lane:
             seq=observation.seq,
             deadline=deadline,
             arrived_at=now,
+            tenant=principal.tenant,
+            tenant_weight=principal.weight,
+            robot_weight=self.route.robot_weights.get(observation.robot_id, 1.0),
+            priority=priority_of(observation, principal.tenant, self.route),
             request_id=request_id,
             item=to_item(request_id, observation, 0.0),
         )

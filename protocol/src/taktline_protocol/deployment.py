@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from taktline_protocol.messages import PriorityName
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which checkpoint to load, and how its inputs are named.
@@ -179,6 +181,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         max_wait_ms: how long the first queued observation may wait for company.
         clients: how the observations of each client protocol are read.
         candidate: a revision on trial; absent unless a rollout is under way.
+        robot_weights: robot id -> share of a contended worker against the other robots of its tenant; 1 where absent.
+        priority_ceilings: tenant -> highest class that its observations may claim, `*` for the tenants not named; what
+            claims more is served in that class.
     """
 
     policy: str
@@ -190,6 +195,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_wait_ms: float = 5.0
     clients: dict[ClientProtocol, ClientMapping] = {}
     candidate: Candidate | None = None
+    robot_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
+    priority_ceilings: dict[str, PriorityName] = {}
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
