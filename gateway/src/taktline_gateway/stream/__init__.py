@@ -1,0 +1,1 @@
+"""The timed stream: one WebSocket a robot, with keyframes and deltas, clock sync, resume and typed errors."""

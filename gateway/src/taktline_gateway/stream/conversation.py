@@ -1,0 +1,489 @@
+"""One connection of a stream: hello, then observations in and answers out until one side leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.types import Receive, Send
+from taktline_protocol import ErrorCode, Observation, TaktlineError
+from taktline_protocol.checks import check_observation
+from taktline_protocol.messages import Image
+from taktline_protocol.stream import (
+    VERSIONS,
+    Ack,
+    Backpressure,
+    Bye,
+    Cancel,
+    Clock,
+    FromGateway,
+    Goodbye,
+    Hello,
+    Observe,
+    Ping,
+    Pong,
+    StreamLimits,
+    Welcome,
+)
+from taktline_protocol.stream_codec import (
+    decode_from_robot,
+    encode_frame,
+    to_answer,
+    to_image,
+    to_observation,
+    to_refusal,
+)
+
+from taktline_gateway.access.rights import Principal
+from taktline_gateway.http_io import Exchange, internal_error
+from taktline_gateway.lane import ClientGone
+from taktline_gateway.logs import log
+from taktline_gateway.stream.sessions import Flight, HeldFrame, Session
+
+if TYPE_CHECKING:
+    from taktline_gateway.stream.endpoint import Caller, Streams
+
+USEFUL_CLOCK_ERROR_S = 0.25
+"""A clock estimate with a larger error says nothing about the budgets of robots."""
+_BUSY = frozenset({ErrorCode.OVERLOADED, ErrorCode.RATE_LIMITED})
+_logger = logging.getLogger(__name__)
+
+
+class Ended(Exception):
+    """The conversation is over: WebSocket close code, and the word that the metrics count it under."""
+
+    def __init__(self, close_code: int, word: str) -> None:
+        super().__init__(word)
+        self.close_code = close_code
+        self.word = word
+
+
+class Conversation:
+    """Speaks with one robot over one WebSocket that has been accepted."""
+
+    def __init__(
+        self, streams: Streams, policy: str, caller: Caller, receive: Receive, send: Send, abort: Callable[[], None]
+    ) -> None:
+        """`abort` cuts the connection without waiting for its robot."""
+        self.policy = policy
+        self._streams = streams
+        self._caller = caller
+        self._receive = receive
+        self._send_message = send
+        self._abort = abort
+        self._settings = streams.settings
+        self._turn = asyncio.Lock()
+        self._session: Session | None = None
+        self._clock: Clock | None = None
+        self._open = True
+        self._draining = False
+        self._sending_since: float | None = None
+        self._heard_at = time.monotonic()
+        self._ack: asyncio.TimerHandle | None = None
+        self._acked = 0
+        self._ending: Ended | None = None
+
+    # ----- the connection
+
+    async def run(self) -> str:
+        """Speaks until the end; returns the word that the end is counted under."""
+        try:
+            await self._greet()
+            while True:
+                await self._hear(await self._frame())
+        except Ended as end:
+            await self._close(end.close_code, end.word)
+            return end.word
+        except TaktlineError as error:
+            await self._refuse_stream(error)
+            return error.code.value
+        except Exception:
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self.policy, stream=True)
+            await self._refuse_stream(internal_error())
+            return ErrorCode.INTERNAL.value
+        finally:
+            self._open = False
+            if self._ack is not None:
+                self._ack.cancel()
+            session = self._session
+            if session is not None and session.link is self:
+                self._streams.sessions.away(session)
+
+    async def _frame(self) -> tuple[bytes, float]:
+        """The next frame and when it came. Raises Ended where the robot is gone."""
+        message = await self._receive()
+        if message["type"] == "websocket.disconnect":
+            raise self._ending or Ended(1000, "dropped")
+        self._heard_at = now = time.monotonic()
+        body = message.get("bytes")
+        if body is None:
+            raise TaktlineError(
+                ErrorCode.INVALID_BODY, "a text message came; frames are binary", "send msgpack in binary messages"
+            )
+        self._streams.telemetry.received(self.policy, len(body))
+        return body, now
+
+    async def deliver(self, body: bytes) -> bool:
+        """Sends one frame, in turn; False where the connection is gone, or goes while it waits."""
+        async with self._turn:
+            if not self._open:
+                return False
+            self._sending_since = time.monotonic()
+            try:
+                await self._send_message({"type": "websocket.send", "bytes": body})
+            except (OSError, RuntimeError):
+                # The server's way to say that the connection closed under us.
+                self._open = False
+                return False
+            finally:
+                self._sending_since = None
+        self._streams.telemetry.sent(self.policy, len(body))
+        return True
+
+    def replaced(self) -> None:
+        """The session goes on over another connection."""
+        error = TaktlineError(
+            ErrorCode.SUPERSEDED, "this session goes on over another connection", "use the newer connection"
+        )
+        self._leave_soon(error, 1008)
+
+    def drain(self) -> None:
+        """The gateway is going away: unanswered observations are answered, then the connection closes."""
+        if self._draining or not self._open:
+            return
+        self._draining = True
+        self._streams.spawn(self.deliver(encode_frame(_goodbye(self._streams.draining_error()))))
+        self.settled()
+
+    def settled(self) -> None:
+        """An observation of the session has its answer; where the gateway drains, the last one ends the stream."""
+        session = self._session
+        if self._draining and (session is None or not session.flights) and self._ending is None:
+            self._ending = Ended(1001, ErrorCode.DRAINING.value)
+            self._streams.spawn(self._close(1001, ErrorCode.DRAINING.value))
+
+    def tick(self, now: float) -> None:
+        """Housekeeping, about once a second: ends a connection that stalls or is silent."""
+        sending = self._sending_since
+        if sending is not None and now - sending > self._settings.stall_s:
+            log(_logger, logging.WARNING, "slow_reader", policy=self.policy, robot=self._robot())
+            self._ending = Ended(1008, ErrorCode.SLOW_READER.value)
+            self._open = False
+            self._abort()
+        elif self._open and now - self._heard_at > self._settings.idle_s:
+            self._leave_soon(
+                TaktlineError(
+                    ErrorCode.STREAM_IDLE,
+                    f"nothing came for {self._settings.idle_s:g} s",
+                    "ping at least that often; resume the session with its token",
+                ),
+                1001,
+            )
+
+    def _robot(self) -> str | None:
+        return None if self._session is None else self._session.robot_id
+
+    def _leave_soon(self, error: TaktlineError, close_code: int) -> None:
+        if self._ending is None:
+            self._ending = Ended(close_code, error.code.value)
+            self._streams.spawn(self._refuse_stream(error, close_code))
+
+    async def _refuse_stream(self, error: TaktlineError, close_code: int | None = None) -> None:
+        await self.deliver(encode_frame(_goodbye(error)))
+        await self._close(_close_code(error.code) if close_code is None else close_code, error.code.value)
+
+    async def _close(self, code: int, reason: str) -> None:
+        async with self._turn:
+            if self._open:
+                self._open = False
+                with contextlib.suppress(OSError, RuntimeError):  # the robot closed first
+                    await self._send_message({"type": "websocket.close", "code": code, "reason": reason})
+
+    # ----- hello
+
+    async def _greet(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.hello_s):
+                body, now = await self._frame()
+        except TimeoutError as error:
+            raise TaktlineError(
+                ErrorCode.STREAM_IDLE, f"no hello came within {self._settings.hello_s:g} s", "send hello at once"
+            ) from error
+        hello = decode_from_robot(body, self._streams.limits)
+        if not isinstance(hello, Hello):
+            raise TaktlineError(
+                ErrorCode.INVALID_BODY, f"the first frame is {type(hello).__name__}, not Hello", "send hello first"
+            )
+        chosen = max((v for v in hello.versions if v in VERSIONS), default=None)
+        if chosen is None:
+            raise TaktlineError(
+                ErrorCode.STREAM_VERSION,
+                f"the robot speaks stream versions {list(hello.versions)}, this gateway {list(VERSIONS)}",
+                "use an SDK of this gateway's release, or POST /v1/policies/{policy}/act",
+            )
+        principal = self._caller.principal
+        info = self._streams.admit(self.policy, principal, hello, now)
+        session, result = await self._streams.session_of(self.policy, principal.robot(hello.robot_id), hello)
+        self._session = session
+        session.link = self
+        kept, session.kept = session.kept, None
+        self._streams.telemetry.session(self.policy, result)
+        log(
+            _logger,
+            logging.INFO,
+            "stream_opened",
+            policy=self.policy,
+            robot=hello.robot_id,
+            session=result,
+            client=hello.client,
+            seq=session.seq,
+        )
+        await self.deliver(
+            encode_frame(
+                Welcome(
+                    version=chosen,
+                    token=session.token,
+                    resumed=result in ("resumed", "moved"),
+                    held={camera: frame.name for camera, frame in session.held.items()},
+                    pending=tuple(session.flights),
+                    limits=self._limits(),
+                    policy=info,
+                    sent_at=time.monotonic(),
+                )
+            )
+        )
+        if kept is not None and kept[0] > hello.answered:
+            await self.deliver(kept[1])
+
+    def _limits(self) -> StreamLimits:
+        limits, settings = self._streams.limits, self._settings
+        return StreamLimits(
+            frame_bytes=limits.body_bytes,
+            window=settings.window,
+            idle_s=settings.idle_s,
+            resume_s=settings.resume_s,
+            items=limits.items,
+            depth=limits.depth,
+            image_bytes=limits.image_bytes,
+            image_pixels=limits.image_pixels,
+            cameras=limits.cameras,
+            state_length=limits.state_length,
+            instruction_chars=limits.instruction_chars,
+            budget_ms=limits.budget_ms,
+        )
+
+    # ----- what the robot says
+
+    async def _hear(self, came: tuple[bytes, float]) -> None:
+        body, now = came
+        session = self._session
+        assert session is not None
+        frame = decode_from_robot(body, self._streams.limits)
+        if isinstance(frame, Observe):
+            await self._observe(session, frame, now)
+        elif isinstance(frame, Ping):
+            self._streams.alive(session, now)
+            await self.deliver(encode_frame(Pong(frame.sent_at, now, time.monotonic())))
+        elif isinstance(frame, Clock):
+            usable = math.isfinite(frame.offset_s) and frame.error_s <= USEFUL_CLOCK_ERROR_S
+            self._clock = frame if usable else None
+        elif isinstance(frame, Cancel):
+            session.cancel(
+                frame.seq,
+                TaktlineError(
+                    ErrorCode.CANCELLED, f"observation {frame.seq} was cancelled by its robot", "nothing: it asked so"
+                ),
+            )
+        elif isinstance(frame, Bye):
+            self._streams.end(session)
+            raise Ended(1000, "bye")
+        else:
+            raise TaktlineError(ErrorCode.INVALID_BODY, "hello came twice", "open a new connection for a new session")
+
+    async def _observe(self, session: Session, frame: Observe, now: float) -> None:
+        exchange = Exchange({"headers": ()})
+        observation: Observation | None = None
+        try:
+            principal = await self._streams.principal(self._caller, self.policy, session.robot_id, exchange.request_id)
+            observation = self._resolve(session, frame)
+            check_observation(observation, self._streams.limits)
+        except TaktlineError as error:
+            await self._refuse(session, exchange, observation, frame.seq, now, error, held=False)
+            return
+        images = {camera: HeldFrame(f.name, observation.images[camera]) for camera, f in frame.images.items()}
+        self._streams.sessions.hold(session, images, frame.instruction)
+        self._streams.telemetry.observation(self.policy, keyframe=not frame.unchanged)
+        session.seq = frame.seq
+        try:
+            self._streams.check_open()
+            if len(session.flights) >= self._settings.window:
+                raise TaktlineError(
+                    ErrorCode.OVERLOADED,
+                    f"{len(session.flights)} observations of this robot are unanswered; the window is"
+                    f" {self._settings.window}",
+                    "wait for an answer before sending more",
+                )
+        except TaktlineError as error:
+            await self._refuse(session, exchange, observation, frame.seq, now, error, held=True)
+            return
+        started_at, observation = self._begun(observation, now)
+        flight = Flight(frame.seq, now, exchange.request_id)
+        session.flights[frame.seq] = flight
+        flight.task = self._streams.spawn(self._serve(session, flight, exchange, principal, observation, started_at))
+        if self._ack is None:
+            self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
+        if len(session.flights) >= self._settings.window:
+            await self.deliver(encode_frame(Backpressure("window", 0.0, len(session.flights))))
+
+    def _resolve(self, session: Session, frame: Observe) -> Observation:
+        """The observation with references replaced by what is held. Raises TaktlineError."""
+        if frame.seq in session.flights or frame.seq < session.seq:
+            raise TaktlineError(
+                ErrorCode.SUPERSEDED,
+                f"observation {frame.seq} came after observation {session.seq} of this session",
+                "use the chunk of the newer observation; seq must grow within a session",
+            )
+        twice = frame.images.keys() & frame.unchanged.keys()
+        if twice:
+            raise TaktlineError(
+                ErrorCode.INVALID_BODY,
+                f"camera {min(twice)[:64]!r} is sent whole and by reference",
+                "send each camera once",
+            )
+        images: dict[str, Image] = {camera: to_image(whole) for camera, whole in frame.images.items()}
+        lacking = []
+        for camera, name in frame.unchanged.items():
+            held = session.held.get(camera)
+            if held is None or held.name != name:
+                lacking.append(camera[:64])
+            else:
+                images[camera] = held.image
+        instruction = session.instruction if frame.instruction is None else frame.instruction
+        if lacking or instruction is None:
+            what = [f"camera {camera!r}" for camera in lacking[:8]]
+            what += ["the instruction"] if instruction is None else []
+            raise TaktlineError(
+                ErrorCode.KEYFRAME_NEEDED,
+                f"this gateway does not hold {', '.join(what)}",
+                "send the observation again with every camera whole and the instruction",
+                retry_after_ms=0.0,
+            )
+        return to_observation(frame, session.robot_id, session.session_id, images, instruction)
+
+    def _begun(self, observation: Observation, now: float) -> tuple[float, Observation]:
+        """When the budget began to run, gateway clock, and the observation with what is left to reserve.
+
+        With a clock estimate, the part of the way here that has surely passed is taken off the budget and off the
+        network reserve; half of the reserve stays for the way back.
+        """
+        clock = self._clock
+        if clock is None or observation.sent_at is None:
+            return now, observation
+        passed_s = now - (observation.sent_at + clock.offset_s) - clock.error_s
+        if not 0.0 < passed_s < observation.budget_ms / 1e3:
+            # A clock that jumped, or an observation that is older than its budget, which admission refuses as it is.
+            passed_s = min(max(passed_s, 0.0), observation.budget_ms / 1e3)
+        if passed_s == 0.0:
+            return now, observation
+        reserve = observation.network_ms
+        left: Observation = msgspec.structs.replace(
+            observation, network_ms=max(reserve - 1e3 * passed_s, 0.5 * reserve)
+        )
+        return now - passed_s, left
+
+    # ----- answers
+
+    async def _serve(
+        self,
+        session: Session,
+        flight: Flight,
+        exchange: Exchange,
+        principal: Principal,
+        observation: Observation,
+        started_at: float,
+    ) -> None:
+        def admitted(withdraw: Callable[[TaktlineError | None], None]) -> None:
+            flight.withdraw = withdraw
+
+        pressure: Backpressure | None = None
+        try:
+            try:
+                chunk = await self._streams.service.serve(
+                    self.policy,
+                    observation,
+                    exchange,
+                    protocol="stream",
+                    principal=principal,
+                    received_at=started_at,
+                    checked=True,
+                    admitted=admitted,
+                )
+                answer: FromGateway = to_answer(chunk, flight.received_at, time.monotonic())
+            except ClientGone:
+                return
+            except TaktlineError as error:
+                answer = to_refusal(
+                    flight.seq, error, flight.received_at, time.monotonic(), held=True, request_id=exchange.request_id
+                )
+                if error.code in _BUSY and error.retry_after_ms is not None:
+                    pressure = Backpressure("queue", error.retry_after_ms, len(session.flights) - 1)
+            # Unanswered until its answer is sent: so a robot that reads slowly fills its own window and nothing else.
+            await session.answer(flight.seq, encode_frame(answer))
+        finally:
+            session.flights.pop(flight.seq, None)
+        link = session.link
+        if link is not None:
+            if pressure is not None:
+                await link.deliver(encode_frame(pressure))
+            link.settled()
+
+    async def _refuse(
+        self,
+        session: Session,
+        exchange: Exchange,
+        observation: Observation | None,
+        seq: int,
+        received_at: float,
+        error: TaktlineError,
+        *,
+        held: bool,
+    ) -> None:
+        self._streams.service.refuse(self.policy, exchange, observation, error)
+        refusal = to_refusal(seq, error, received_at, time.monotonic(), held=held, request_id=exchange.request_id)
+        await self.deliver(encode_frame(refusal))
+
+    def _acknowledge(self) -> None:
+        """Acknowledges what has no answer yet, and comes again while there is such."""
+        self._ack = None
+        session = self._session
+        if session is None or not session.flights or not self._open:
+            return
+        newest = max(session.flights)
+        if newest > self._acked:
+            self._acked = newest
+            self._streams.spawn(self.deliver(encode_frame(Ack(newest))))
+
+
+def _goodbye(error: TaktlineError) -> Goodbye:
+    return Goodbye(error.code.value, error.message, error.next_step, error.retry_after_ms)
+
+
+_CLOSE_CODES = {
+    ErrorCode.INVALID_BODY: 1007,
+    ErrorCode.BODY_TOO_LARGE: 1009,
+    ErrorCode.STREAM_VERSION: 1002,
+    ErrorCode.STREAM_IDLE: 1001,
+    ErrorCode.DRAINING: 1001,
+    ErrorCode.OVERLOADED: 1013,
+    ErrorCode.INTERNAL: 1011,
+}
+
+
+def _close_code(code: ErrorCode) -> int:
+    return _CLOSE_CODES.get(code, 1008)

@@ -1,0 +1,190 @@
+"""WS /v1/policies/{policy}/stream: the streams of one gateway, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+from taktline_protocol import ErrorCode, PolicyInfo, TaktlineError
+from taktline_protocol.limits import Limits
+from taktline_protocol.stream import Hello
+
+from taktline_gateway.access.control import Credential
+from taktline_gateway.access.http import credential_of, principal_of
+from taktline_gateway.access.rights import Principal
+from taktline_gateway.compat.gateway_service import GatewayService
+from taktline_gateway.logs import log
+from taktline_gateway.service import Gateway
+from taktline_gateway.stream.conversation import Conversation
+from taktline_gateway.stream.sessions import Session, Sessions
+from taktline_gateway.stream.settings import StreamSettings
+from taktline_gateway.stream.telemetry import StreamTelemetry
+from taktline_gateway.stream.transport import ABORT
+
+STREAM_PATH = "/v1/policies/{policy}/stream"
+WATCH_S = 0.05
+"""How often the streams look whether the gateway drains."""
+TICK_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Who opened a connection, and what it presented."""
+
+    principal: Principal
+    credential: Credential
+
+
+class Streams:
+    """All streams of one gateway: an ASGI endpoint, the sessions behind it, and their housekeeping."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.settings: StreamSettings = gateway.settings.stream
+        self.service = GatewayService(gateway)
+        self.sessions = Sessions(self.settings.resume_s, self.settings.held_bytes, time.monotonic)
+        self.telemetry = StreamTelemetry(
+            gateway.telemetry.registry, lambda: gateway.lanes, self._connected, lambda: None
+        )
+        self._conversations: set[Conversation] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of one observation."""
+        return self.service.limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept"})
+        caller = Caller(principal_of(scope), credential_of(scope))
+        conversation = Conversation(
+            self, scope["path_params"]["policy"], caller, receive, send, scope.get(ABORT, _cannot_abort)
+        )
+        self._conversations.add(conversation)
+        try:
+            word = await conversation.run()
+            self.telemetry.closed(conversation.policy, word)
+        finally:
+            self._conversations.discard(conversation)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Housekeeping for as long as the gateway runs."""
+        keeper = asyncio.create_task(self._keep())
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeper
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ----- what conversations need
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[None]:
+        """Runs `work` beside the conversation that began it, also where that one ends first."""
+        task = asyncio.get_running_loop().create_task(_guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def check_open(self) -> None:
+        """Raises TaktlineError `draining`."""
+        self._gateway.check_open()
+
+    def draining_error(self) -> TaktlineError:
+        """What a robot is told when the gateway goes away."""
+        return TaktlineError(
+            ErrorCode.DRAINING,
+            "this gateway is shutting down",
+            "connect again: another gateway takes the session; answers under way still come here",
+            retry_after_ms=0.0,
+        )
+
+    async def principal(self, caller: Caller, policy: str, robot_id: str, request_id: str) -> Principal:
+        """Who asks; found anew for each observation, as a key may be revoked while its connection lives.
+
+        Raises:
+            TaktlineError: `unauthenticated` or `forbidden`.
+        """
+        access = self._gateway.access
+        if access.open:
+            return caller.principal
+        principal = await access.authenticate(caller.credential)
+        access.authorise(principal, caller.credential, "act", policy, robot=robot_id, request_id=request_id)
+        return principal
+
+    def admit(self, policy: str, principal: Principal, hello: Hello, now: float) -> PolicyInfo:
+        """Whether a robot may open a stream. Raises TaktlineError."""
+        self._gateway.check_open()
+        info = self._gateway.lane(policy, principal).info()
+        if len(self._conversations) > self.settings.max_streams:
+            raise TaktlineError(
+                ErrorCode.OVERLOADED,
+                f"this gateway holds {self.settings.max_streams} streams, its limit",
+                "connect to another gateway, or raise --stream-max",
+                retry_after_ms=1000.0,
+            )
+        self._gateway.robots.arrive(principal.robot(hello.robot_id), hello.session_id, hello.seq, now)
+        return info
+
+    async def session_of(self, policy: str, robot: str, hello: Hello) -> tuple[Session, str]:
+        """The session that a hello names or opens, and which it was: new, resumed or lost."""
+        if hello.token:
+            found = self.sessions.resume(policy, robot, hello)
+            if found is not None:
+                return found, "resumed"
+        return self.sessions.open(policy, robot, hello), "lost" if hello.token else "new"
+
+    def alive(self, session: Session, now: float) -> None:
+        """The robot pinged: its id stays its own."""
+        self._gateway.robots.touch(session.robot, now)
+
+    def end(self, session: Session) -> None:
+        """The robot said bye: its id is free."""
+        session.link = None
+        self.sessions.end(session)
+        self._gateway.robots.leave(session.robot, session.session_id)
+
+    # ----- housekeeping
+
+    async def _keep(self) -> None:
+        ticked = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._gateway.draining:
+                for conversation in list(self._conversations):
+                    conversation.drain()
+            now = time.monotonic()
+            if now - ticked >= TICK_S:
+                ticked = now
+                for conversation in list(self._conversations):
+                    conversation.tick(now)
+                self.sessions.expire()
+
+    def _connected(self) -> Counter[str]:
+        return Counter(conversation.policy for conversation in self._conversations)
+
+
+async def _guarded(work: Coroutine[Any, Any, Any]) -> None:
+    try:
+        await work
+    except Exception:
+        log(_logger, logging.ERROR, "internal", exc_info=True, stream=True)
+
+
+def _cannot_abort() -> None:
+    """For servers that offer no way to cut a connection; the keepalive ping of the server ends it later."""

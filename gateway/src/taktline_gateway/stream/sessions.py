@@ -1,0 +1,201 @@
+"""Sessions of streams: what outlives a connection, for how long, and within which memory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Protocol
+
+from taktline_protocol import TaktlineError
+from taktline_protocol.messages import Image
+from taktline_protocol.stream import TOKEN_BYTES, Hello
+
+from taktline_gateway.compat.gateway_service import Withdraw
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldFrame:
+    """The last frame of one camera, under the name that its robot gave it."""
+
+    name: bytes
+    image: Image
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Flight:
+    """One observation that has no answer yet."""
+
+    seq: int
+    received_at: float
+    request_id: str
+    withdraw: Withdraw | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class Link(Protocol):
+    """A connection as its session sees it."""
+
+    def deliver(self, body: bytes) -> Awaitable[bool]:
+        """Sends one frame; False where the connection is gone."""
+
+    def replaced(self) -> None:
+        """Another connection has taken the session over."""
+
+    def settled(self) -> None:
+        """An observation of the session has got its answer."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Session:
+    """One robot's session with one policy.
+
+    Attributes:
+        robot: the robot's name among those of all tenants.
+        seq: highest sequence number seen.
+        held: camera -> the last frame that came whole.
+        flights: by sequence number; they go on while the connection is away.
+        kept: the newest answer that found no connection, and its sequence number.
+        link: the connection, None while it is away.
+        changed: something that another gateway would need has changed since it was last stored.
+    """
+
+    policy: str
+    robot: str
+    robot_id: str
+    session_id: str
+    token: bytes
+    seq: int = 0
+    instruction: str | None = None
+    held: dict[str, HeldFrame] = dataclasses.field(default_factory=dict)
+    held_bytes: int = 0
+    flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
+    kept: tuple[int, bytes] | None = None
+    link: Link | None = None
+    away_since: float = 0.0
+    changed: bool = True
+
+    async def answer(self, seq: int, body: bytes) -> None:
+        """Hands an answer to the connection, or keeps it for the next one; an older kept answer gives way."""
+        link = self.link
+        if link is not None and await link.deliver(body):
+            return
+        if self.kept is None or self.kept[0] <= seq:
+            self.kept = (seq, body)
+
+    def away(self) -> None:
+        """The connection is gone: what is still queued leaves, what a worker has goes on."""
+        self.link = None
+        for flight in list(self.flights.values()):
+            if flight.withdraw is not None:
+                flight.withdraw(None)
+
+    def cancel(self, seq: int, error: TaktlineError) -> None:
+        """Takes one observation out of the queue, answered with `error`; nothing where it is too late."""
+        flight = self.flights.get(seq)
+        if flight is not None and flight.withdraw is not None:
+            flight.withdraw(error)
+
+
+class Sessions:
+    """The sessions of one gateway process, by token."""
+
+    def __init__(self, resume_s: float, held_bytes: int, clock: Callable[[], float]) -> None:
+        self._resume_s = resume_s
+        self._held_limit = held_bytes
+        self._clock = clock
+        self._by_token: OrderedDict[bytes, Session] = OrderedDict()  # the one used last at the end
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_token.values()))
+
+    def open(self, policy: str, robot: str, hello: Hello) -> Session:
+        """A new session."""
+        session = Session(policy, robot, hello.robot_id, hello.session_id, os.urandom(TOKEN_BYTES), seq=hello.seq)
+        self._by_token[session.token] = session
+        return session
+
+    def resume(self, policy: str, robot: str, hello: Hello) -> Session | None:
+        """The session that the token names; None where there is none (any more), or it is another robot's.
+
+        A connection that it still has is told that it was replaced.
+        """
+        session = self._by_token.get(hello.token)
+        if session is None or not belongs(session, policy, robot, hello):
+            return None
+        if session.link is not None:
+            session.link.replaced()
+            self.away(session)
+        elif self._clock() - session.away_since > self._resume_s:
+            self._drop(session)
+            return None
+        session.seq = max(session.seq, hello.seq)
+        self._by_token.move_to_end(session.token)
+        return session
+
+    def adopt(self, session: Session) -> None:
+        """Takes in a session that another gateway had."""
+        self._by_token[session.token] = session
+        self.held_bytes += session.held_bytes
+
+    def hold(self, session: Session, images: Mapping[str, HeldFrame], instruction: str | None) -> None:
+        """Keeps the frames that came whole; where memory is short, sessions idle longest lose all of theirs."""
+        for camera, frame in images.items():
+            old = session.held.get(camera)
+            change = len(frame.image.data) - (len(old.image.data) if old is not None else 0)
+            session.held[camera] = frame
+            session.held_bytes += change
+            self.held_bytes += change
+        if instruction is not None:
+            session.instruction = instruction
+        session.changed = True
+        if session.token in self._by_token:
+            self._by_token.move_to_end(session.token)
+        if self.held_bytes > self._held_limit:
+            self._make_room(session)
+
+    def away(self, session: Session) -> None:
+        """The session's connection is gone; it can be resumed for a while."""
+        session.away()
+        session.away_since = self._clock()
+
+    def end(self, session: Session) -> None:
+        """The robot said bye."""
+        session.away()
+        self._drop(session)
+
+    def expire(self) -> list[Session]:
+        """Drops and returns the sessions that were away for too long."""
+        now = self._clock()
+        late = [s for s in self._by_token.values() if s.link is None and now - s.away_since > self._resume_s]
+        for session in late:
+            self._drop(session)
+        return late
+
+    def _drop(self, session: Session) -> None:
+        if self._by_token.pop(session.token, None) is not None:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        self.held_bytes -= session.held_bytes
+        session.held_bytes = 0
+        session.held.clear()
+
+    def _make_room(self, spared: Session) -> None:
+        for session in self._by_token.values():
+            if self.held_bytes <= self._held_limit:
+                return
+            if session is not spared and session.held:
+                self._forget(session)
+                session.changed = True
+
+
+def belongs(session: Session, policy: str, robot: str, hello: Hello) -> bool:
+    """Whether a hello is from the robot whose session this is."""
+    return (session.policy, session.robot, session.session_id) == (policy, robot, hello.session_id)

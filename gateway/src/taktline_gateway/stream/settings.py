@@ -1,0 +1,62 @@
+"""How the gateway keeps its streams, as flags of `taktline-gateway serve`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from taktline_protocol.limits import MIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """Bounds of a stream and of what is kept for it.
+
+    Attributes:
+        window: observations of one robot that may be unanswered at once.
+        max_streams: connections at once.
+        resume_s: how long a session can be resumed after its connection is gone.
+        held_bytes: camera frames held for all sessions; beyond it the sessions idle longest lose theirs.
+        hello_s: a connection that says no hello within this time is closed.
+        idle_s: so is one on which nothing came for so long.
+        stall_s: so is one whose robot takes no bytes for so long.
+        ack_after_s: an observation that has no answer after this time is acknowledged.
+    """
+
+    window: int = 4
+    max_streams: int = 10_000
+    resume_s: float = 30.0
+    held_bytes: int = 512 * MIB
+    hello_s: float = 5.0
+    idle_s: float = 30.0
+    stall_s: float = 5.0
+    ack_after_s: float = 0.02
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the stream's flags."""
+    group = parser.add_argument_group("timed stream", "see docs/stream.md")
+    group.add_argument("--stream-window", type=int, default=4, metavar="N", help="unanswered observations a robot")
+    group.add_argument("--stream-max", type=int, default=10_000, metavar="N", help="streams at once")
+    group.add_argument(
+        "--stream-resume-s", type=float, default=30.0, metavar="S", help="keep a dropped session"
+    )
+    group.add_argument("--stream-idle-s", type=float, default=30.0, metavar="S", help="close a silent stream")
+    group.add_argument(
+        "--stream-stall-s", type=float, default=5.0, metavar="S", help="close one that takes nothing"
+    )
+    group.add_argument(
+        "--stream-held-mib", type=float, default=512.0, metavar="MIB", help="camera frames held for all sessions"
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> StreamSettings:
+    """The settings that the flags say."""
+    return StreamSettings(
+        window=max(1, arguments.stream_window),
+        max_streams=arguments.stream_max,
+        resume_s=arguments.stream_resume_s,
+        idle_s=arguments.stream_idle_s,
+        stall_s=arguments.stream_stall_s,
+        held_bytes=int(arguments.stream_held_mib * MIB),
+    )

@@ -1,0 +1,21 @@
+"""uvicorn's WebSocket with one addition: the application may cut a connection whose robot reads nothing.
+
+ASGI knows only closes that wait until the robot has taken what was sent, which such a robot never does.
+"""
+
+from __future__ import annotations
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+ABORT = "taktline.abort"
+"""Key of the ASGI scope under which the way to cut the connection is found."""
+
+
+class StreamTransport(WebSocketsSansIOProtocol):
+    """Reads no further message before the last one was taken, so that read-ahead is bounded too."""
+
+    async def run_asgi(self) -> None:
+        """Runs the application for this connection."""
+        scope: dict[str, object] = self.scope  # type: ignore[assignment]
+        scope[ABORT] = self.transport.abort
+        await super().run_asgi()

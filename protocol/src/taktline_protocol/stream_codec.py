@@ -1,0 +1,224 @@
+"""Stream frames to and from bytes and the messages of REST; every failure to decode is a TaktlineError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from taktline_protocol.codecs import ANSWER_LIMITS
+from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_protocol.limits import Limits, check_body_size, check_structure_msgpack
+from taktline_protocol.messages import ActionChunk, Array, Image, Observation, Timings
+from taktline_protocol.stream import (
+    Answer,
+    ChunkDetails,
+    Frame,
+    FromGateway,
+    FromRobot,
+    ObservationDetails,
+    Observe,
+    Refusal,
+    Vector,
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_from_robot: msgspec.msgpack.Decoder[FromRobot] = msgspec.msgpack.Decoder(FromRobot)
+_from_gateway: msgspec.msgpack.Decoder[FromGateway] = msgspec.msgpack.Decoder(FromGateway)
+_ITEM_BYTES = {"float32": 4, "float64": 8}
+_OBSERVATION_DETAILS = tuple(field.name for field in msgspec.structs.fields(ObservationDetails))
+_CHUNK_DETAILS = tuple(field.name for field in msgspec.structs.fields(ChunkDetails))
+_NO_DETAILS = _encode(ObservationDetails())
+_NO_CHUNK_DETAILS: bytes | None
+try:
+    _NO_CHUNK_DETAILS = _encode(ChunkDetails())
+except TypeError:  # a field without a default: details are then always sent
+    _NO_CHUNK_DETAILS = None
+
+
+def encode_frame(frame: FromRobot | FromGateway) -> bytes:
+    """One frame as the payload of one binary WebSocket message."""
+    return _encode(frame)
+
+
+def decode_from_robot(body: bytes, limits: Limits) -> FromRobot:
+    """Decodes what a robot sent. Raises TaktlineError `body_too_large` or `invalid_body`, nothing else."""
+    frame: FromRobot = _decoded(_from_robot, body, limits)
+    return frame
+
+
+def decode_from_gateway(body: bytes) -> FromGateway:
+    """Decodes what a gateway sent, the actions checked. Raises TaktlineError `body_too_large` or `invalid_body`."""
+    frame: FromGateway = _decoded(_from_gateway, body, ANSWER_LIMITS)
+    if isinstance(frame, Answer) and len(frame.actions) != 4 * frame.horizon * frame.width:
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY,
+            f"an answer has {len(frame.actions)} bytes of actions, not {frame.horizon} x {frame.width} float32",
+            "check that the address is a Taktline gateway",
+        )
+    return frame
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: bytes, limits: Limits) -> Any:
+    check_body_size(len(body), limits)
+    try:
+        check_structure_msgpack(body, limits)
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY,
+            f"the message is no frame of the stream: {str(error)[:300]}",
+            "compare it with docs/stream.md; each binary message is one msgpack array",
+        ) from error
+
+
+# ----- observations
+
+
+def to_observe(
+    observation: Observation, images: Mapping[str, Frame], unchanged: Mapping[str, bytes], *, instruction: bool
+) -> Observe:
+    """The frame of an observation; `instruction` says whether to send it or leave it as before.
+
+    Robot and session id are the stream's own, said once in Hello.
+    """
+    details = ObservationDetails(**{name: getattr(observation, name) for name in _OBSERVATION_DETAILS})
+    return Observe(
+        seq=observation.seq,
+        captured_at=observation.captured_at,
+        sent_at=observation.captured_at if observation.sent_at is None else observation.sent_at,
+        budget_ms=observation.budget_ms,
+        state=_vector(observation.state),
+        images=dict(images),
+        unchanged=dict(unchanged),
+        instruction=observation.instruction if instruction else None,
+        details=None if _encode(details) == _NO_DETAILS else details,
+    )
+
+
+def to_observation(
+    frame: Observe, robot_id: str, session_id: str, images: dict[str, Image], instruction: str
+) -> Observation:
+    """The observation of a frame, its cameras and instruction resolved. Raises TaktlineError `state_invalid`."""
+    state = frame.state
+    size = _ITEM_BYTES[state.dtype]
+    if len(state.data) % size:
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID,
+            f"the state has {len(state.data)} bytes, which are no {state.dtype} numbers",
+            "send little-endian float32 or float64",
+        )
+    details = {} if frame.details is None else {name: getattr(frame.details, name) for name in _OBSERVATION_DETAILS}
+    return Observation(
+        robot_id=robot_id,
+        session_id=session_id,
+        seq=frame.seq,
+        captured_at=frame.captured_at,
+        sent_at=frame.sent_at,
+        budget_ms=frame.budget_ms,
+        images=images,
+        state=Array(state.dtype, (len(state.data) // size,), state.data),
+        instruction=instruction,
+        **details,
+    )
+
+
+def to_image(frame: Frame) -> Image:
+    """The REST form of a whole camera frame."""
+    return Image(frame.encoding, frame.data, (frame.height, frame.width, 3) if frame.encoding == "raw" else None)
+
+
+def to_frame(image: Image, name: bytes) -> Frame:
+    """The stream form of a camera frame."""
+    if image.shape is None:
+        return Frame(image.encoding, image.data, name)
+    return Frame(image.encoding, image.data, name, image.shape[0], image.shape[1])
+
+
+def _vector(state: list[float] | Array) -> Vector:
+    if isinstance(state, Array) and state.dtype in ("float32", "float64"):
+        return Vector(state.dtype, state.data)
+    values = state.to_numpy() if isinstance(state, Array) else state
+    return Vector("float64", np.asarray(values, dtype="<f8").tobytes())
+
+
+# ----- answers
+
+
+def to_answer(chunk: ActionChunk, received_at: float, sent_at: float) -> Answer:
+    """The frame of a chunk; the instants are the gateway's clock, s."""
+    horizon, width = chunk.actions.shape
+    times = chunk.timings
+    details: ChunkDetails | None = ChunkDetails(**{name: getattr(chunk, name) for name in _CHUNK_DETAILS})
+    if _encode(details) == _NO_CHUNK_DETAILS:
+        details = None
+    return Answer(
+        seq=chunk.seq,
+        received_at=received_at,
+        sent_at=sent_at,
+        captured_at=chunk.captured_at,
+        dt_s=chunk.dt_s,
+        valid_until=chunk.valid_until,
+        horizon=horizon,
+        width=width,
+        actions=chunk.actions.data,
+        timings=(times.observe_ms, times.transfer_ms, times.queue_ms, times.inference_ms, times.actuate_ms),
+        margin_ms=chunk.margin_ms,
+        batch_size=chunk.batch_size,
+        revision=chunk.revision,
+        worker=chunk.worker,
+        request_id=chunk.request_id,
+        details=details,
+    )
+
+
+def to_chunk(answer: Answer, policy: str, robot_id: str) -> ActionChunk:
+    """The REST form of an answer. Raises TaktlineError `invalid_body` where a time in it is not finite."""
+    if not all(math.isfinite(value) for value in (answer.dt_s, answer.valid_until, answer.margin_ms, *answer.timings)):
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY, "a time of the answer is not finite", "check that the address is a Taktline gateway"
+        )
+    observe, transfer, queue, inference, actuate = answer.timings
+    details = {} if answer.details is None else {name: getattr(answer.details, name) for name in _CHUNK_DETAILS}
+    return ActionChunk(
+        request_id=answer.request_id,
+        policy=policy,
+        revision=answer.revision,
+        robot_id=robot_id,
+        seq=answer.seq,
+        actions=Array("float32", (answer.horizon, answer.width), answer.actions),
+        dt_s=answer.dt_s,
+        captured_at=answer.captured_at,
+        valid_until=answer.valid_until,
+        timings=Timings(
+            observe_ms=observe,
+            transfer_ms=transfer,
+            queue_ms=queue,
+            inference_ms=inference,
+            actuate_ms=actuate,
+        ),
+        margin_ms=answer.margin_ms,
+        batch_size=answer.batch_size,
+        worker=answer.worker,
+        **details,
+    )
+
+
+def to_refusal(
+    seq: int, error: TaktlineError, received_at: float, sent_at: float, *, held: bool, request_id: str = ""
+) -> Refusal:
+    """The frame of a typed error."""
+    return Refusal(
+        seq=seq,
+        received_at=received_at,
+        sent_at=sent_at,
+        code=error.code.value,
+        message=error.message,
+        next_step=error.next_step,
+        held=held,
+        retry_after_ms=error.retry_after_ms,
+        request_id=request_id,
+    )
