@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from taktline_protocol import ErrorCode, TaktlineError
     from taktline_protocol.messages import Search
 
+    from taktline.access import Access
     from taktline.chunk import Chunk
     from taktline.robot import AsyncRobot, Robot
 
-__all__ = ["AsyncRobot", "Chunk", "ErrorCode", "Robot", "Search", "TaktlineError"]
+__all__ = ["Access", "AsyncRobot", "Chunk", "ErrorCode", "Robot", "Search", "TaktlineError"]
 
 _HOMES = {
+    "Access": "taktline.access",
     "AsyncRobot": "taktline.robot",
     "Chunk": "taktline.chunk",
     "ErrorCode": "taktline_protocol",

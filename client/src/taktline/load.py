@@ -15,6 +15,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, encode
 from taktline_protocol.messages import Image, PolicyInfo
 
+from taktline.access import Access
 from taktline.chunk import complete
 from taktline.observing import Frame, Sender
 
@@ -40,6 +41,7 @@ class Load:
     rate_hz: float | None = None
     frame: bytes | None = None
     side: int = 224
+    access: Access = dataclasses.field(default_factory=Access)
     # A new name for each run: the last run's robots may still count as live sessions.
     robots: str = dataclasses.field(default_factory=lambda: f"bench-{uuid.uuid4().hex[:8]}")
 
@@ -96,9 +98,12 @@ class _Robot:
         self._outcome = outcome
         self._sender = Sender(f"{load.robots}-{index}")
         parts = urlsplit(load.url)
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or (443 if secure else 80)
+        self._tls = load.access.tls() if secure else None
+        given = "".join(f"{name}: {value}\r\n" for name, value in load.access.headers().items())
         self._head = (
-            f"POST /v1/policies/{quote(load.info.policy, safe='')}/act HTTP/1.1\r\nHost: {self._host}\r\n"
+            f"POST /v1/policies/{quote(load.info.policy, safe='')}/act HTTP/1.1\r\nHost: {self._host}\r\n{given}"
             f"Content-Type: {MediaType.MSGPACK.value}\r\nContent-Length: "
         ).encode()
         noise = np.random.default_rng(index).integers(0, 256, (load.side, load.side, 3), dtype=np.uint8)
@@ -130,7 +135,7 @@ class _Robot:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            return await asyncio.open_connection(self._host, self._port)
+            return await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         except OSError as error:
             raise TaktlineError(
                 ErrorCode.GATEWAY_UNREACHABLE,

@@ -23,6 +23,7 @@ from taktline_protocol.codecs import (
 )
 from taktline_protocol.messages import Observation, PolicyInfo, PolicyList, Search
 
+from taktline.access import Access
 from taktline.chunk import Chunk, complete
 from taktline.observing import Frame, Sender, State
 
@@ -41,6 +42,8 @@ class Robot:
         session_id: names this process's session; drawn where None.
         answer_timeout_s: give up on an answer after so long; the connection is then dropped, so that a late answer
             can never be taken for the next one.
+        api_key: API key or token, where the gateway asks for one; TAKTLINE_API_KEY where None.
+        access: key and certificates together; the environment's where None, see `taktline.access`.
     """
 
     def __init__(
@@ -51,11 +54,19 @@ class Robot:
         *,
         session_id: str | None = None,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        api_key: str | None = None,
+        access: Access | None = None,
     ) -> None:
         self.policy = policy
         self._sender = Sender(robot_id, session_id)
         self._path = f"/v1/policies/{quote(policy, safe='')}"
-        self._http = httpx.Client(base_url=url, timeout=_timeout(answer_timeout_s), headers=_HEADERS)
+        found = Access.of(api_key, access)
+        self._http = httpx.Client(
+            base_url=url,
+            timeout=_timeout(answer_timeout_s),
+            headers=_HEADERS | found.headers(),
+            verify=found.verify(url),
+        )
 
     def act(
         self,
@@ -134,11 +145,19 @@ class AsyncRobot:
         *,
         session_id: str | None = None,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        api_key: str | None = None,
+        access: Access | None = None,
     ) -> None:
         self.policy = policy
         self._sender = Sender(robot_id, session_id)
         self._path = f"/v1/policies/{quote(policy, safe='')}"
-        self._http = httpx.AsyncClient(base_url=url, timeout=_timeout(answer_timeout_s), headers=_HEADERS)
+        found = Access.of(api_key, access)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=_timeout(answer_timeout_s),
+            headers=_HEADERS | found.headers(),
+            verify=found.verify(url),
+        )
 
     async def act(
         self,
@@ -194,9 +213,13 @@ class AsyncRobot:
         return _chunk(response, observation, self._sender)
 
 
-def list_policies(url: str) -> PolicyList:
-    """The policies of a gateway. Raises TaktlineError."""
-    with httpx.Client(base_url=url, timeout=_timeout(ANSWER_TIMEOUT_S), headers=_HEADERS) as http:
+def list_policies(url: str, access: Access | None = None) -> PolicyList:
+    """The policies of a gateway that this caller may see. Raises TaktlineError."""
+    found = access or Access()
+    headers = _HEADERS | found.headers()
+    with httpx.Client(
+        base_url=url, timeout=_timeout(ANSWER_TIMEOUT_S), headers=headers, verify=found.verify(url)
+    ) as http:
         return decode_policies(*_body(_request(http, "GET", "/v1/policies")))
 
 

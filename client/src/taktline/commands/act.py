@@ -9,7 +9,7 @@ import msgspec
 import typer
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline.commands.options import DEFAULT_URL, AsJson, Url
+from taktline.commands.options import DEFAULT_URL, AsJson, CaFile, ClientCert, KeyFile, Url
 
 
 def act(
@@ -23,14 +23,19 @@ def act(
     seed: Annotated[int | None, typer.Option(help="Fixes the sampler's noise.")] = None,
     robot_id: Annotated[str, typer.Option(help="Name of the robot.")] = "taktline-act",
     url: Url = DEFAULT_URL,
+    api_key_file: KeyFile = "",
+    ca_file: CaFile = "",
+    client_cert: ClientCert = "",
     as_json: AsJson = False,
 ) -> None:
     """Send one observation to a policy and print the chunk."""
+    from taktline.access import Access
     from taktline.chunk import Chunk
     from taktline.robot import Robot
 
     images = dict(_camera(text) for text in camera or [])
-    with Robot(url, policy, robot_id) as robot:
+    access = Access(api_key_file=api_key_file, ca_file=ca_file, client_cert=client_cert)
+    with Robot(url, policy, robot_id, access=access) as robot:
         chunk: Chunk = robot.act(images, _state(state), instruction, budget_ms, seed=seed)
     if as_json:
         shown = {

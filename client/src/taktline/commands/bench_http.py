@@ -11,7 +11,7 @@ import msgspec
 import typer
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline.commands.options import DEFAULT_URL, Url
+from taktline.commands.options import DEFAULT_URL, CaFile, ClientCert, KeyFile, Url
 
 if TYPE_CHECKING:
     from taktline.load import Load, Outcome
@@ -30,12 +30,17 @@ def bench_http(
     instruction: Annotated[str, typer.Option(help="The task in words.")] = "reach the red block",
     output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
     url: Url = DEFAULT_URL,
+    api_key_file: KeyFile = "",
+    ca_file: CaFile = "",
+    client_cert: ClientCert = "",
 ) -> None:
     """Load a gateway and print throughput, latency, the five terms and deadline misses."""
+    from taktline.access import Access
     from taktline.load import Load, run_load
     from taktline.robot import Robot
 
-    with Robot(url, policy, "bench") as robot:
+    access = Access(api_key_file=api_key_file, ca_file=ca_file, client_cert=client_cert)
+    with Robot(url, policy, "bench", access=access) as robot:
         info = robot.info()
     if not info.ready:
         raise TaktlineError(
@@ -57,6 +62,7 @@ def bench_http(
         rate_hz=rate,
         frame=frame,
         side=side,
+        access=access,
     )
     outcome = run_load(load)
     figures = _figures(load, outcome)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import msgspec
 import typer
 
-from taktline.commands.options import DEFAULT_URL, AsJson, Url
+from taktline.commands.options import DEFAULT_URL, AsJson, CaFile, ClientCert, KeyFile, Url
 
 
-def policies(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def policies(
+    url: Url = DEFAULT_URL,
+    api_key_file: KeyFile = "",
+    ca_file: CaFile = "",
+    client_cert: ClientCert = "",
+    as_json: AsJson = False,
+) -> None:
     """List the policies that a gateway serves."""
+    from taktline.access import Access
     from taktline.robot import list_policies
 
-    found = list_policies(url)
+    found = list_policies(url, Access(api_key_file=api_key_file, ca_file=ca_file, client_cert=client_cert))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
