@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
 
@@ -31,10 +30,9 @@ class Ageing:
             self._trim(waiting)
             waiting.append(ticket)
 
-    def served(self, tickets: Sequence[Ticket]) -> None:
-        """A batch leaves: what it has of the high classes earns the low ones their share."""
-        high = sum(ticket.priority <= Priority.PRODUCTION for ticket in tickets)
-        self._credit = min(CREDIT_MAX, self._credit + AGED_SHARE * high)
+    def served(self, count: int) -> None:
+        """So many tickets of the high classes leave for a worker, and earn the low ones their share."""
+        self._credit = min(CREDIT_MAX, self._credit + AGED_SHARE * count)
 
     def next(self, now: float) -> Ticket | None:
         """The low ticket that may move up now, the longest waiting one of the higher class first; None without one."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from taktline_gateway.service_times import ServiceTimes
 
-LOOKAHEAD = 256
+LOOKAHEAD = 128
 """Tickets that a decision looks at. A queue deeper than this is served for throughput."""
 OVERLOAD_FROM = 0.1
 OVERLOAD_FULL = 0.4

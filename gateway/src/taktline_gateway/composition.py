@@ -13,7 +13,7 @@ LOW_RANK = 2 * Priority.BACKGROUND
 """From this rank on tickets give way to those that are still to come, not only to those that wait."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Composition:
     """The next batch of one worker.
 
@@ -65,7 +65,7 @@ def compose(
     low = rank >= LOW_RANK
     if low:
         limit = min(limit, _unobtrusive(times, tightest_s, limit))
-    else:
+    elif len(queue) == len(entries):  # who waits while others are there waits for nothing
         wait_until = worth_waiting(entries)
         if wait_until is not None:
             return Composition(wait_until=wait_until)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from sortedcontainers import SortedList
@@ -35,6 +35,7 @@ class Ticket:
         attempts: batches that this ticket was sent in and that failed or went silent.
         due: the instant it is ordered by: its deadline, or an earlier one where ageing has moved it up.
         rank: its class and share, see `rank_of`; set when it is queued.
+        account: the sender's account in the books of its class.
     """
 
     robot: str
@@ -48,6 +49,7 @@ class Ticket:
     attempts: int = 0
     order: int = 0
     rank: int = -1
+    account: object = None
     due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)
 
@@ -65,6 +67,29 @@ def rank_of(priority: Priority, *, over_share: bool) -> int:
     return 2 * priority + over_share
 
 
+def class_of(rank: int) -> Priority:
+    """The class that a rank belongs to."""
+    return _CLASSES[rank]
+
+
+_CLASSES = tuple(Priority(rank // 2) for rank in range(RANKS))
+
+
+class _Rank(SortedList):  # type: ignore[misc]  # the library has no types
+    """A sorted list that gives up a slice near its head at the cost of one deletion: batches are taken from there."""
+
+    def drop(self, position: int, size: int) -> None:
+        """Deletes `size` entries from `position` on."""
+        first = self._lists[0]
+        if position + size < len(first):
+            # All in the first block, which keeps its last entry: only the positions of later blocks change.
+            del first[position : position + size]
+            self._len -= size
+            del self._index[:]
+        else:
+            del self[position : position + size]
+
+
 class DeadlineQueue:
     """Tickets in service order: by rank, then earliest due instant first.
 
@@ -73,7 +98,7 @@ class DeadlineQueue:
     """
 
     def __init__(self) -> None:
-        self._ranks: list[SortedList[Entry]] = [SortedList() for _ in range(RANKS)]
+        self._ranks = [_Rank() for _ in range(RANKS)]
         self._sources: dict[tuple[str, str], Ticket] = {}
         self._orders = 0
 
@@ -132,12 +157,12 @@ class DeadlineQueue:
         start = int(entries.bisect_left((soonest,))) if entries[0][0] < soonest else 0
         return start, list(entries.islice(start, start + limit))
 
-    def take(self, rank: int, position: int, size: int) -> None:
-        """Removes `size` tickets from `position` of a rank on."""
-        entries = self._ranks[rank]
-        for entry in entries.islice(position, position + size):
-            del self._sources[entry[2].source]
-        del entries[position : position + size]
+    def take(self, rank: int, position: int, tickets: Sequence[Ticket]) -> None:
+        """Removes these neighbours, which `sight` has shown from `position` of a rank on."""
+        sources = self._sources
+        for ticket in tickets:
+            del sources[ticket.source]
+        self._ranks[rank].drop(position, len(tickets))
 
     def first(self, limit: int) -> list[Ticket]:
         """The first `limit` tickets in service order; they stay queued."""

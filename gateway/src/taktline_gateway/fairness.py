@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from taktline_gateway.deadline_queue import Ticket
 
@@ -10,36 +11,81 @@ ROBOT_BURST = 3.0
 """Requests that a robot may be served ahead of its share, before its next ones stand behind everybody else's."""
 TENANT_BURST = 16.0
 WANTS_S = 1.0
-"""Whoever asked within this time, served or not, counts as one to share with."""
-KEPT = 4096
-"""Accounts kept before those that owe nothing are dropped."""
+"""Whoever asked within this time, served or not, counts as one to share with; later it starts anew."""
+
+
+class Account:
+    """What one sender was given, in requests over its weight, against the virtual time of those it shares with."""
+
+    __slots__ = ("asked_at", "level", "robots", "served", "weight")
+
+    def __init__(self, level: Level) -> None:
+        self.level = level
+        self.asked_at = 0.0
+        self.weight = 0.0
+        self.served = 0.0
+        self.robots: Level | None = None  # of a tenant: its robots' accounts
+
+    @property
+    def over(self) -> bool:
+        """Whether it had more than its share and a burst."""
+        return self.served > self.level.now + self.level.burst / self.weight
+
+
+class Level:
+    """Accounts of senders that share one thing; `now` is virtual time, `weights` the sum over the accounts."""
+
+    __slots__ = ("accounts", "burst", "now", "tenant", "weights")
+
+    def __init__(self, burst: float, tenant: Account | None = None) -> None:
+        self.burst = burst
+        self.tenant = tenant
+        self.now = 0.0
+        self.weights = 0.0
+        self.accounts: OrderedDict[str, Account] = OrderedDict()
+
+    def ask(self, name: str, weight: float, now: float) -> Account:
+        """The account of a sender that asks now; those that have not asked for WANTS_S are closed."""
+        accounts = self.accounts
+        account = accounts.get(name)
+        if account is None:
+            account = accounts[name] = Account(self)
+        else:
+            accounts.move_to_end(name)
+        self.weights += weight - account.weight
+        account.weight = weight
+        account.asked_at = now
+        while True:
+            oldest = next(iter(accounts.values()))
+            if now - oldest.asked_at <= WANTS_S:
+                return account
+            self.weights -= oldest.weight
+            accounts.popitem(last=False)
 
 
 class Shares:
     """Shares of one priority class, kept by counting what was served while somebody else was kept waiting.
 
-    An account is what a sender was given, in requests over its weight; virtual time is what an equal division would
-    have given it (weighted fair queueing: each service advances it by 1 over the weights of all who asked lately).
-    Whoever is more than a burst ahead of virtual time is over its share. Nobody collects credit by being away: an
-    account never lags behind virtual time. A batch that takes everybody who waits is not counted at all, and an idle
-    worker with an empty queue forgives every debt.
+    Virtual time is what an equal division would have given everyone (weighted fair queueing: each service advances it
+    by 1 over the weights of all who asked lately). Whoever is more than a burst ahead of it is over its share. Nobody
+    collects credit by being away: an account never lags behind virtual time. A batch that takes everybody who waits is
+    not counted at all, and an idle worker with an empty queue forgives every debt.
 
-    Each operation takes constant time (amortised).
+    Each operation takes constant time a ticket (amortised).
     """
 
     def __init__(self) -> None:
         self._waiting = 0
         self._turned_away = False
-        self._tenants = _Level(TENANT_BURST)
-        self._robots: dict[str, _Level] = {}
+        self._tenants = Level(TENANT_BURST)
 
     def arrive(self, ticket: Ticket, now: float) -> bool:
         """A ticket comes; whether its tenant, or its robot within the tenant, has had more than its share."""
-        level = self._robots.get(ticket.tenant)
-        if level is None:
-            level = self._robots[ticket.tenant] = _Level(ROBOT_BURST)
-        over_tenant = self._tenants.ask(ticket.tenant, ticket.tenant_weight, now)
-        return level.ask(ticket.robot, ticket.robot_weight, now) or over_tenant
+        tenant = self._tenants.ask(ticket.tenant, ticket.tenant_weight, now)
+        if tenant.robots is None:
+            tenant.robots = Level(ROBOT_BURST, tenant)
+        account = ticket.account = tenant.robots.ask(ticket.robot, ticket.robot_weight, now)
+        return account.over or tenant.over
 
     def enter(self) -> None:
         """A ticket is queued."""
@@ -53,58 +99,31 @@ class Shares:
         """A ticket is refused."""
         self._turned_away = True
 
-    def serve(self, tickets: list[Ticket]) -> None:
+    def serve(self, tickets: Sequence[Ticket]) -> None:
         """These go to a worker. They are counted if others are left behind, or were refused since the last batch."""
         self._waiting -= len(tickets)
-        if self._waiting or self._turned_away:
-            self._turned_away = False
-            for ticket in tickets:
-                self._tenants.charge(ticket.tenant, ticket.tenant_weight)
-                level = self._robots.get(ticket.tenant)
-                if level is not None:
-                    level.charge(ticket.robot, ticket.robot_weight)
+        if not self._waiting and not self._turned_away:
+            return
+        self._turned_away = False
+        tenants = len(self._tenants.accounts) > 1
+        for ticket in tickets:
+            account = ticket.account
+            if not isinstance(account, Account):  # queued without a look at its share
+                continue
+            _charge(account)
+            if tenants and account.level.tenant is not None:
+                _charge(account.level.tenant)
 
     def forgive(self) -> None:
         """A worker idles and nobody waits: everybody starts anew."""
         self._turned_away = False
-        if self._robots:
-            self._tenants = _Level(TENANT_BURST)
-            self._robots.clear()
+        if self._tenants.accounts:
+            self._tenants = Level(TENANT_BURST)
 
 
-class _Level:
-    """Accounts of senders that share one thing."""
-
-    __slots__ = ("_burst", "_now", "_served", "_wants", "_weights")
-
-    def __init__(self, burst: float) -> None:
-        self._burst = burst
-        self._now = 0.0  # virtual time
-        self._served: dict[str, float] = {}
-        self._wants: OrderedDict[str, tuple[float, float]] = OrderedDict()  # sender -> (asked last, weight)
-        self._weights = 0.0  # of all in `_wants`
-
-    def ask(self, name: str, weight: float, now: float) -> bool:
-        known = self._wants.get(name)
-        if known is not None:
-            self._weights -= known[1]
-            self._wants.move_to_end(name)
-        self._wants[name] = (now, weight)
-        self._weights += weight
-        while True:
-            oldest = next(iter(self._wants))
-            asked, its_weight = self._wants[oldest]
-            if now - asked <= WANTS_S:
-                break
-            del self._wants[oldest]
-            self._weights -= its_weight
-        return self._served.get(name, 0.0) > self._now + self._burst / weight
-
-    def charge(self, name: str, weight: float) -> None:
-        now = self._now
-        had = max(now, self._served.get(name, 0.0))
-        # A debt is bounded, so that a sender that stops flooding is soon like the others.
-        self._served[name] = min(had + 1.0 / weight, now + (2.0 * self._burst + 1.0) / weight)
-        self._now = now + 1.0 / max(self._weights, weight)
-        if len(self._served) > KEPT:
-            self._served = {key: value for key, value in self._served.items() if value > self._now}
+def _charge(account: Account) -> None:
+    level = account.level
+    now, weight = level.now, account.weight
+    # A debt is bounded, so that a sender that stops flooding is soon like the others.
+    account.served = min(max(account.served, now) + 1.0 / weight, now + (2.0 * level.burst + 1.0) / weight)
+    level.now = now + 1.0 / (level.weights if level.weights > weight else weight)

@@ -19,7 +19,7 @@ SILENT_FLOOR_S = 0.005
 """A batch that takes longer than this many times its predicted tail, and so much more, makes its worker silent."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Batch:
     """Tickets to send to one worker now, in service order.
 

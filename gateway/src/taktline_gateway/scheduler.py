@@ -14,8 +14,8 @@ from enum import Enum
 
 from taktline_gateway.ageing import Ageing
 from taktline_gateway.arrivals import Arrivals
-from taktline_gateway.composition import compose
-from taktline_gateway.deadline_queue import DeadlineQueue, Entry, Priority, Ticket, rank_of
+from taktline_gateway.composition import LOW_RANK, Composition, compose
+from taktline_gateway.deadline_queue import DeadlineQueue, Entry, Priority, Ticket, class_of, rank_of
 from taktline_gateway.fairness import Shares
 from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
 from taktline_gateway.service_times import ServiceTimes
@@ -36,7 +36,7 @@ class Refusal(Enum):
     QUEUE_FULL = "queue_full"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Refused:
     """A ticket that will not be served, with the prediction behind that decision.
 
@@ -51,7 +51,7 @@ class Refused:
     retry_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Plan:
     """What to do now, and when to ask again (None: at the next event).
 
@@ -265,9 +265,7 @@ class Scheduler:
             return None, choice.wait_until
         if not choice.tickets:
             return None, None  # what this worker cannot make is left for a faster one
-        self._served(choice.tickets)
-        for rank, position, size in choice.slices:
-            self.queue.take(rank, position, size)
+        self._take(choice)
         self._in_flight += len(choice.tickets)
         return worker.launch(choice.tickets, choice.level, now), None
 
@@ -321,7 +319,7 @@ class Scheduler:
         return rank_of(ticket.priority, over_share=shares is not None and shares.arrive(ticket, now))
 
     def _add(self, ticket: Ticket, rank: int) -> None:
-        shares = self._shares.get(ticket.priority)
+        shares = self._shares.get(class_of(rank))
         if shares is not None:
             shares.enter()
         self.queue.add(ticket, rank)
@@ -336,19 +334,24 @@ class Scheduler:
     def _remove(self, ticket: Ticket) -> bool:
         if not self.queue.remove(ticket):
             return False
-        shares = self._shares.get(ticket.priority)
+        shares = self._shares.get(class_of(ticket.rank))
         if shares is not None:
             shares.leave()
         return True
 
-    def _served(self, tickets: tuple[Ticket, ...]) -> None:
-        """Keeps the books of tickets that leave for a worker."""
-        self._lost *= (1.0 - LOSS_WEIGHT) ** len(tickets)
-        self._ageing.served(tickets)
-        for priority, shares in self._shares.items():
-            mine = [ticket for ticket in tickets if ticket.priority is priority]
-            if mine:
-                shares.serve(mine)
+    def _take(self, choice: Composition) -> None:
+        """Moves the members of a batch out of the queue, and keeps the books."""
+        size = 0
+        for rank, position, count in choice.slices:
+            members = choice.tickets[size : size + count]
+            self.queue.take(rank, position, members)
+            shares = self._shares.get(class_of(rank))
+            if shares is not None:
+                shares.serve(members)
+            size += count
+            if rank < LOW_RANK:
+                self._ageing.served(count)
+        self._lost *= (1.0 - LOSS_WEIGHT) ** size
 
     def _note_lost(self, ticket: Ticket) -> None:
         self._lost += LOSS_WEIGHT * (1.0 - self._lost)

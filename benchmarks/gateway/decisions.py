@@ -1,0 +1,161 @@
+"""CPU time of the scheduler's operations with many observations queued: what each costs, and how it grows.
+
+python -m benchmarks.gateway.decisions [--output FILE] [--rounds N]
+
+The queue is kept at its size while observations come, batches start and end, and some are cancelled, superseded or
+refused, as in a gateway under heavy load. CPU time of the thread, so that a busy machine counts little; the garbage
+collector is off while an operation is timed, as its pauses belong to whatever allocated before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from taktline_gateway.deadline_queue import Priority, Ticket
+from taktline_gateway.scheduler import Scheduler
+from taktline_gateway.service_times import ServiceTimes
+
+from benchmarks.gateway.times import BUCKETS, ENGINES
+
+MAX_BATCH = BUCKETS[-1]
+MIXES = {
+    "one class": (Priority.PRODUCTION,),
+    "all classes": tuple(Priority),
+}
+T = TypeVar("T")
+
+
+class Load:
+    """A scheduler that is kept at `queued` tickets, with its operations timed in microseconds of CPU time."""
+
+    def __init__(self, queued: int, mix: str, workers: int, seed: int = 5) -> None:
+        self.rng = random.Random(seed)
+        self.spent: dict[str, list[float]] = defaultdict(list)
+        self.now = 0.0
+        self.mix = MIXES[mix]
+        self.queued = queued
+        self.robots = 0
+        self.scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=0.005, max_queued=10 * queued)
+        engine = ENGINES[0]
+        # As fast as it takes to serve the whole queue within its deadlines, so that the queue is not simply refused.
+        scale = queued / workers / engine.capacity_hz / 5.0
+        table = [
+            type(row)(batch=row.batch, median_ms=row.median_ms / scale, p99_ms=row.p99_ms / scale)
+            for row in engine.table()
+        ]
+        for index in range(workers):
+            self.scheduler.add_worker(f"w{index}", ServiceTimes(table, MAX_BATCH))
+        while len(self.scheduler.queue) < queued:
+            self.scheduler.queue.add(self.ticket(), None)
+
+    def ticket(self, robot: str | None = None) -> Ticket:
+        """A new observation with one to twenty seconds left."""
+        self.robots += 1
+        priority = self.rng.choice(self.mix)
+        return Ticket(
+            robot=robot or f"r{self.robots}",
+            seq=self.robots,
+            deadline=self.now + self.rng.uniform(1.0, 20.0),
+            arrived_at=self.now,
+            priority=priority,
+            tenant=f"t{self.rng.randrange(8)}",
+        )
+
+    def timed(self, name: str, work: Callable[[], T]) -> T:
+        """Runs one operation and notes its CPU time."""
+        began = time.thread_time_ns()
+        result = work()
+        self.spent[name].append((time.thread_time_ns() - began) / 1e3)
+        return result
+
+    def step(self) -> None:
+        """Batches end, the next ones begin, and as many observations come as leave."""
+        made = self.scheduler
+        plan = self.timed("poll", lambda: made.poll(self.now))
+        for batch in plan.batches:
+            self.timed("finished", lambda batch=batch: self._finish(batch.worker, len(batch.tickets), batch.predicted))  # type: ignore[misc]
+        self.now = max([self.now, *(batch.predicted for batch in plan.batches)])
+        for _ in range(200):
+            if len(made.queue) >= self.queued:
+                break
+            one = self.ticket()
+            self.timed("submit", lambda one=one: made.submit(one, self.now))  # type: ignore[misc]
+        for choice in self.rng.sample(range(self.robots), 2):
+            queued = made.queue.queued((f"t{choice % 8}", f"r{choice}"))
+            if queued is not None:
+                newer = self.ticket(queued.robot)
+                newer.tenant, newer.source = queued.tenant, queued.source
+                self.timed("supersede", lambda newer=newer: made.submit(newer, self.now))  # type: ignore[misc]
+        victim = made.queue.first(50)[-1]
+        self.timed("cancel", lambda: made.cancel(victim))
+
+    def _finish(self, worker: str, size: int, predicted: float) -> None:
+        seconds = (predicted - self.now) * self.rng.lognormvariate(0.0, 0.03)
+        self.scheduler.finished(worker, size, seconds)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    """Runs every size and mix, prints the table, writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=1500)
+    arguments = parser.parse_args()
+    rows = []
+    print(
+        f"{'queued':>7} {'mix':<12} {'workers':>7} {'operation':<10} {'n':>7} {'p50 us':>8} {'p99 us':>8} {'p99.9':>8}"
+    )
+    for queued in (100, 1_000, 10_000):
+        for mix in MIXES:
+            for workers in (1, 8):
+                load = Load(queued, mix, workers)
+                for _ in range(50):
+                    load.step()
+                load.spent.clear()
+                gc.collect()
+                gc.disable()
+                for _ in range(arguments.rounds):
+                    load.step()
+                gc.enable()
+                for name, spent in sorted(load.spent.items()):
+                    p50, p99, p999 = (percentile(spent, share) for share in (0.5, 0.99, 0.999))
+                    print(
+                        f"{queued:>7} {mix:<12} {workers:>7} {name:<10} {len(spent):>7} {p50:>8.1f} {p99:>8.1f} {p999:>8.1f}"
+                    )
+                    rows.append(
+                        {
+                            "bench": "gateway-decisions",
+                            "operation": name,
+                            "queued": queued,
+                            "mix": mix,
+                            "workers": workers,
+                            "median_us": round(p50, 2),
+                            "p99_us": round(p99, 2),
+                            "p999_us": round(p999, 2),
+                            "n": len(spent),
+                            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                            "command": " ".join(["python -m benchmarks.gateway.decisions", *sys.argv[1:]]),
+                        }
+                    )
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
