@@ -86,7 +86,9 @@ class RtcOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only.
 
-    Camera frames over `max_image_pixels` are refused by their header, before any pixel is decoded.
+    Camera frames over `max_image_pixels` are refused by their header, before any pixel is decoded. `frame_cache_mb` is
+    the memory for frames seen before: their pixels on the host and, where that is exact, as much again for what the
+    vision tower made of them on the device; 0 keeps none.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -98,6 +100,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_image_pixels: Annotated[int, Meta(ge=1)] = 16_000_000
     search: SearchOptions | None = None
     rtc: RtcOptions = RtcOptions()
+    frame_cache_mb: Annotated[int, Meta(ge=0, le=65_536)] = 64
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.limits import MIB
 from torch import Tensor
 
 from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
@@ -133,6 +134,11 @@ class PiAdapter:
         for bucket in buckets:
             self.guided.run(self._collate([row] * bucket))
 
+    def caches(self) -> dict[str, tuple[int, int]]:
+        """Hits and misses: `frame_pixels` of decoded frames, `frame_features` of frames behind the vision tower."""
+        seen = {"frame_pixels": self.processor.seen, "frame_features": getattr(self.runner, "seen", None)}
+        return {name: (cache.hits, cache.misses) for name, cache in seen.items() if cache is not None}
+
     def graphs(self) -> list[CapturedGraph]:
         """The captured graphs; none where the runner is eager."""
         captured = dict(getattr(self.runner, "captured", {}))
@@ -171,12 +177,22 @@ def load(config: EngineConfig) -> PiAdapter:
     # Before the weights: a wrong camera name must not cost minutes of loading.
     rtc = settings_of(conventions, config.engine.rtc)
     processor = PiProcessor(
-        folder.architecture, conventions, folder.tokenizer, config.model.cameras, config.engine.max_image_pixels, rtc
+        folder.architecture,
+        conventions,
+        folder.tokenizer,
+        config.model.cameras,
+        config.engine.max_image_pixels,
+        rtc,
+        config.engine.frame_cache_mb * MIB,
     )
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
     runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets)
     same_kernels = device.type == "cpu" or (rtc is not None and rtc.mode == "guided" and not rtc.exact)
+    if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
+        cameras = sum(1 for slot in conventions.slots if slot.names)
+        exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, cameras * max(config.engine.buckets))
+        logger.info("features of frames seen before are reused" if exact else "features are not reused: not exact here")
     if rtc is None or (isinstance(runner, PiRunner) and same_kernels):
         return PiAdapter(processor, runner, config.engine.precision)
     guided = runner if isinstance(runner, PiRunner) else PiRunner(weights, folder.architecture)

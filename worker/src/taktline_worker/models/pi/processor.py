@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
+from taktline_worker.frames import FrameCache, frame_key
 from taktline_worker.models.pi import aloha
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions
 from taktline_worker.models.pi.normalise import state_bins
@@ -39,7 +40,7 @@ class PreparedRow:
 class PendingPiRow:
     """A checked observation whose images are still being decoded, in the checkpoint's camera order."""
 
-    pixels: tuple[Future[Tensor], ...]
+    pixels: tuple[Future[tuple[Tensor, bytes]], ...]
     tokens: NDArray[np.int64]
     noise: Tensor
     model_state: Tensor | None
@@ -48,8 +49,16 @@ class PendingPiRow:
 
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large."""
-        pixels = torch.stack([future.result() for future in self.pixels])
-        return PreparedRow(PiRow(pixels, self.tokens, self.noise, self.model_state, self.rtc), self.state)
+        frames = [future.result() for future in self.pixels]
+        row = PiRow(
+            pixels=torch.stack([pixels for pixels, _ in frames]),
+            tokens=self.tokens,
+            noise=self.noise,
+            state=self.model_state,
+            rtc=self.rtc,
+            frames=tuple(key for _, key in frames),
+        )
+        return PreparedRow(row, self.state)
 
 
 class PiProcessor:
@@ -59,6 +68,7 @@ class PiProcessor:
         cameras: robot camera name -> checkpoint key; empty takes the checkpoint's own names.
         max_pixels: frames above it are refused by their header.
         rtc: what to do with the tail of a robot's last chunk; None refuses one.
+        frame_bytes: memory for the pixels of frames seen before; 0 keeps none.
 
     Raises:
         TaktlineError: CONFIG_INVALID where `cameras` names a camera the checkpoint lacks, or leaves one out.
@@ -72,10 +82,12 @@ class PiProcessor:
         cameras: Mapping[str, str],
         max_pixels: int = DEFAULT_MAX_PIXELS,
         rtc: RtcSettings | None = None,
+        frame_bytes: int = 0,
     ) -> None:
         self.architecture = architecture
         self.conventions = conventions
         self.rtc = rtc
+        self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
         self._tokenizer = tokenizer
         self._max_pixels = max_pixels
         self._slot_of = _accepted_names(conventions.slots, cameras)
@@ -111,9 +123,15 @@ class PiProcessor:
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
         return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state, rtc)
 
-    def _pixels(self, name: str, image: EncodedImage) -> Tensor:
-        frame = decode_image(name, image, self._max_pixels)
-        return to_model_input(frame, self.architecture.image_size, self.conventions.resize)
+    def _pixels(self, name: str, image: EncodedImage) -> tuple[Tensor, bytes]:
+        """A frame's network input and its key; decoding and resizing the same bytes gives the same pixels."""
+        key = frame_key(image)
+        pixels = self.seen.get(key) if self.seen.limit_bytes else None
+        if pixels is None:
+            frame = decode_image(name, image, self._max_pixels)
+            pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
+            self.seen.put(key, pixels, pixels.numel() * pixels.element_size())
+        return pixels, key
 
     def noise(self, seed: int) -> Tensor:
         """fp32 (H, action width): drawn on the CPU by a generator of its own, so no batch neighbour can change it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from taktline_kernels import ops
 from torch import Tensor
 
+from taktline_worker.frames import FrameCache
 from taktline_worker.models.pi import modules
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.rtc import (
@@ -42,6 +43,7 @@ class PiRow:
         noise: fp32 (H, action width), the row's own x at t = 1.
         state: π0: fp32 (action width,), normalised and zero-padded; None for π0.5.
         rtc: the tail of the robot's last chunk; None without one.
+        frames: the key of each camera's frame (`frames.frame_key`); empty where the pixels come from no frame.
     """
 
     pixels: Tensor
@@ -49,6 +51,7 @@ class PiRow:
     noise: Tensor
     state: Tensor | None
     rtc: RtcRow | None = None
+    frames: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class PiBatch:
         noise: fp32 (B, H, action width).
         state: fp32 (B, action width), or None.
         rtc: the tails of the rows that have one; None where no row has.
+        frames: the key of each image's frame; None where a row has no keys.
     """
 
     pixels: Tensor
@@ -72,10 +76,12 @@ class PiBatch:
     noise: Tensor
     state: Tensor | None
     rtc: RtcBatch | None = None
+    frames: tuple[bytes, ...] | None = None
 
     def to(self, device: torch.device) -> PiBatch:
         """The same batch on `device`."""
-        return PiBatch(
+        return replace(
+            self,
             pixels=self.pixels.to(device),
             tokens=self.tokens.to(device),
             source=self.source.to(device),
@@ -119,6 +125,7 @@ def collate(
         noise=torch.stack([row.noise for row in rows]),
         state=None if rows[0].state is None else torch.stack([row.state for row in rows if row.state is not None]),
         rtc=None if rtc is None else collate_rtc([row.rtc for row in rows], rtc, *rows[0].noise.shape),
+        frames=tuple(key for row in rows for key in row.frames) if all(row.frames for row in rows) else None,
     )
 
 
@@ -143,6 +150,7 @@ class PiRunner:
         keys: (depth, B, S + 1, d) of the last call, after RoPE; π0's state token is at slot lengths[b].
         values: likewise.
         prefix: (B, S, W) of the last call, the input of the first prefix layer.
+        seen: features of frames seen before, valid for these weights; None until `reuse_features` found it exact.
     """
 
     def __init__(self, weights: PiWeights, architecture: PiArchitecture) -> None:
@@ -151,6 +159,7 @@ class PiRunner:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._steps = int(weights.times.shape[0])
+        self.seen: FrameCache[Tensor] | None = None
         self._times: list[float] = weights.times.tolist()
         self._key_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
         self._value_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
@@ -174,7 +183,7 @@ class PiRunner:
     def encode(self, batch: PiBatch) -> None:
         """Fills `prefix`, `keys` and `values` from cameras, prompt and (π0) state."""
         a = self.architecture
-        images = modules.image_features(self.weights.vision, batch.pixels, a.vision_heads)
+        images = self._image_features(batch)
         text = modules.text_features(self.weights.embedding, batch.tokens)
         self.prefix = modules.assemble_prefix(images, text, batch.source)
         self._reserve(batch.source.shape[0], batch.source.shape[1] + 1)
@@ -213,6 +222,53 @@ class PiRunner:
                 observer(step, x, v)
             x = ops.euler_update(x, v, -1.0 / self._steps)
         return x if rtc is None or clean is None else fix_prefix(rtc, x)
+
+    @torch.no_grad()
+    def reuse_features(self, limit_bytes: int, most_images: int) -> bool:
+        """Keeps what the vision tower makes of each frame, for frames that come again; false where that is not exact.
+
+        The tower reads one image at a time, but a library may sum a product in another order for another number of
+        rows. So one image is encoded alone and among others, and features are kept only where the bits agree.
+
+        Args:
+            limit_bytes: memory of the features on the device.
+            most_images: images of the largest batch.
+        """
+        size = self.architecture.image_size
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.rand(max(2, most_images), 3, size, size, generator=generator).to(self.device) * 2 - 1
+
+        def features(first: int, count: int) -> Tensor:
+            return modules.image_features(
+                self.weights.vision, pixels[first : first + count], self.architecture.vision_heads
+            )
+
+        alone = features(1, 1)[0]
+        counts = sorted({2, (most_images + 1) // 2, most_images} - {0, 1})
+        if limit_bytes and all(torch.equal(features(0, count)[1], alone) for count in counts):
+            self.seen = FrameCache(limit_bytes)
+        return self.seen is not None
+
+    def _image_features(self, batch: PiBatch) -> Tensor:
+        """(N, T, W) of the batch's images; those of frames seen before come from the cache."""
+        heads, vision = self.architecture.vision_heads, self.weights.vision
+        if self.seen is None or batch.frames is None:
+            return modules.image_features(vision, batch.pixels, heads)
+        found = {key: self.seen.get(key) for key in dict.fromkeys(batch.frames)}
+        fresh = {key: place for place, key in reversed(list(enumerate(batch.frames))) if found[key] is None}
+        if len(fresh) == len(batch.frames):
+            images = modules.image_features(vision, batch.pixels, heads)
+            made = {key: images[place] for key, place in fresh.items()}
+        else:
+            made = {key: features for key, features in found.items() if features is not None}
+            if fresh:
+                computed = modules.image_features(vision, batch.pixels[list(fresh.values())], heads)
+                made.update(zip(fresh, computed, strict=True))
+            images = torch.stack([made[key] for key in batch.frames])
+        for key in fresh:
+            kept = made[key].clone()  # a view would keep the whole batch in memory
+            self.seen.put(key, kept, kept.numel() * kept.element_size())
+        return images
 
     def _exact(self, tails: _Context, step: int, x: Tensor) -> Tensor:
         """The guided velocity of the rows with a tail, by a backward pass; x: (rows with a tail, H, action width)."""
