@@ -2,7 +2,8 @@
 
 It is no model: it answers every item with a constant chunk after sleeping T_sync(bucket). What it does with a batch is
 written in the instructions of the batch's members: `fail` (RPC error), `hang` (never answers), `exit` (the process
-dies), `item-error` (a typed error for that item), `nan` (actions that are not finite), `slow MS` (takes longer).
+dies), `item-error` (a typed error for that item), `unavailable` (it will not look at that item),
+`nan` (actions that are not finite), `slow MS` (takes longer).
 Every batch it receives is appended to --record as one JSON line.
 """
 
@@ -15,12 +16,14 @@ import os
 import signal
 import time
 from bisect import bisect_left
+from pathlib import Path
 
 import grpc
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
+from taktline_worker.tls import TlsFiles, server_credentials
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -66,6 +69,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             if item.instruction == "item-error":
                 result.error.code, result.error.message = "image_corrupt", "scripted: cannot decode"
                 result.error.next_step = "send a whole image"
+            elif item.instruction == "unavailable":
+                result.error.code, result.error.message = "worker_unavailable", "scripted: another revision"
+                result.error.next_step = "route the batch to a worker of that revision"
             else:
                 actions = np.full((10, 6), float(item.seq), dtype=np.float32)
                 if item.instruction == "nan":
@@ -82,6 +88,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             line = {
                 "worker": self.arguments.listen,
                 "robots": [item.robot_id for item in request.items],
+                "revision": request.revision,
                 "seqs": [item.seq for item in request.items],
                 "budgets_ms": [item.budget_ms for item in request.items],
                 "rpc_deadline_s": context.time_remaining(),
@@ -97,12 +104,18 @@ async def main() -> None:
     parser.add_argument("--revision", default="r1")
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
     parser.add_argument("--record")
+    for name in ("cert", "key", "client-ca"):
+        parser.add_argument(f"--tls-{name}", type=Path)
     arguments = parser.parse_args()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(arguments), server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    server.add_insecure_port(arguments.listen)
+    if arguments.tls_cert is None:
+        server.add_insecure_port(arguments.listen)
+    else:
+        files = TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca)
+        server.add_secure_port(arguments.listen, server_credentials(files))
     await server.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
     stop = asyncio.Event()

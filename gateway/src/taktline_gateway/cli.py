@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
-from taktline_protocol import TaktlineError
+from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.limits import MIB, Limits
 
 from taktline_gateway import logs
@@ -18,6 +18,7 @@ from taktline_gateway.compat import ports
 from taktline_gateway.server import serve
 from taktline_gateway.service import Settings
 from taktline_gateway.stream import settings as stream_settings
+from taktline_gateway.tls import TlsFiles
 
 
 def main() -> None:
@@ -42,6 +43,10 @@ def _serve(arguments: argparse.Namespace) -> None:
         stream=stream_settings.settings_of(arguments),
         access_file=arguments.access_file,
         audit_log=arguments.audit_log,
+        tls=_server_files(arguments),
+        worker_tls=_worker_files(arguments),
+        max_connections=arguments.max_connections,
+        max_connections_by_address=arguments.max_connections_by_address,
     )
     host, port = arguments.listen
     check_exposure(settings, host, allow_anonymous=arguments.allow_anonymous)
@@ -76,12 +81,48 @@ def _parser() -> argparse.ArgumentParser:
         help="without --access-file, listen on more than this machine's own addresses all the same",
     )
     run.add_argument("--audit-log", type=Path, help="file of access decisions, JSON lines; default: the process's log")
+    run.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve over TLS with this certificate (PEM, chain)")
+    run.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
+    run.add_argument(
+        "--tls-client-ca", type=Path, metavar="FILE", help="ask clients for a certificate of this issuer (mTLS)"
+    )
+    run.add_argument("--worker-tls-ca", type=Path, metavar="FILE", help="reach workers over TLS; their issuer")
+    run.add_argument("--worker-tls-cert", type=Path, metavar="FILE", help="certificate that the gateway shows workers")
+    run.add_argument("--worker-tls-key", type=Path, metavar="FILE", help="its private key")
+    run.add_argument(
+        "--worker-tls-name",
+        default="",
+        metavar="NAME",
+        help="name in the workers' certificates; default: the address",
+    )
+    run.add_argument("--max-connections", type=int, default=10_000, help="HTTP connections held at once")
+    run.add_argument("--max-connections-by-address", type=int, default=2_000, help="the same for one client address")
     run.add_argument("--max-body-mib", type=float, default=16.0, help="largest request body")
     run.add_argument("--max-queued", type=int, default=10_000, help="observations that may wait for one policy")
     run.add_argument("--drain-settle-s", type=float, default=1.0, help="on SIGTERM, keep answering at least so long")
     run.add_argument("--drain-limit-s", type=float, default=25.0, help="on SIGTERM, stop at the latest after so long")
     run.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
+
+
+def _server_files(arguments: argparse.Namespace) -> TlsFiles | None:
+    given = (arguments.tls_cert, arguments.tls_key)
+    if (given[0] is None) != (given[1] is None) or (given[0] is None and arguments.tls_client_ca is not None):
+        raise TaktlineError(ErrorCode.CONFIG_INVALID, "--tls-cert and --tls-key go together", "give both, or none")
+    if given[0] is None:
+        return None
+    return TlsFiles(cert=given[0], key=given[1], ca=arguments.tls_client_ca)
+
+
+def _worker_files(arguments: argparse.Namespace) -> TlsFiles | None:
+    ca, cert, key = arguments.worker_tls_ca, arguments.worker_tls_cert, arguments.worker_tls_key
+    if (cert is None) != (key is None) or (ca is None and cert is not None):
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "--worker-tls-cert, --worker-tls-key and --worker-tls-ca go together",
+            "give the issuer of the workers' certificates, and certificate and key where workers ask for one",
+        )
+    return None if ca is None else TlsFiles(cert=cert, key=key, ca=ca, name=arguments.worker_tls_name)
 
 
 def _address(text: str) -> tuple[str, int]:

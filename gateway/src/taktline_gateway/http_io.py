@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import MediaType, accepted_media_type, encode, error_body, media_type
 from taktline_protocol.limits import MIB, Limits, check_body_size
+
+if TYPE_CHECKING:
+    from taktline_gateway.lane import Pending
 
 REQUEST_ID_MAX = 64
 LINGER_S = 2.0
@@ -27,10 +32,12 @@ class Disconnected(Exception):
 class Exchange:
     """The headers of one request that matter here, read once."""
 
-    __slots__ = ("accept", "content_length", "content_type", "request_id")
+    __slots__ = ("accept", "content_length", "content_type", "pending", "received_at", "request_id", "traceparent")
 
     def __init__(self, scope: Scope) -> None:
-        self.content_type = self.accept = ""
+        self.received_at = time.monotonic()
+        self.content_type = self.accept = self.traceparent = ""
+        self.pending: Pending | None = None  # once its observation waits for a batch
         self.content_length: int | None = None
         given = b""
         for name, value in scope["headers"]:
@@ -42,6 +49,8 @@ class Exchange:
                 self.content_length = int(value)
             elif name == b"x-request-id":
                 given = value
+            elif name == b"traceparent":
+                self.traceparent = value.decode("latin-1")
         self.request_id = _request_id(given)
 
     def body_media(self) -> MediaType:

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 import uvicorn
 
 from taktline_gateway.app import build_app
+from taktline_gateway.http_protocol import ConnectionCounts, guarded_http
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway, Settings
+from taktline_gateway.stream.transport import StreamTransport
+from taktline_gateway.tls import following
 
 KEEP_ALIVE_S = 75
 """Robots ask a few times a second and pause between episodes; a reconnect inside a control budget costs margin."""
@@ -31,24 +34,36 @@ class _Server(uvicorn.Server):
 async def serve(settings: Settings, host: str, port: int) -> None:
     """Serves until SIGTERM or SIGINT has been drained. Raises TaktlineError `config_invalid` on a bad routing table."""
     gateway = Gateway(settings)
+    counts = ConnectionCounts(settings.max_connections, settings.max_connections_by_address)
     config = uvicorn.Config(
         build_app(gateway),
         host=host,
         port=port,
+        http=guarded_http(counts),
         log_config=None,
         access_log=False,
+        # A caller's word about its own address is not taken: the audit log names the peer.
+        proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
         backlog=2048,
+        ws=StreamTransport,
+        ws_max_size=settings.limits.body_bytes,
+        # Camera frames are compressed already, and an inflating message is a bomb.
+        ws_per_message_deflate=False,
     )
+    config.load()
+    if gateway.tls is not None:
+        config.ssl = gateway.tls.context
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     drainer = asyncio.create_task(_drain_on(stop, gateway, server))
-    await server.serve()
+    async with following(gateway.tls, gateway.worker_tls):
+        await server.serve()
     drainer.cancel()
     if not server.started:
         raise SystemExit(1)

@@ -15,9 +15,12 @@ from taktline_protocol.messages import PolicyInfo
 from taktline_protocol.rpc import CHANNEL_OPTIONS, policy_info
 
 from taktline_gateway.logs import log
+from taktline_gateway.tls import WorkerTls
 
 INFO_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+RENEWED_GRACE_S = 30.0
+"""How long a batch may go on over a channel whose certificates have been replaced."""
 _logger = logging.getLogger(__name__)
 
 
@@ -30,6 +33,7 @@ class WorkerLink:
         target: Target,
         on_up: Callable[[WorkerLink], None],
         on_down: Callable[[WorkerLink], None],
+        tls: WorkerTls | None = None,
     ) -> None:
         self.policy = policy
         self.target = target
@@ -40,10 +44,11 @@ class WorkerLink:
         self.idle.set()
         self._on_up = on_up
         self._on_down = on_down
-        self._channel = grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS)
-        self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._tls = tls
         self._watcher: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._connect()
+        self._forget_tls = tls.on_change(self._renew) if tls is not None else lambda: None
 
     @property
     def name(self) -> str:
@@ -61,20 +66,46 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Stops watching and closes the channel; a batch in flight is cancelled."""
+        self._forget_tls()
         if self._watcher is not None:
             self._watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watcher
         await self._channel.close()
 
-    async def infer(self, request: worker_pb2.InferRequest, timeout_s: float) -> worker_pb2.InferResponse:
+    async def infer(
+        self,
+        request: worker_pb2.InferRequest,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...] | None = None,
+    ) -> worker_pb2.InferResponse:
         """Runs one batch. Raises grpc.aio.AioRpcError."""
         self.idle.clear()
         try:
-            response: worker_pb2.InferResponse = await self._worker.Infer(request, timeout=timeout_s)
+            response: worker_pb2.InferResponse = await self._worker.Infer(request, timeout=timeout_s, metadata=metadata)
         finally:
             self.idle.set()
         return response
+
+    def _connect(self) -> None:
+        address = self.target.address
+        if self._tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = self._tls.channel(address, CHANNEL_OPTIONS)
+        self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def _renew(self) -> None:
+        """Goes on over a channel with the certificates of now; a batch in flight ends on the old one."""
+        old, watcher = self._channel, self._watcher
+        self._connect()
+        if watcher is not None:
+            watcher.cancel()
+            self.start()
+        closing = asyncio.create_task(old.close(RENEWED_GRACE_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _watch(self) -> None:
         while True:

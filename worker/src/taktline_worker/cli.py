@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from taktline_protocol import TaktlineError
+from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker import logs
+from taktline_worker.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("--metrics-listen", default="", help="Prometheus HOST:PORT (default: none)")
     serve.add_argument("--linger-s", type=float, default=1.0, help="seconds between SIGTERM and refusing calls")
     serve.add_argument("--grace-s", type=float, default=30.0, help="seconds that running calls may take after that")
+    serve.add_argument("--tls-cert", type=Path, help="serve gRPC over TLS with this certificate (PEM, chain)")
+    serve.add_argument("--tls-key", type=Path, help="its private key")
+    serve.add_argument("--tls-client-ca", type=Path, help="serve only gateways with a certificate of this issuer")
     serve.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     options = parser.parse_args(arguments)
     logs.configure(options.log_level)
@@ -41,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server.serve(
             server.read_config(options.config),
-            server.ServeOptions(options.listen, options.metrics_listen, options.linger_s, options.grace_s),
+            server.ServeOptions(
+                options.listen, options.metrics_listen, options.linger_s, options.grace_s, _tls_files(options)
+            ),
         )
     except TaktlineError as error:
         logger.error(
@@ -50,3 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"taktline-worker: {error}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
+
+
+def _tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID, "--tls-cert and --tls-key go together", "give both, or no certificate at all"
+        )
+    return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -18,17 +19,19 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.rpc import SERVER_OPTIONS
+from taktline_protocol.tracing import tracing_from_environment
 
 from taktline_worker.engine import Engine
 from taktline_worker.instruments import Instruments
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.service import MAX_WAITING_BATCHES, WorkerService
+from taktline_worker.tls import TlsFiles, server_credentials
+from taktline_worker.tracing import BatchTraces
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
-# A batch of raw frames is large; the limit only keeps one call from filling the memory.
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,14 @@ class ServeOptions:
         metrics_listen: Prometheus host:port, or empty.
         linger_s: after SIGTERM, how long calls are still taken, so that gateways see NOT_SERVING first.
         grace_s: after that, how long calls that run may take.
+        tls: certificates of the gRPC port; None speaks plain text.
     """
 
     listen: str
     metrics_listen: str = ""
     linger_s: float = 1.0
     grace_s: float = 30.0
+    tls: TlsFiles | None = None
 
 
 def read_config(path: Path) -> EngineConfig:
@@ -72,10 +77,12 @@ class Worker:
     def __init__(self, config: EngineConfig, options: ServeOptions) -> None:
         self._options = options
         self._policy = config.policy
-        # A wrong address must not cost the minutes that loading takes.
+        # A wrong address, or a wrong exporter of traces, must not cost the minutes that loading takes.
+        self._traces = BatchTraces(tracing_from_environment("taktline-worker", version("taktline-worker")))
         for address in filter(None, (options.listen, options.metrics_listen)):
             check_address(address)
         began = time.monotonic()
+        credentials = server_credentials(options.tls) if options.tls is not None else None
         adapter = load_adapter(config)
         loaded = time.monotonic()
         logger.info(
@@ -106,20 +113,17 @@ class Worker:
         instruments.started(adapter, config.model.revision, timings, stages_s, _gpu_memory)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_WAITING_BATCHES + 8, thread_name_prefix="rpc"),
-            options=(
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-            ),
+            # With those of the protocol: gateways ping an idle worker, which gRPC's defaults take for an attack.
+            options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)),
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(  # type: ignore[no-untyped-call]  # generated code
-            WorkerService(config, self.engine, timings, instruments), self._server
+            WorkerService(config, self.engine, timings, instruments, self._traces), self._server
         )
         self._health = health.HealthServicer(
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(4, thread_name_prefix="health")
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.port = _bind(self._server, options.listen)
+        self.port = _bind(self._server, options.listen, credentials)
         if options.metrics_listen:
             host, port = split_address(options.metrics_listen)
             try:
@@ -145,6 +149,7 @@ class Worker:
         (hurry or threading.Event()).wait(self._options.linger_s)
         self._server.stop(self._options.grace_s).wait()
         self.engine.close()
+        self._traces.close()
         logger.info("stopped", extra={"policy": self._policy})
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -221,8 +226,10 @@ def check_address(address: str) -> None:
         raise _address_error(address, error.strerror or str(error)) from error
 
 
-def _bind(server: grpc.Server, listen: str) -> int:
+def _bind(server: grpc.Server, listen: str, credentials: grpc.ServerCredentials | None) -> int:
     try:
+        if credentials is not None:
+            return int(server.add_secure_port(listen, credentials))
         return int(server.add_insecure_port(listen))
     except RuntimeError as error:
         raise _address_error(listen, "the port was taken meanwhile") from error

@@ -33,6 +33,7 @@ from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.tls import ServerTls
 
 SERVICE = "transport.AsyncInference"
 PULL_WAIT_S = 2.0
@@ -76,8 +77,9 @@ class _Session:
 class LerobotListener:
     """One port of the service, for one policy or for the one that each client's model path names."""
 
-    def __init__(self, listen: Listen, service: PolicyService) -> None:
+    def __init__(self, listen: Listen, service: PolicyService, tls: ServerTls | None = None) -> None:
         self._listen = listen
+        self._tls = tls
         self._service = service
         self._sessions: dict[str, _Session] = {}
         self._server = grpc.aio.server(
@@ -98,7 +100,11 @@ class LerobotListener:
     async def start(self) -> None:
         """Begins to listen. Raises RuntimeError where the address cannot be had."""
         host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
-        self._server.add_insecure_port(f"{host}:{self._listen.port}")
+        address = f"{host}:{self._listen.port}"
+        if self._tls is None:
+            self._server.add_insecure_port(address)
+        else:
+            self._server.add_secure_port(address, self._tls.grpc_credentials())
         await self._server.start()
         log(_logger, logging.INFO, "listening", protocol="lerobot", host=self._listen.host, port=self._listen.port)
 

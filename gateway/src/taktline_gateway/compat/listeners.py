@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
@@ -13,6 +14,10 @@ from taktline_gateway.compat.openpi import openpi_listener
 from taktline_gateway.compat.ports import ClientPorts, Listen
 from taktline_gateway.compat.service import PolicyService
 from taktline_gateway.compat.vla_eval import vla_eval_listener
+from taktline_gateway.logs import log
+from taktline_gateway.tls import ServerTls
+
+_logger = logging.getLogger(__name__)
 
 
 class _Listener(Protocol):
@@ -22,10 +27,12 @@ class _Listener(Protocol):
 
 
 @asynccontextmanager
-async def client_listeners(service: PolicyService, ports: ClientPorts) -> AsyncIterator[None]:
+async def client_listeners(
+    service: PolicyService, ports: ClientPorts, tls: ServerTls | None = None
+) -> AsyncIterator[None]:
     """Keeps the ports open while the context lasts. Raises TaktlineError `config_invalid` where one cannot be had."""
     async with AsyncExitStack() as stack:
-        for protocol, listen, listener in _listeners(service, ports):
+        for protocol, listen, listener in _listeners(service, ports, tls):
             stack.push_async_callback(listener.close)
             try:
                 await listener.start()
@@ -39,15 +46,20 @@ async def client_listeners(service: PolicyService, ports: ClientPorts) -> AsyncI
         yield
 
 
-def _listeners(service: PolicyService, ports: ClientPorts) -> Iterator[tuple[str, Listen, _Listener]]:
+def _listeners(
+    service: PolicyService, ports: ClientPorts, tls: ServerTls | None
+) -> Iterator[tuple[str, Listen, _Listener]]:
     for listen in ports.openpi:
-        yield "openpi", listen, openpi_listener(listen, service)
+        yield "openpi", listen, openpi_listener(listen, service, tls)
     for listen in ports.vla_eval:
-        yield "vla-eval", listen, vla_eval_listener(listen, service)
+        yield "vla-eval", listen, vla_eval_listener(listen, service, tls)
     for listen in ports.lerobot:
-        yield "lerobot", listen, LerobotListener(listen, service)
+        yield "lerobot", listen, LerobotListener(listen, service, tls)
     for listen in ports.groot:
         # Here, so that a gateway without GR00T clients needs no ZeroMQ.
         from taktline_gateway.compat.groot import GrootListener
 
+        if tls is not None:
+            where = f"{listen.host}:{listen.port}"
+            log(_logger, logging.WARNING, "plain_text", protocol="groot", address=where, reason="ZeroMQ has no TLS")
         yield "groot", listen, GrootListener(listen, service, ports.groot_api_token)

@@ -28,6 +28,7 @@ from taktline_gateway.compat.websocket_listener import (
 from taktline_gateway.compat.wire_arrays import decode, encode_openpi
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.tls import ServerTls
 
 HEALTH = ("/healthz", "OK\n", "text/plain; charset=utf-8")
 KEEPALIVE_S = 20.0
@@ -39,10 +40,10 @@ OVERTAKEN = TaktlineError(
 _logger = logging.getLogger(__name__)
 
 
-def openpi_listener(listen: Listen, service: PolicyService) -> WebSocketListener:
+def openpi_listener(listen: Listen, service: PolicyService, tls: ServerTls | None = None) -> WebSocketListener:
     """A listener that speaks openpi's protocol."""
     return WebSocketListener(
-        "openpi", listen, service, OpenpiServer(service).converse, health=HEALTH, keepalive_s=KEEPALIVE_S
+        "openpi", listen, service, OpenpiServer(service).converse, health=HEALTH, keepalive_s=KEEPALIVE_S, tls=tls
     )
 
 

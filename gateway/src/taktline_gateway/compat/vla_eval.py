@@ -26,6 +26,7 @@ from taktline_gateway.compat.websocket_listener import Arrival, FencedConnection
 from taktline_gateway.compat.wire_arrays import decode, encode_vla_eval
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.tls import ServerTls
 
 PROTOCOL_VERSION = 1
 HEALTH = ("/health", '{"status": "ok"}\n', "application/json")
@@ -37,10 +38,10 @@ _TYPES = frozenset({"hello", "observation", "action", "episode_start", "episode_
 _logger = logging.getLogger(__name__)
 
 
-def vla_eval_listener(listen: Listen, service: PolicyService) -> WebSocketListener:
+def vla_eval_listener(listen: Listen, service: PolicyService, tls: ServerTls | None = None) -> WebSocketListener:
     """A listener that speaks vla-eval's protocol. No keepalive: the harness's loop stands still while it simulates."""
     return WebSocketListener(
-        "vla-eval", listen, service, VlaEvalServer(service).converse, health=HEALTH, keepalive_s=None
+        "vla-eval", listen, service, VlaEvalServer(service).converse, health=HEALTH, keepalive_s=None, tls=tls
     )
 
 

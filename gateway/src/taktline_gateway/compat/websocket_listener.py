@@ -24,6 +24,7 @@ from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, PolicyService
 from taktline_gateway.logs import log
+from taktline_gateway.tls import ServerTls
 
 OPEN_TIMEOUT_S = 10.0
 QUEUED_FRAMES = 2
@@ -88,6 +89,7 @@ class WebSocketListener:
         *,
         health: tuple[str, str, str],
         keepalive_s: float | None,
+        tls: ServerTls | None = None,
     ) -> None:
         """
         Args:
@@ -101,6 +103,7 @@ class WebSocketListener:
         self._converse = converse
         self._health = health
         self._keepalive_s = keepalive_s
+        self._tls = tls
         self._server: Server | None = None
 
     async def start(self) -> None:
@@ -109,6 +112,7 @@ class WebSocketListener:
             self._handle,
             self._listen.host,
             self._listen.port,
+            ssl=self._tls.context if self._tls is not None else None,
             process_request=self._process_request,
             create_connection=FencedConnection,
             compression=None,
