@@ -173,12 +173,11 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "norm and add fp8": lambda: ops.frame_norm(stream, x, vector, vector, vector, 1e-6, ops.FP8),
         "norm": lambda: ops.frame_norm(stream, None, vector, vector, vector, 1e-6, torch.bfloat16),
         "rotate": lambda: ops.frame_rotate(wide, bias[: 3 * width], cos, cos, m),
-        "gelu": lambda: ops.frame_gelu(hidden, bias, torch.bfloat16),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
     }
-    from taktline_kernels.triton_impl.frames import attention as tiled
+    from taktline_kernels.triton_impl import frames as kernels
 
     for block_m, block_n, warps, stages in (
         (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 4, 2),
@@ -186,8 +185,19 @@ def parts(world: VJepa2World) -> dict[str, float]:
     ):  # fmt: skip
         config = {"block_m": block_m, "block_n": block_n, "num_warps": warps, "num_stages": stages}
         calls[f"attention {block_m}x{block_n}, {warps} warps, {stages} stages"] = (
-            lambda config=config: tiled(frames, m, a.heads, config)  # type: ignore[misc]
+            lambda config=config: kernels.attention(frames, m, a.heads, config)  # type: ignore[misc]
         )
+    for together, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
+        config = {"rows": together, "num_warps": warps}
+        calls[f"norm and add, {together} rows, {warps} warps"] = (
+            lambda config=config: kernels.norm(stream, x, vector, vector, vector, 1e-6, torch.bfloat16, config)  # type: ignore[misc]
+        )
+    for warps in (2, 4, 8):
+        config = {"num_warps": warps}
+        calls[f"rotate, {warps} warps"] = (
+            lambda config=config: kernels.rotate(wide, bias[: 3 * width], cos, cos, m, config)  # type: ignore[misc]
+        )
+        calls[f"gelu fp8, {warps} warps"] = lambda config=config: kernels.gelu(hidden, bias, ops.FP8, config)  # type: ignore[misc]
     found = {}
     for name, call in calls.items():
         try:
@@ -284,7 +294,7 @@ def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
             world = make_world(rounded, checkpoint, quantised=True)
         torch.cuda.reset_peak_memory_stats()
         with PowerMeter() as meter:
-            seconds, _ = plan_seconds(world, [problem], mesh, 3)
+            seconds, _ = plan_seconds(world, [problem], mesh, options.runs)
         median = statistics.median(seconds)
         reference = reference or median
         details: dict[str, Any] = {
@@ -298,7 +308,7 @@ def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
         rows.append(row(dtype, seconds, SETTINGS, 1, **details))
         say(f"{dtype}: {median:.3f} s a plan, floor {rows[-1].floor_ms / 1000:.3f}; {json.dumps(details['agreement'])}")
         short = replace(SETTINGS, rounds=3)
-        rows.append(row(dtype, plan_seconds(world, [Problem(scene, short)], mesh, 3)[0], short, 1))
+        rows.append(row(dtype, plan_seconds(world, [Problem(scene, short)], mesh, options.runs)[0], short, 1))
         say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
         if options.fleet:
             for robots in (2, 4, 8):
@@ -366,6 +376,7 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="time a round of the plain statement too")
     parser.add_argument("--compiled", action="store_true", help="the peer's blocks through torch.compile as well")
     parser.add_argument("--fleet", action="store_true", help="plans for 2, 4 and 8 robots side by side")
+    parser.add_argument("--runs", type=int, default=5, help="timed plans of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args()
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -25,9 +25,10 @@ PUBLISHED = VJepa2Architecture(
     heads=16,
     mlp=4096,
 )
-_ACTION_SCALE = 20.0
-"""Actions are some centimetres: their embedding is made this much larger than a unit input's, so that energies differ
-between candidates as a trained model's do and not by rounding alone."""
+_ACTION_BIAS, _ACTION_SCALE, _LOOK = 400.0, (200.0, 200.0, 200.0, 20.0, 20.0, 20.0, 20.0), 0.33
+"""What makes energies differ between candidates as a trained model's do, and not by rounding alone: the action's
+embedding is as large as the late residual stream, metres weigh as much as the gripper, and every head looks at the
+action token with about a quarter of its weight, by four elements of its keys that no position turns."""
 
 
 def random_checkpoint(device: torch.device, seed: int = 0) -> CheckpointFile:
@@ -42,12 +43,18 @@ def random_checkpoint(device: torch.device, seed: int = 0) -> CheckpointFile:
             value *= 0.02
         else:
             value *= value[0].numel() ** -0.5
-            value *= _ACTION_SCALE if name == "action_encoder.weight" else 1.0
         return value.bfloat16().float()
 
-    return CheckpointFile(
-        path=Path("random"),
-        encoder={name: made(name, shape) for name, shape in expected_encoder_shapes(PUBLISHED).items()},
-        predictor={name: made(name, shape) for name, shape in expected_predictor_shapes(PUBLISHED).items()},
-        architecture=PUBLISHED,
-    )
+    predictor = {name: made(name, shape) for name, shape in expected_predictor_shapes(PUBLISHED).items()}
+    a = PUBLISHED
+    towards = torch.randn(a.width, generator=generator, device=device)
+    towards /= towards.norm()
+    predictor["action_encoder.bias"] = (_ACTION_BIAS * towards).bfloat16().float()
+    predictor["action_encoder.weight"] *= torch.tensor(_ACTION_SCALE, device=device)
+    for layer in range(a.depth):
+        query, key, _ = predictor[f"predictor_blocks.{layer}.attn.qkv.weight"].view(3, a.heads, a.head_dim, -1)
+        query[:, -4:] = 0.0
+        key[:, -4:] = (_LOOK * towards).bfloat16().float()
+        predictor[f"predictor_blocks.{layer}.attn.qkv.bias"].view(3, a.heads, a.head_dim)[0, :, -4:] = 1.0
+    encoder = {name: made(name, shape) for name, shape in expected_encoder_shapes(PUBLISHED).items()}
+    return CheckpointFile(Path("random"), encoder, predictor, PUBLISHED)

@@ -66,11 +66,10 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
             assert actual[1] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_rotation(dtype: torch.dtype, biased: bool) -> None:
+def test_rotation(biased: bool) -> None:
     candidates, patches, heads, width = 3, 16, 2, 32
-    qkv = rand(candidates * (patches + 2), 3 * heads * width, dtype=dtype)
+    qkv = rand(candidates * (patches + 2), 3 * heads * width, dtype=torch.bfloat16)
     offset = rand(3 * heads * width) if biased else None
     angles = rand(patches + 2, width)
     ours, theirs = qkv.clone(), qkv.clone()

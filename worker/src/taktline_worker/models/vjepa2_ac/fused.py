@@ -46,24 +46,26 @@ class Matrix:
         """What its input must be."""
         return self.weight.dtype
 
-    def times(self, x: Tensor, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def times(self, x: Tensor, scales: Tensor | None, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x @ weight.T (rows, n): bf16 for quantised operands, else their dtype.
 
         Args:
             x: (rows, k) in `input_dtype`.
             scales: (rows, 1) of a quantised x.
+            bias: (n,) added before rounding; not for quantised operands, whose next pass adds it.
             out: written and returned if given.
         """
         if self.scales is None or scales is None:
-            return torch.mm(x, self.weight.t(), out=out) if out is not None else torch.mm(x, self.weight.t())
+            if bias is None:
+                return torch.mm(x, self.weight.t(), out=out)
+            return torch.addmm(bias, x, self.weight.t(), out=out)
+        assert bias is None
         if x.device.type == "cuda":
-            product = torch._scaled_mm(
+            return torch._scaled_mm(
                 x, self.weight.t(), scales, self.scales, out_dtype=torch.bfloat16, use_fast_accum=True, out=out
             )
-        else:
-            product = ((x.float() * scales) @ (self.weight.float() * self.scales.t()).t()).bfloat16()
-            product = product if out is None else out.copy_(product)
-        return product
+        product = ((x.float() * scales) @ (self.weight.float() * self.scales.t()).t()).bfloat16()
+        return product if out is None else out.copy_(product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,14 @@ class _Layer:
     out: Matrix
     fc1: Matrix
     fc2: Matrix
+
+    def hidden(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """gelu(fc1 x) (rows, F), ready for fc2; in the product's epilogue where there is one."""
+        if x.dtype == torch.bfloat16 and x.device.type == "cuda":
+            from taktline_kernels import gpu  # needs Triton
+
+            return gpu.linear_gelu(x, self.fc1.weight, self.block.fc1_bias), None
+        return ops.frame_gelu(self.fc1.times(x, scales), self.block.fc1_bias, self.fc2.input_dtype)
 
 
 class FusedPredictor:
@@ -167,8 +177,10 @@ class FusedPredictor:
                 stream, update, offset, block.norm1_weight, block.norm1_bias, BLOCK_NORM_EPS, layer.qkv.input_dtype
             )
             frames = self._frames[index, : step + 1]
-            layer.qkv.times(x, scales, out=frames[step])
-            ops.frame_rotate(frames[step], block.qkv_bias, cos, sin, m)
+            # A quantised product has no bias: the rotation adds it.
+            late = None if scales is None else block.qkv_bias
+            layer.qkv.times(x, scales, bias=block.qkv_bias if late is None else None, out=frames[step])
+            ops.frame_rotate(frames[step], late, cos, sin, m)
             attended = layer.out.times(ops.frame_attention(frames, m, heads), None)
             x, scales = ops.frame_norm(
                 stream,
@@ -179,7 +191,7 @@ class FusedPredictor:
                 BLOCK_NORM_EPS,
                 layer.fc1.input_dtype,
             )
-            hidden, scales = ops.frame_gelu(layer.fc1.times(x, scales), block.fc1_bias, layer.fc2.input_dtype)
+            hidden, scales = layer.hidden(x, scales)
             update, offset = layer.fc2.times(hidden, scales), block.fc2_bias.float()
         assert update is not None
         assert offset is not None
