@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from taktline_operator import naming, spec, workload
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import Observed, Settings, desired_objects, plan, ref_of
+
+sys.path.insert(0, str(Path(__file__).parent))  # for simulated_cluster, which several test files share
 
 Json = dict[str, Any]
 NOW = "2026-03-01T08:00:00Z"

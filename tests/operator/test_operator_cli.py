@@ -45,7 +45,10 @@ def of_kind(items: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_plan_prints_objects_routes_and_status(policy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     items = planned(capsys, "-f", str(policy_file), "--image", "x/y:1", "--gateway-namespace", "edge")
     kinds = [item["kind"] for item in items]
-    assert kinds == ["Service", "ConfigMap", "PodDisruptionBudget", "Deployment", "ConfigMap", "PolicyDeployment"]
+    assert kinds == [
+        "Service", "ControllerRevision", "PodDisruptionBudget", "ConfigMap", "Deployment", "ConfigMap",
+        "PolicyDeployment",
+    ]  # fmt: skip
     container = of_kind(items, "Deployment")[0]["spec"]["template"]["spec"]["containers"][0]
     assert container["image"] == "x/y:1"
     routes = of_kind(items, "ConfigMap")[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client
-from taktline_operator import kube, rollout
+from taktline_operator import kube, surge
 from taktline_operator.plan import Ref
 
 Json = dict[str, Any]
@@ -49,21 +49,21 @@ def test_a_rolling_update_without_a_spare_accelerator_does_not_deadlock(make: An
     old = [make.pod(f"o{n}", f"10.0.0.{n}", owner=owner, template="before") for n in (1, 2)]
     new = make.pod("n", owner=owner, ready=False, **STARVED)
     result = rolling(make, [*old, new])
-    assert update_of(result) == rollout.YIELD
+    assert update_of(result) == surge.YIELD
     assert "no spare accelerator" in progressing(result)
     assert [child["kind"] for child in result.writes] == ["Deployment"]
     # The pod that got the room is no longer starved; the rollout goes on in the same way until no old pod is left.
     yielding = next(child for child in result.desired if child["kind"] == "Deployment")
     starting = make.pod("n", owner=owner, ready=False)
-    assert update_of(rolling(make, [old[0], starting], live=yielding)) == rollout.YIELD
+    assert update_of(rolling(make, [old[0], starting], live=yielding)) == surge.YIELD
     done = [make.pod(f"n{n}", f"10.0.1.{n}", owner=owner) for n in (1, 2)]
-    assert update_of(rolling(make, done, live=yielding)) == rollout.SURGE
+    assert update_of(rolling(make, done, live=yielding)) == surge.SURGE
 
 
 def test_a_single_worker_is_not_taken_away_to_make_room(make: Any) -> None:
     old, new = make.pod("o", template="before"), make.pod("n", "10.0.0.2", ready=False, **STARVED)
     result = rolling(make, [old, new], pools=[{"name": "cpu", "accelerator": "cpu"}])
-    assert update_of(result) == rollout.SURGE
+    assert update_of(result) == surge.SURGE
     assert "no room for a second worker" in progressing(result)
 
 
@@ -72,7 +72,7 @@ def test_an_edit_that_fits_no_node_costs_no_old_worker(make: Any) -> None:
     misplaced = copy.deepcopy(STARVED)
     misplaced["conditions"][0]["message"] = "0/4 nodes are available: 4 node(s) didn't match Pod's node affinity."
     old = [make.pod(f"o{n}", f"10.0.0.{n}", owner=owner, template="before") for n in (1, 2)]
-    assert update_of(rolling(make, [*old, make.pod("n", owner=owner, ready=False, **misplaced)])) == rollout.SURGE
+    assert update_of(rolling(make, [*old, make.pod("n", owner=owner, ready=False, **misplaced)])) == surge.SURGE
 
 
 def test_a_pod_is_built_whole_from_its_own_revision(make: Any) -> None:

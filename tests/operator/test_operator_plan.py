@@ -145,7 +145,7 @@ def test_an_edit_of_the_engine_rolls_through_a_new_config_map(make: Any) -> None
     before, after = make.policy(), make.policy(engine={"solverSteps": 5})
     children = make.applied(before)
     result = make.plan(after, observe(make, after, make.body(), children=children), make.settings)
-    assert [ref_of(child).kind for child in result.writes] == ["ConfigMap", "Deployment"]
+    assert [ref_of(child).kind for child in result.writes] == ["ControllerRevision", "ConfigMap", "Deployment"]
     assert ref_of(result.writes[0]) not in children
     assert result.deletions == ()
 

@@ -41,7 +41,8 @@ async def test_a_new_policy_gets_its_objects_status_and_route(make: Any) -> None
     await settle(controller_of(make, api), KEY)
     kinds = sorted(key[0] for key in api.objects if key[1] == "line-1")
     assert kinds == [
-        "ConfigMap", "Deployment", "Event", "Pod", "PodDisruptionBudget", "PolicyDeployment", "Service",
+        "ConfigMap", "ControllerRevision", "Deployment", "Event", "Pod", "PodDisruptionBudget", "PolicyDeployment",
+        "Service",
     ]  # fmt: skip
     assert table(api) == {"reach": ["10.0.0.1:50051"]}
     status = api.objects["PolicyDeployment", "line-1", "reach"]["status"]

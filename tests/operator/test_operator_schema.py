@@ -63,6 +63,11 @@ RULES = [
     ("control period", "spec.engine", {"controlPeriodMs": 0.5}, {"controlPeriodMs": 0}, "greater than 0"),
     ("budget", "spec.slo.controlBudgetMs", 6, -1, "controlBudgetMs must be greater than 0"),
     ("objective", "spec.slo.onTimeObjective", 0.9, 1, "between 0 and 1"),
+    ("tolerance", "spec.rollout.parity.tolerance", 0, -0.1, "tolerance must not be negative"),
+    ("tolerances", "spec.rollout.parity.tolerances", [0, 1], [0, -1], "no tolerance may be negative"),
+    ("agreement", "spec.rollout.parity.minAgreement", 1, 0, "must lie above 0"),
+    ("ascending steps", "spec.rollout.steps", [5, 100], [50, 5, 100], "steps must be strictly ascending"),
+    ("whole rollout", "spec.rollout.steps", [100], [5, 50], "end with 100"),
     ("wait", "spec.batching", {"maxWaitMs": 0}, {"maxWaitMs": -1}, "must not be negative"),
     (
         "minimum and maximum",

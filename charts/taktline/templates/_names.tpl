@@ -38,7 +38,7 @@ capabilities: {drop: [ALL]}
   resources: [policydeployments/finalizers]
   verbs: [update]
 - apiGroups: [apps]
-  resources: [deployments]
+  resources: [deployments, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]

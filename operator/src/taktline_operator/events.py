@@ -29,19 +29,40 @@ def of_changes(live: Json, previous: Sequence[Json], current: Sequence[Json], no
         flipped = status != (old["status"] if old else _BASELINE[kind])
         worse = kind == "Degraded" and status == "True" and old is not None and old["reason"] != reason
         if flipped or worse:
-            found.append(_event(live, condition, now))
+            since = old["lastTransitionTime"] if old else ""
+            identity = [kind, status, reason, since, old["reason"] if old else ""]
+            healthy = _GOOD.get(kind, status) == status
+            message = f"{kind}={status}: {condition['message']}"
+            found.append(_event(live, identity, reason, message, now, healthy=healthy))
     return found
 
 
-def _event(live: Json, condition: Json, now: str) -> Json:
+def of_rollout(live: Json, previous: Json, current: Json, now: str) -> list[Json]:
+    """One Event for each step of a rollout.
+
+    Args:
+        previous: status.rollout as it was, and `current` as it is to be.
+    """
+    step = [current.get(name) for name in ("phase", "step", "weight", "promoted")]
+    if not previous or step == [previous.get(name) for name in ("phase", "step", "weight", "promoted")]:
+        return []
+    phase = current["phase"]
+    identity = ["rollout", *step, current.get("candidate", ""), current.get("rejected", ""), previous.get("since", "")]
+    healthy = phase not in ("RollingBack", "RolledBack") or current.get("reason") in ("Superseded", "Aborted")
+    what = current.get("candidate") or current.get("rejected") or current.get("stable")
+    reason = f": {current['reason']}" if current.get("reason") else ""
+    message = f"rollout of {what}: {phase}{reason}; {current.get('message') or 'done'}"
+    return [_event(live, identity, f"Rollout{phase}", message, now, healthy=healthy)]
+
+
+def _event(live: Json, identity: list[Any], reason: str, message: str, now: str, *, healthy: bool) -> Json:
+    """An Event named by what it tells and by the state before it: told again after a crash it is the same one."""
     metadata = live["metadata"]
-    identity = [metadata["uid"], condition["type"], condition["status"], condition["reason"], now]
-    healthy = _GOOD.get(condition["type"], condition["status"]) == condition["status"]
     return {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{metadata['name']}.{naming.content_hash(identity)}",
+            "name": f"{metadata['name']}.{naming.content_hash([metadata['uid'], *identity])}",
             "namespace": metadata["namespace"],
         },
         "involvedObject": {
@@ -52,8 +73,8 @@ def _event(live: Json, condition: Json, now: str) -> Json:
             "uid": metadata["uid"],
         },
         "type": "Normal" if healthy else "Warning",
-        "reason": condition["reason"],
-        "message": f"{condition['type']}={condition['status']}: {condition['message']}"[:1024],
+        "reason": reason,
+        "message": message[:1024],
         "source": {"component": naming.MANAGER},
         "firstTimestamp": now,
         "lastTimestamp": now,

@@ -15,6 +15,7 @@ LABEL_PART_OF = "app.kubernetes.io/part-of"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_POLICY = "taktline.dev/policy"
 LABEL_POOL = "taktline.dev/pool"
+LABEL_TRACK = "taktline.dev/track"  # tells the workers of a second Deployment of one pool apart
 LABEL_ACCELERATOR = "taktline.dev/accelerator"
 
 ANNOTATION_APPLIED = (
@@ -23,6 +24,8 @@ ANNOTATION_APPLIED = (
 ANNOTATION_TEMPLATE = "taktline.dev/template-hash"  # which spec a pod was built from
 ANNOTATION_REVISION = "taktline.dev/revision"
 ANNOTATION_ROUTES = "taktline.dev/routes-hash"
+ANNOTATION_REVISION_HASH = "taktline.dev/revision-hash"  # which stored revision a Deployment runs
+ANNOTATION_ROLLOUT = "taktline.dev/rollout"  # a person's word on a rollout: pause, resume, promote, abort, retry
 
 WORKER_NAME = "taktline-worker"
 ROUTES_NAME = "taktline-routes"
@@ -55,9 +58,9 @@ def selector_text(selector: dict[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
 
 
-def workload_name(policy: str, pool: str) -> str:
-    """Name of the Deployment and disruption budget of a pool."""
-    return f"{policy}-{pool}"
+def workload_name(policy: str, pool: str, track: str = "") -> str:
+    """Name of a pool's disruption budget, and of its Deployment; `track` names a second one beside it."""
+    return f"{policy}-{pool}-{track}" if track else f"{policy}-{pool}"
 
 
 def config_name(policy: str, pool: str, content: str) -> str:

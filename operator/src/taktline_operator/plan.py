@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 from taktline_protocol.deployment import Route
+from taktline_protocol.measurements import Trial as Measured
 
-from taktline_operator import diff, naming, rollout, routing, status, workload
+from taktline_operator import diff, lineup, naming, revisions, rollout, routing, status, surge, trials, workload
+from taktline_operator.lineup import Line, Lineup
 from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
@@ -45,6 +47,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         live: the PolicyDeployment itself, with its last status.
         children: objects of the names and labels this PolicyDeployment uses, whoever made them.
         pods: its worker pods.
+        trials: what each gateway that answered measures of a candidate; None where none answered, or none was asked.
         name_owner: the (namespace, name) that owns this policy name at the gateway; None when it is this one.
         now: RFC 3339 time.
     """
@@ -53,6 +56,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     now: str
     children: Mapping[Ref, Json] = {}
     pods: Sequence[Json] = ()
+    trials: Sequence[Measured] | None = None
     name_owner: tuple[str, str] | None = None
 
 
@@ -65,6 +69,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         deletions: children that are wanted no longer.
         status: the whole status.
         status_changed: whether `status` differs from the live one.
+        again_s: when to look again though nothing happens in the cluster; None for never.
         route: this policy's part of the routing table; None when it must not be served.
     """
 
@@ -74,27 +79,41 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     status: Json
     status_changed: bool
     route: Route | None = None
+    again_s: float | None = None
 
 
 def desired_objects(
-    policy: PolicyDeployment, settings: Settings, strategies: Mapping[str, Json] | None = None
+    policy: PolicyDeployment,
+    settings: Settings,
+    strategies: Mapping[str, Json] | None = None,
+    lines: Lineup | None = None,
+    numbers: Mapping[str, int] | None = None,
 ) -> tuple[Json, ...]:
     """Every object of a policy, stamped, in the order to create them: configuration before what mounts it.
 
     Args:
-        strategies: rolling-update parameters by pool, where they are not the usual ones.
+        strategies: rolling-update parameters by Deployment, where they are not the usual ones.
+        lines: its Deployments; None is those of a policy that is applied for the first time.
+        numbers: history number by revision hash.
     """
-    wanted = policy.spec.desired_replicas()
+    if lines is None:
+        lines = lineup.of(policy, rollout.State(), "", {}, policy.spec.desired_replicas(), ())
     objects = [workload.service(policy)]
-    for pool in policy.spec.pools:
+    objects += [
+        revisions.controller_revision(
+            policy, revision, (numbers or {}).get(revision.hash, 1), workload.owned_metadata(policy, "", None)
+        )
+        for revision in lines.revisions
+    ]
+    objects += [workload.disruption_budget(policy, pool) for pool in policy.spec.pools]
+    for line in (*lines.stable, *lines.candidate):
+        update = (strategies or {}).get(line.name, surge.SURGE)
         objects += [
-            workload.config_map(policy, pool),
-            workload.disruption_budget(policy, pool),
-            workload.deployment(
-                policy, pool, wanted[pool.name], settings.image, (strategies or {}).get(pool.name, rollout.SURGE)
-            ),
+            workload.config_map(line.policy, line.pool),
+            workload.deployment(line.policy, line.pool, line.replicas, settings.image, update, line.track),
         ]
-    return tuple(diff.stamped(found) for found in objects)
+    unique = {ref_of(found): found for found in objects}
+    return tuple(diff.stamped(found) for found in unique.values())
 
 
 def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Plan:
@@ -105,14 +124,15 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         other = "/".join(observed.name_owner)
         message = f"policy name {policy.name!r} is taken by the older PolicyDeployment {other}; choose another name"
         return _refusal(policy, observed, "PolicyNameTaken", message)
-    pools = _count(policy, observed, settings)
+    children = list(observed.children.values())
+    trial = trials.of(policy, observed.live, children, observed.pods, observed.trials, observed.now)
+    lines = trial.lines
+    counts = [_count(line, observed.pods, settings) for line in lines.serving]
     strategies = {
-        pool.name: rollout.strategy(
-            pool, observed.children.get(Ref("Deployment", naming.workload_name(policy.name, pool.name)))
-        )
-        for pool in pools
+        line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)))
+        for line, count in zip(lines.serving, counts, strict=True)
     }
-    desired = desired_objects(policy, settings, strategies)
+    desired = desired_objects(policy, settings, strategies, lines, trial.numbers)
     ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
     foreign = [ref for ref, owned in ownership.items() if owned == "foreign"]
     if foreign:
@@ -120,16 +140,18 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         message = f"{names} exists and is not this PolicyDeployment's; rename or delete one of the two"
         return _refusal(policy, observed, "ObjectConflict", message)
 
-    deployments = [child for ref, child in observed.children.items() if ref.kind == "Deployment"]
+    leaving = {line.name for line in lines.candidate if not lines.finishing}
+    deployments = [c for ref, c in observed.children.items() if ref.kind == "Deployment" and ref.name not in leaving]
     new_status = status.observed(
         policy,
         observed.live,
-        pools,
-        observed.pods,
+        counts,
+        trial.serving_pods,
         deployments,
         settings.gateway_url,
         observed.now,
-        rollout.note(pools, list(strategies.values())),
+        surge.note(counts, list(strategies.values())),
+        trial,
     )
     return Plan(
         desired=desired,
@@ -138,25 +160,23 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
             for found in desired
             if ownership[ref_of(found)] != "stale" and diff.needs_apply(found, observed.children.get(ref_of(found)))
         ),
-        deletions=_deletions(policy, observed, desired, settled=all(pool.settled for pool in pools)),
+        deletions=_deletions(policy, observed, desired, trial, settled=all(count.settled for count in counts)),
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
-        route=routing.route(policy, observed.pods),
+        route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
+        again_s=trial.again_s,
     )
 
 
-def _count(policy: PolicyDeployment, observed: Observed, settings: Settings) -> list[status.PoolCount]:
-    wanted = policy.spec.desired_replicas()
-    return [
-        status.PoolCount(
-            pool.name,
-            pool.accelerator,
-            wanted[pool.name],
-            workload.template_hash(workload.pod_template(policy, pool, settings.image)),
-            observed.pods,
-        )
-        for pool in policy.spec.pools
-    ]
+def _count(line: Line, pods: Sequence[Json], settings: Settings) -> status.PoolCount:
+    template = workload.pod_template(line.policy, line.pool, settings.image, line.track)
+    return status.PoolCount(
+        line.pool.name,
+        line.pool.accelerator,
+        line.replicas,
+        workload.template_hash(template),
+        [pod for pod in pods if line.has(pod)],
+    )
 
 
 def refuse(live: Json, reason: str, message: str, now: str) -> Plan:
@@ -193,12 +213,14 @@ def _ownership(policy: PolicyDeployment, live: Json | None) -> str:
 
 
 def _deletions(
-    policy: PolicyDeployment, observed: Observed, desired: Sequence[Json], *, settled: bool
+    policy: PolicyDeployment, observed: Observed, desired: Sequence[Json], trial: trials.Trial, *, settled: bool
 ) -> tuple[Ref, ...]:
-    """Children that are wanted no longer: only once what replaces them serves, and nothing running refers to them."""
-    if not settled:
-        return ()
-    kept = {ref_of(found) for found in desired}
+    """Children that are wanted no longer: only once what replaces them serves, and nothing running refers to them.
+
+    A candidate that was taken back goes at once: nothing waits for it.
+    """
+    kept = {ref_of(found) for found in desired} | {Ref("Deployment", name) for name in trial.lines.left_alone}
+    pools = {pool.name for pool in policy.spec.pools}
     mounted = {
         volume.get("configMap", {}).get("name")
         for pod in observed.pods
@@ -210,6 +232,17 @@ def _deletions(
         if ref not in kept
         and _ownership(policy, live) == "ours"
         and not live["metadata"].get("deletionTimestamp")
+        and (settled or (trial.progressive and _was_tried(live, pools)))
+        and (ref.kind != "ControllerRevision" or ref.name in trial.obsolete)
         and not (ref.kind == "ConfigMap" and ref.name in mounted)
     ]
     return tuple(sorted(obsolete))
+
+
+def _was_tried(live: Json, pools: set[str]) -> bool:
+    """Whether this is the Deployment of a candidate, in a pool that goes on without it."""
+    metadata = live["metadata"]
+    here = metadata.get("labels", {}).get(naming.LABEL_POOL) in pools
+    return bool(
+        live["kind"] == "Deployment" and here and metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH)
+    )

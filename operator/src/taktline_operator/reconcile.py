@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import msgspec
 from taktline_protocol.deployment import Route
 from taktline_protocol.errors import TaktlineError
+from taktline_protocol.measurements import PolicyMeasurement, Trial
 
-from taktline_operator import diff, events, naming, routing, spec
+from taktline_operator import diff, events, naming, revisions, routing, spec
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse
 from taktline_operator.workqueue import WorkQueue
@@ -23,7 +24,7 @@ Json = dict[str, Any]
 Key = tuple[str, str]  # namespace and name of a PolicyDeployment
 
 ROUTES: Key = ("", "")  # the routing table has its own turn in the queue, so that a burst costs one write
-CHILD_KINDS = ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget")
+CHILD_KINDS = ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget", "ControllerRevision")
 
 
 class Api(Protocol):
@@ -40,6 +41,12 @@ class Api(Protocol):
     async def create(self, body: Json) -> bool: ...  # noqa: D102
 
     async def delete(self, kind: str, namespace: str, name: str) -> None: ...  # noqa: D102
+
+
+class Measurements(Protocol):
+    """The part of `measuring.Gateways` that reconciliation uses."""
+
+    async def of_policy(self, policy: str) -> tuple[PolicyMeasurement, ...] | None: ...  # noqa: D102
 
 
 def utc_now() -> str:
@@ -60,8 +67,14 @@ class Controller:
         settings: Settings,
         namespaces: Sequence[str] = (),
         clock: Callable[[], str] = utc_now,
+        measurements: Measurements | None = None,
     ) -> None:
-        """`namespaces` are those served; empty means all."""
+        """Prepare to reconcile.
+
+        Args:
+            namespaces: those served; empty means all.
+            measurements: where to ask the gateways; None asks nobody.
+        """
         self.queue: WorkQueue[Key] = WorkQueue()
         self.listed = False  # whether all PolicyDeployments are known, so that the table may be written
         self.statuses: dict[Key, Json] = {}  # metadata and status of each PolicyDeployment as last seen, for metrics
@@ -69,6 +82,7 @@ class Controller:
         self._settings = settings
         self._namespaces = tuple(namespaces)
         self._clock = clock
+        self._measurements = measurements
         self._created: dict[Key, str] = {}
         self._routes: dict[Key, Route | None] = {}
         self._table: dict[str, Route] = {}  # the table as last read
@@ -144,6 +158,8 @@ class Controller:
             self._routes[key] = route
             self.queue.add(ROUTES, 0.0)
         await self._carry_out(live, result)
+        if result.again_s is not None:
+            self.queue.add(key, result.again_s)
 
     def _parse(self, live: Json) -> spec.PolicyDeployment:
         """Parse once per generation: the CEL rules are the slow part."""
@@ -164,7 +180,14 @@ class Controller:
         )
         children: dict[Ref, Json] = {ref_of(child): child for found in lists for child in found}
         # A name we want but do not see by label may be taken by a stranger; look before applying over it.
-        missing = [ref for found in desired_objects(policy, self._settings) if (ref := ref_of(found)) not in children]
+        wanted = revisions.of_spec(policy.spec).hash
+        names = [ref_of(found) for found in desired_objects(policy, self._settings)]
+        names += [
+            Ref("Deployment", naming.workload_name(policy.name, pool.name, wanted))
+            for pool in policy.spec.pools
+            if policy.spec.rollout.strategy == "Progressive"
+        ]
+        missing = [ref for ref in names if ref not in children]
         strangers = await asyncio.gather(*(self._api.get(ref.kind, policy.namespace, ref.name) for ref in missing))
         children |= {ref: stranger for ref, stranger in zip(missing, strangers, strict=True) if stranger is not None}
         owner = routing.owners(self._created).get(policy.name, policy.key)
@@ -173,8 +196,17 @@ class Controller:
             now=self._clock(),
             children=children,
             pods=pods,
+            trials=await self._trials(policy, live),
             name_owner=None if owner == policy.key else owner,
         )
+
+    async def _trials(self, policy: spec.PolicyDeployment, live: Json) -> tuple[Trial, ...] | None:
+        """What the gateways measure of a candidate, asked only while there is one."""
+        phase = live.get("status", {}).get("rollout", {}).get("phase", "Complete")
+        if self._measurements is None or phase in ("Complete", "RolledBack", "Starting"):
+            return None
+        answers = await self._measurements.of_policy(policy.name)
+        return None if answers is None else tuple(found.trial for found in answers if found.trial is not None)
 
     async def _carry_out(self, live: Json, result: Plan) -> None:
         namespace, name = _key(live)
@@ -187,6 +219,18 @@ class Controller:
             await self._api.delete(ref.kind, namespace, ref.name)
         if not result.status_changed:
             return
+        # Events first: told again after a crash they are the same ones; once the status is stored they would be lost.
+        previous = live.get("status", {})
+        now = self._clock()
+        told = events.of_changes(live, previous.get("conditions", []), result.status["conditions"], now)
+        told += events.of_rollout(live, previous.get("rollout", {}), result.status.get("rollout", {}), now)
+        for event in told:
+            try:
+                await self._api.create(event)
+            except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
+                if "NamespaceTerminating" in error.causes:
+                    return
+                logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
         body = {
             "apiVersion": live["apiVersion"],
             "kind": live["kind"],
@@ -200,14 +244,6 @@ class Controller:
             if error.status == 404:  # deleted meanwhile; its event brings the rest
                 return
             raise
-        previous = live.get("status", {}).get("conditions", [])
-        for event in events.of_changes(live, previous, result.status["conditions"], self._clock()):
-            try:
-                await self._api.create(event)
-            except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
-                if "NamespaceTerminating" in error.causes:
-                    return
-                logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
 
     async def _write_routes(self) -> None:
         if not self.listed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from taktline_protocol.deployment import Route, RoutingTable, Target
+from taktline_protocol.deployment import Candidate, Route, RoutingTable, Target
 
 from taktline_operator import naming
 from taktline_operator.spec import PolicyDeployment
@@ -39,18 +39,27 @@ def targets(pods: Iterable[Json]) -> tuple[Target, ...]:
     return tuple(sorted(found, key=lambda target: target.address))
 
 
-def route(policy: PolicyDeployment, pods: Iterable[Json]) -> Route:
-    """What the gateway needs to serve one policy."""
+def route(
+    policy: PolicyDeployment, pods: Iterable[Json], revision: str = "", candidate: Candidate | None = None
+) -> Route:
+    """What the gateway needs to serve one policy.
+
+    Args:
+        pods: its workers.
+        revision: what they run, where it is not what the spec asks for.
+        candidate: the revision on trial.
+    """
     spec = policy.spec
     return Route(
         policy=policy.name,
         family=spec.model.family,
-        revision=spec.revision(),
+        revision=revision or spec.revision(),
         targets=targets(pods),
         control_budget_ms=spec.slo.control_budget_ms,
         max_batch=spec.batching.max_batch or spec.engine.buckets[-1],
         max_wait_ms=spec.batching.max_wait_ms,
         clients={client.protocol: client.mapping() for client in spec.clients},
+        candidate=candidate,
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 from kubernetes import client
 from taktline_protocol import metrics
 
-from taktline_operator import health, logs, naming, schema, watching
+from taktline_operator import health, logs, measuring, naming, schema, watching
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
 from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
@@ -146,6 +146,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         namespaces: those served; empty means all.
         kubeconfig: credentials; None looks for the pod's own, then for the default file.
         health_listen: host:port of the health endpoints.
+        gateway_scheme: http, or https where the gateways serve TLS; likewise key and authority of `measuring.Gateways`.
         lease: name of the Lease, in the gateway's namespace, that lets one of several operators work; empty takes none.
     """
 
@@ -153,13 +154,23 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     kubeconfig: Path | None = None
     health_listen: str
     lease: str = ""
+    gateway_scheme: str = "http"
+    gateway_key: str = ""
+    gateway_authority: str = ""
 
 
 async def _until_stopped(settings: Settings, options: RunOptions) -> int:
     credentials = load_configuration(options.kubeconfig)
     telemetry = Telemetry()
     api = KubeApi(credentials, telemetry.requested)
-    controller = Controller(api, settings, options.namespaces)
+    gateways = measuring.Gateways(
+        api,
+        settings.gateway_namespace,
+        scheme=options.gateway_scheme,
+        key=options.gateway_key,
+        authority=options.gateway_authority,
+    )
+    controller = Controller(api, settings, options.namespaces, measurements=gateways)
     service = Service(api, controller, watching.WatchLedger(), telemetry)
     election = None
     if options.lease:
@@ -187,6 +198,7 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
                 await election.release()
             await endpoints.cleanup()
     finally:
+        await gateways.close()
         await api.close()
         logger.info("operator stopped")
 

@@ -110,6 +110,36 @@ class Batching(_Struct, frozen=True):
     max_wait_ms: float = 5.0
 
 
+class Mirroring(_Struct, frozen=True):
+    """How much of the live traffic a candidate gets to see before it serves any."""
+
+    percent: int = 20
+    min_observations: int = 200
+
+
+class Parity(_Struct, frozen=True):
+    """How alike a candidate's actions must be."""
+
+    tolerance: float = 0.02
+    tolerances: tuple[float, ...] = ()
+    rows: int = 0
+    min_agreement: float = 0.99
+
+
+class Rollout(_Struct, frozen=True):
+    """How a change of model, engine or image reaches the robots."""
+
+    strategy: Literal["RollingUpdate", "Progressive"] = "RollingUpdate"
+    shadow: Mirroring = Mirroring()
+    parity: Parity = Parity()
+    steps: tuple[int, ...] = (5, 25, 50, 100)
+    step_seconds: int = 300
+    step_min_observations: int = 200
+    session_hold_seconds: int = 30
+    capacity: Literal["Surge", "Shared"] = "Surge"
+    timeout_minutes: int | None = None
+
+
 class ActionPart(_Struct, frozen=True):
     """A named part of the action row."""
 
@@ -150,6 +180,7 @@ class Spec(_Struct, frozen=True):
     slo: Slo
     engine: Engine = Engine()
     batching: Batching = Batching()
+    rollout: Rollout = Rollout()
     replicas: int | None = None
     clients: tuple[Client, ...] = ()
 

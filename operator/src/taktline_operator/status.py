@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from taktline_operator import faults, naming, routing
 from taktline_operator.spec import PolicyDeployment
+from taktline_operator.trials import Trial
 
 Json = dict[str, Any]
 
@@ -104,16 +107,18 @@ def observed(
     deployments: Sequence[Json],
     gateway_url: str,
     now: str,
-    rollout_note: str = "",
+    rollout_note: str,
+    trial: Trial,
 ) -> Json:
     """Status of an accepted PolicyDeployment.
 
     Args:
         live: the PolicyDeployment as read, with its previous status.
-        pods: all its worker pods.
-        deployments: its live Deployments.
+        pods: its worker pods that may get observations.
+        deployments: its live Deployments, without those of a candidate on trial.
         gateway_url: base URL of the gateway inside the cluster.
         rollout_note: what the Progressing condition says besides counts.
+        trial: the rollout as it is.
     """
     previous = live.get("status", {})
     settled = all(pool.settled for pool in pools)
@@ -121,7 +126,7 @@ def observed(
     endpoints = [target.address for target in routing.targets(pods)]
     desired, ready = sum(pool.desired for pool in pools), len(endpoints)
     counts = f"{ready} of {desired} workers serve"
-    revision = policy.spec.revision()
+    revision = trial.serving_name
     current = revision if settled and ready else previous.get("currentRevision", "")
 
     if desired == 0:
@@ -148,6 +153,8 @@ def observed(
         degraded = ("True", "Stalled", stalled)
     else:
         degraded = ("False", "AsExpected", "no worker fails")
+    if trial.progressive:
+        progressing, degraded = _of_trial(trial, progressing, degraded)
 
     status: Json = {
         "observedGeneration": policy.generation,
@@ -170,9 +177,39 @@ def observed(
         "endpoints": endpoints,
         "pools": [pool.to_status() for pool in pools],
     }
-    if current != revision:
-        status["candidateRevision"] = revision
+    status["rollout"] = {"phase": trial.after.phase, **msgspec.to_builtins(trial.after)}
+    coming = _candidate(trial) if trial.progressive else ""
+    if coming or current != revision:
+        status["candidateRevision"] = coming or revision
     return status
+
+
+def _candidate(trial: Trial) -> str:
+    """Name of the revision on trial; empty when none is."""
+    return trial.candidate_name if trial.before.candidate and trial.after.candidate else ""
+
+
+def _of_trial(
+    trial: Trial, progressing: tuple[str, str, str], degraded: tuple[str, str, str]
+) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+    """Progressing and Degraded of a policy with a candidate, or with one that was taken back."""
+    state = trial.after
+    if state.candidate:
+        name = trial.candidate_name or f"with hash {state.candidate}"
+        reason = "Paused" if state.paused else state.phase
+        step = "taken back: " if state.phase == "RollingBack" else ""
+        progressing = ("True", reason, f"revision {name}: {step}{state.message}")
+    elif state.phase == "RolledBack" and progressing[1] == "Complete":
+        progressing = ("False", "RolledBack", f"revision {trial.stable_name} serves; the candidate was taken back")
+    if state.phase in ("RollingBack", "RolledBack") and state.reason not in ("Superseded", "Aborted"):
+        name = trial.candidate_name or f"with hash {state.rejected or state.candidate}"
+        degraded = (
+            "True",
+            state.reason,
+            f"revision {name} was taken back, revision {trial.stable_name} serves: {state.message}"
+            " (correct the spec, or `taktline rollout retry`)",
+        )
+    return progressing, degraded
 
 
 def _stalled(deployments: Sequence[Json]) -> str:
