@@ -1,7 +1,8 @@
-"""Runs `promtool test rules` on a policy's rules with the counters of a story, and reads alerts at given minutes."""
+"""Runs `promtool test rules` on rules with the series of a story, and reads alerts and values at given minutes."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,39 +43,54 @@ def policy(*, objective: float = 0.999, pools: Sequence[str] = ("a",)) -> spec.P
     return spec.parse(body)
 
 
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
 class Firing:
     """What promtool says about a story, alert by alert."""
 
-    def __init__(self, programs: Path, folder: Path, series: Mapping[str, str], **options) -> None:
-        """`series` holds promtool's compact values by series, a value a minute; `options` go to `policy_groups`."""
+    def __init__(
+        self, programs: Path, folder: Path, series: Mapping[str, str], groups: list | None = None, step_minutes: int = 1
+    ) -> None:
+        """`series` holds promtool's compact values by series, a value a step; rules are evaluated once a step."""
+        self._step = f"{step_minutes}m"
+        self._seen: dict[int, list[dict[str, str]]] = {}
         self._program = programs / "promtool"
         self._folder = folder
         self._series = [{"series": name, "values": values} for name, values in series.items()]
-        groups = slo_rules.policy_groups(options.pop("of", None) or policy(), **options)
+        groups = slo_rules.policy_groups(policy()) if groups is None else groups
         (folder / "rules.yaml").write_text(yaml.safe_dump(slo_rules.rule_file(groups)))
-
-    def expect(self, minute: int, alert: str, labels: Mapping[str, str] | None) -> None:
-        """Asserts that `alert` fires at `minute` with `labels` among its own, or (None) that it does not fire."""
-        said = self.alerts(minute, alert)
-        if labels is None:
-            assert not said, said
-        else:
-            assert any(all(found.get(name) == value for name, value in labels.items()) for found in said), said
 
     def alerts(self, minute: int, alert: str) -> list[dict[str, str]]:
         """Labels of every instance of `alert` that fires at `minute`."""
+        if minute not in self._seen:  # all alerts in one run: a run evaluates the whole story
+            got = self._got(minute, 'ALERTS{alertstate="firing"}')
+            self._seen[minute] = [dict(_LABEL.findall(series)) for series in re.findall(r"\{([^}]*)\}", got)]
+        return [found for found in self._seen[minute] if found["alertname"] == alert]
+
+    def annotations(self, minute: int, alert: str) -> str:
+        """All annotations of `alert` at `minute`, as promtool prints them."""
         # promtool only compares, and prints what it got instead of an alert that nobody expects.
-        sentinel = {"exp_labels": {"sentinel": "x"}, "exp_annotations": {}}
+        unexpected = {"exp_labels": {"none": "such"}, "exp_annotations": {}}
+        return self._run(
+            {"alert_rule_test": [{"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": [unexpected]}]}
+        )
+
+    def value(self, minute: int, expr: str) -> float | None:
+        """The value of an expression with at most one series; None where it has none."""
+        last = self._got(minute, expr).split()[-1]
+        return None if last == "nil" else float(last)
+
+    def _got(self, minute: int, expr: str) -> str:
+        unexpected = [{"value": -7.7}]
+        return self._run({"promql_expr_test": [{"eval_time": f"{minute}m", "expr": expr, "exp_samples": unexpected}]})
+
+    def _run(self, test: dict) -> str:
+        """What promtool says it got."""
         cases = {
             "rule_files": ["rules.yaml"],
-            "evaluation_interval": "1m",
-            "tests": [
-                {
-                    "interval": "1m",
-                    "input_series": self._series,
-                    "alert_rule_test": [{"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": [sentinel]}],
-                }
-            ],
+            "evaluation_interval": self._step,
+            "tests": [{"interval": self._step, "input_series": self._series, **test}],
         }
         (self._folder / "cases.yaml").write_text(yaml.safe_dump(cases))
         run = subprocess.run(
@@ -84,17 +100,7 @@ class Firing:
             text=True,
             check=False,
         )
-        assert run.returncode == 1, run.stdout + run.stderr
-        got = run.stderr + run.stdout
-        assert "got:" in got, got
-        return _labels(got.split("got:", 1)[1])
-
-
-def _labels(text: str) -> list[dict[str, str]]:
-    found = []
-    for line in text.splitlines():
-        if "Labels:{" in line:
-            inner = line.split("Labels:{", 1)[1].rsplit("}", 1)[0]
-            pairs = [part.split("=", 1) for part in inner.split(", ") if "=" in part]
-            found.append({name: value.strip('"') for name, value in pairs})
-    return found
+        said = run.stdout + run.stderr
+        assert run.returncode == 1, said
+        assert "got:" in said, said
+        return said.split("got:", 1)[1]

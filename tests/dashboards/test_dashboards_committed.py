@@ -6,8 +6,8 @@ import itertools
 import re
 
 import pytest
-from taktline_dashboards import cli, outside, pages
-from taktline_protocol import metrics, slo
+from taktline_dashboards import cli, pages
+from taktline_protocol import metrics, outside, slo
 
 from .conftest import ROOT, committed, panels
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from taktline_protocol import metrics, slo
+from taktline_protocol import metrics, outside, slo
 
-from taktline_dashboards import outside
 from taktline_dashboards.page import POLICIES, Page, Variable
 from taktline_dashboards.panels import BAD, GOOD, WARN, Query, rows, single, time_series
 from taktline_dashboards.queries import mean, quantile, rate, selected, share

@@ -1,4 +1,4 @@
-"""The `taktline-operator` command: run, plan, crd."""
+"""The `taktline-operator` command: run, plan, rules, crd."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from taktline_protocol.errors import TaktlineError
+from taktline_protocol.errors import ErrorCode, TaktlineError
 
-from taktline_operator import __version__, planfile, reference, schema
+from taktline_operator import __version__, planfile, reference, rulefile, schema, slo_rules, slo_windows
 from taktline_operator.plan import Settings
 
 
@@ -63,6 +63,28 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-f", "--file", type=Path, required=True, help="YAML file with one or more PolicyDeployments")
     plan.add_argument("--observed", type=Path, metavar="JSON", help="a JSON List of what runs, pods included")
 
+    rules = commands.add_parser(
+        "rules",
+        help="print Prometheus rules: the SLO of each PolicyDeployment of a file, and the installation's own alerts",
+        description="Prints a rule file for a Prometheus without the Prometheus operator (where its kinds exist, the"
+        " operator applies the same rules by itself). Check it with: promtool check rules.",
+    )
+    rules.add_argument("-f", "--file", type=Path, help="YAML file with one or more PolicyDeployments")
+    rules.add_argument("--platform", action="store_true", help="add the alerts of gateways, operator and GPUs")
+    rules.add_argument(
+        "--period-days",
+        type=int,
+        choices=sorted(slo_windows.PERIODS),
+        default=slo_windows.DEFAULT_PERIOD_DAYS,
+        help="days over which the on-time objective counts (default %(default)s)",
+    )
+    rules.add_argument(
+        "--runbooks",
+        metavar="URL",
+        default=slo_rules.RUNBOOKS,
+        help="where the pages of docs/runbooks are; alerts link to them (default %(default)s)",
+    )
+
     crd = commands.add_parser("crd", help="print the CustomResourceDefinition as YAML")
     crd.add_argument("--markdown", action="store_true", help="print its field reference instead")
     return parser
@@ -74,6 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "crd":
             sys.stdout.write(reference.markdown() if options.markdown else schema.crd_text())
+            return 0
+        if options.command == "rules":
+            if options.file is None and not options.platform:
+                raise TaktlineError(ErrorCode.CONFIG_INVALID, "nothing to print rules of", "give -f FILE or --platform")
+            sys.stdout.write(
+                rulefile.text(
+                    options.file, platform=options.platform, period_days=options.period_days, runbooks=options.runbooks
+                )
+            )
             return 0
         settings = Settings(image=options.image, gateway_namespace=options.gateway_namespace)
         if options.command == "plan":

@@ -64,6 +64,32 @@ POLICY_ALERTS = (
     ROBOTS_SILENT,
 )
 
+# Alerts of the installation.
+GATEWAY_DOWN = "TaktlineGatewayDown"
+GATEWAY_FULL = "TaktlineGatewayFull"
+SESSION_STORE_DOWN = "TaktlineSessionStoreDown"
+OPERATOR_DOWN = "TaktlineOperatorDown"
+OPERATOR_DEAF = "TaktlineOperatorDeaf"
+RECONCILE_FAILING = "TaktlineReconcileFailing"
+POLICY_UNAVAILABLE = "TaktlinePolicyUnavailable"
+POLICY_DEGRADED = "TaktlinePolicyDegraded"
+GPU_XID = "TaktlineGpuXid"
+GPU_MEMORY_FAILING = "TaktlineGpuMemoryFailing"
+GPU_HOT = "TaktlineGpuHot"
+PLATFORM_ALERTS = (
+    GATEWAY_DOWN,
+    GATEWAY_FULL,
+    SESSION_STORE_DOWN,
+    OPERATOR_DOWN,
+    OPERATOR_DEAF,
+    RECONCILE_FAILING,
+    POLICY_UNAVAILABLE,
+    POLICY_DEGRADED,
+    GPU_XID,
+    GPU_MEMORY_FAILING,
+    GPU_HOT,
+)
+
 # Dashboards, by the uid that links use.
 DASHBOARD_FLEET = "taktline-fleet"
 DASHBOARD_POLICY = "taktline-policy"

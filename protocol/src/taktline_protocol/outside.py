@@ -1,7 +1,7 @@
-"""Series that Taktline shows and does not export: NVIDIA's DCGM exporter and kube-state-metrics.
+"""Series that Taktline queries and does not export: NVIDIA's DCGM exporter and kube-state-metrics.
 
-DCGM names are those that its exporter's default counter file switches on; a panel never asks for one that it comments
-out. Jetson has no DCGM: there the worker's own memory and busy time are all there is.
+DCGM names are those that its exporter's default counter file switches on; nothing here asks for one that it
+comments out. Jetson has no DCGM: there the worker's own memory and busy time are all there is.
 """
 
 from __future__ import annotations
