@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import Counter
@@ -12,65 +11,42 @@ from typing import Any
 
 import grpc
 import msgspec
-import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.deployment import Route, Target
-from taktline_protocol.messages import Array, Observation, PlanReport, PolicyInfo, RtcReport
-from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor, to_item
+from taktline_protocol.messages import Observation, PolicyInfo
+from taktline_protocol.rpc import to_item
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.logs import log
+from taktline_gateway.pending import ClientGone, Pending, Served, read_result
 from taktline_gateway.priorities import priority_of
-from taktline_gateway.scheduler import Batch, Refusal, Refused, Scheduler
+from taktline_gateway.refusals import SHED, advised, refused_error, superseded, unavailable, worker_failed
+from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry
+from taktline_gateway.tls import WorkerTls
+from taktline_gateway.tracing.requests import begin_batch, end_batch
 from taktline_gateway.worker_link import WorkerLink
 
-HANG_FACTOR = 5.0
-"""A batch that takes longer than this many times its predicted tail hangs."""
-HANG_FLOOR_S = 1.0
+__all__ = ["ClientGone", "Lane", "Pending", "Served"]
+
 MAX_ATTEMPTS = 2
+RETRIED = frozenset({ErrorCode.WORKER_UNAVAILABLE, ErrorCode.OVERLOADED})
+"""What a worker says of an observation that it did not look at; another worker may take it."""
 SUSPEND_S = 0.25
 SUSPEND_MAX_S = 8.0
 _logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Served:
-    """What a worker made of one observation, with the instants (monotonic, s) and durations around it."""
-
-    actions: Array
-    revision: str
-    worker: str
-    pool: str
-    batch_size: int
-    sent_at: float
-    inference_s: float
-    plan: PlanReport | None = None
-    rtc: RtcReport | None = None
-
-
-class ClientGone(Exception):
-    """The robot closed its connection while its observation was queued."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Pending(Ticket):
-    """A ticket with its observation and the future that its request waits for."""
-
-    request_id: str = ""
-    item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
-    result: asyncio.Future[Served] = dataclasses.field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
 class Lane:
     """Admits observations of one policy and gets each a chunk or a typed error."""
 
-    def __init__(self, route: Route, telemetry: Telemetry, *, max_queued: int) -> None:
+    def __init__(
+        self, route: Route, telemetry: Telemetry, *, max_queued: int, worker_tls: WorkerTls | None = None
+    ) -> None:
         self.route = route
+        self._worker_tls = worker_tls
         self._telemetry = telemetry
         self._scheduler = Scheduler(
             max_batch=route.max_batch, max_wait_s=route.max_wait_ms / 1e3, max_queued=max_queued
@@ -149,14 +125,16 @@ class Lane:
             self._spawn(self._retire(link))
         for target in wanted:
             if target not in self._links:
-                link = self._links[target] = WorkerLink(route.policy, target, self._worker_up, self._worker_down)
+                link = self._links[target] = WorkerLink(
+                    route.policy, target, self._worker_up, self._worker_down, self._worker_tls
+                )
                 link.start()
 
     async def close(self) -> None:
         """Refuses what is queued and closes every channel."""
         for ticket in list(self._scheduler.queue):
             self._scheduler.cancel(ticket)
-            self._fail(ticket, _unavailable(self.route.policy, None))
+            self._fail(ticket, unavailable(self.route.policy, None))
         if self._timer is not None:
             self._timer.cancel()
         links = list(self._links.values())
@@ -190,17 +168,11 @@ class Lane:
         )
         refused, older = self._scheduler.submit(pending, now)
         if refused is not None:
-            raise self._error(refused, now)
+            raise self._advised(pending, self._error(refused, now), now)
         if older is not None:
             self._telemetry.superseded(self.route.policy)
-            self._fail(
-                older,
-                TaktlineError(
-                    ErrorCode.SUPERSEDED,
-                    f"observation {older.seq} of robot {older.robot!r} was still queued when {observation.seq} came",
-                    "use the chunk of the newer observation",
-                ),
-            )
+            if not self._elsewhere(older):
+                self._fail(older, superseded(older, pending))
         self._poll_later()
         return pending
 
@@ -225,9 +197,15 @@ class Lane:
         now = time.monotonic()
         plan = self._scheduler.poll(now)
         for refused in plan.refused:
-            self._fail(refused.ticket, self._error(refused, now))
+            if not self._elsewhere(refused.ticket):
+                self._fail(refused.ticket, self._error(refused, now))
+        for silent in plan.silent:
+            self._hedge(silent, now)
         for batch in plan.batches:
             self._in_flight += len(batch.tickets)
+            for ticket in batch.tickets:
+                if isinstance(ticket, Pending):
+                    ticket.flights += 1
             link = self._up[batch.worker]
             self._telemetry.batch(self.route.policy, link.target.pool, link.revision, len(batch.tickets))
             self._spawn(self._run(link, batch, now))
@@ -241,20 +219,22 @@ class Lane:
         for member in members:
             member.item.budget_ms = 1e3 * (member.deadline - sent_at)
             request.items.append(member.item)
-        timeout_s = max(HANG_FLOOR_S, HANG_FACTOR * (batch.tail - sent_at))
+        traces = [member.trace for member in members]
         try:
-            response = await link.infer(request, timeout_s)
+            response = await link.infer(request, batch.hangs_at - sent_at, begin_batch(traces, sent_at, link.name))
         except grpc.aio.AioRpcError as error:
-            self._batch_failed(link, batch, f"{error.code().name}: {error.details() or 'no details'}"[:300])
+            end_batch(traces, error.code().name)
+            self._batch_failed(link, batch, members, f"{error.code().name}: {error.details() or 'no details'}"[:300])
             return
         except asyncio.CancelledError:
-            self._batch_failed(link, batch, "the channel was closed")
+            self._batch_failed(link, batch, members, "the channel was closed")
             raise
         finally:
             self._in_flight -= size
+        end_batch(traces)
         link.failures = 0
         seconds = time.monotonic() - sent_at
-        self._scheduler.finished(link.name, size, seconds)
+        self._scheduler.finished(link.name, size, seconds, response.total_ms / 1e3)
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
         revision = response.revision or link.revision
         self._telemetry.batch_finished(
@@ -267,24 +247,22 @@ class Lane:
         self, link: WorkerLink, members: list[Pending], response: worker_pb2.InferResponse, sent_at: float
     ) -> None:
         results = {result.request_id: result for result in response.results}
+        returned_at = time.monotonic()
         for member in members:
+            member.flights -= 1
             if member.result.done():
                 continue
-            result = results.get(member.request_id)
             try:
-                if result is None:
-                    raise _worker_failed(link, "it sent no result for this observation")
-                if result.WhichOneof("outcome") == "error":
-                    raise from_error(result.error)
-                actions = from_tensor("actions", result.actions, ErrorCode.WORKER_FAILED)
-                if actions.dtype != "float32" or len(actions.shape) != 2 or not np.isfinite(actions.to_numpy()).all():
-                    # A robot must never be handed numbers that are not actions.
-                    raise _worker_failed(link, "its actions are not finite float32 rows")
-                plan = from_plan(result.plan) if result.HasField("plan") else None
-                rtc = from_rtc(result.rtc) if result.HasField("rtc") else None
+                actions, plan, rtc = read_result(results.get(member.request_id), link.name)
             except TaktlineError as error:
-                member.result.set_exception(error)
+                if error.code in RETRIED and self._again(member, returned_at):
+                    continue
+                if error.code is ErrorCode.WORKER_FAILED and self._elsewhere(member):
+                    continue
+                self._scheduler.cancel(member)
+                self._fail(member, error)
                 continue
+            self._scheduler.cancel(member)  # a hedged copy may still be queued
             member.result.set_result(
                 Served(
                     actions=actions,
@@ -293,13 +271,15 @@ class Lane:
                     pool=link.target.pool,
                     batch_size=len(members),
                     sent_at=sent_at,
+                    returned_at=returned_at,
                     inference_s=response.total_ms / 1e3,
+                    phases_ms=(response.preprocess_ms, response.engine_ms, response.postprocess_ms),
                     plan=plan,
                     rtc=rtc,
                 )
             )
 
-    def _batch_failed(self, link: WorkerLink, batch: Batch, reason: str) -> None:
+    def _batch_failed(self, link: WorkerLink, batch: Batch, members: list[Pending], reason: str) -> None:
         link.failures += 1
         now = time.monotonic()
         pause = min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1))
@@ -314,12 +294,42 @@ class Lane:
             members=[ticket.robot for ticket in batch.tickets],
             pause_s=pause,
         )
-        for ticket in batch.tickets:
-            if isinstance(ticket, Pending) and ticket.result.done():
-                continue
-            if ticket.attempts + 1 >= MAX_ATTEMPTS or not self._scheduler.resubmit(ticket, now):
-                self._fail(ticket, _worker_failed(link, reason))
+        for member in members:
+            member.flights -= 1
+            if not member.result.done() and not self._elsewhere(member) and not self._again(member, now):
+                self._fail(member, worker_failed(link.name, reason, SUSPEND_S))
         self._poll()
+
+    def _again(self, member: Pending, now: float) -> bool:
+        """Queues a member once more where it may still be served in time; false where it has had its chances."""
+        return member.attempts + 1 < MAX_ATTEMPTS and self._scheduler.resubmit(member, now)
+
+    def _hedge(self, batch: Batch, now: float) -> None:
+        """The worker of a batch has gone silent: its members may go to another one; the first answer counts."""
+        hedged = [
+            ticket.robot
+            for ticket in batch.tickets
+            if isinstance(ticket, Pending)
+            and not ticket.result.done()
+            and ticket.attempts + 1 < MAX_ATTEMPTS
+            and self._scheduler.resubmit(ticket, now, avoid=batch.worker)
+        ]
+        log(
+            _logger,
+            logging.WARNING,
+            "worker_silent",
+            policy=self.route.policy,
+            worker=batch.worker,
+            overdue_ms=round(1e3 * (now - batch.tail), 1),
+            members=[ticket.robot for ticket in batch.tickets],
+            hedged=hedged,
+        )
+        if hedged:
+            self._poll_later()
+
+    def _elsewhere(self, ticket: Ticket) -> bool:
+        """Whether another copy of it is queued or in flight, so that its answer may still come."""
+        return ticket in self._scheduler.queue or (isinstance(ticket, Pending) and ticket.flights > 0)
 
     # ----- workers coming and going
 
@@ -348,47 +358,16 @@ class Lane:
 
     def _fail(self, ticket: Ticket, error: TaktlineError) -> None:
         if isinstance(ticket, Pending) and not ticket.result.done():
-            ticket.result.set_exception(error)
+            ticket.result.set_exception(self._advised(ticket, error, time.monotonic()))
+
+    def _advised(self, ticket: Ticket, error: TaktlineError, now: float) -> TaktlineError:
+        dt_s = self._last_info.dt_s if self._last_info is not None else 0.0
+        return advised(error, ticket.deadline, now, dt_s) if error.code in SHED else error
 
     def _error(self, refused: Refused, now: float) -> TaktlineError:
-        policy = self.route.policy
-        retry_ms = round(1e3 * refused.retry_s, 1)
-        if refused.reason is Refusal.NO_WORKER or refused.completion is None:
-            return _unavailable(policy, retry_ms)
-        if refused.reason is Refusal.QUEUE_FULL:
-            return TaktlineError(
-                ErrorCode.OVERLOADED,
-                f"the queue of policy {policy!r} is full ({self._scheduler.max_queued})",
-                "retry after the hint, or add workers to the pool",
-                retry_after_ms=retry_ms,
-            )
-        return TaktlineError(
-            ErrorCode.DEADLINE_UNREACHABLE,
-            f"the answer is predicted {1e3 * (refused.completion - now):.1f} ms from now,"
-            f" {1e3 * (refused.completion - refused.ticket.deadline):.1f} ms after the deadline",
-            "keep executing the buffer or hold; send a fresh observation after the hint",
-            retry_after_ms=retry_ms,
-        )
+        return refused_error(refused, self.route.policy, now, self._scheduler.max_queued)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _unavailable(policy: str, retry_ms: float | None) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.WORKER_UNAVAILABLE,
-        f"no worker of policy {policy!r} is ready",
-        "wait for GET /v1/policies/{policy} to say ready, or look at the worker's log",
-        retry_after_ms=retry_ms,
-    )
-
-
-def _worker_failed(link: WorkerLink, reason: str) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.WORKER_FAILED,
-        f"worker {link.name} failed this batch: {reason}",
-        "send a fresh observation; the gateway avoids that worker for a moment",
-        retry_after_ms=1e3 * SUSPEND_S,
-    )

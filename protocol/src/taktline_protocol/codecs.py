@@ -152,6 +152,8 @@ def error_body(error: TaktlineError, request_id: str = "") -> ErrorBody:
         next_step=error.next_step,
         request_id=request_id,
         retry_after_ms=error.retry_after_ms,
+        safe_action=error.safe_action,
+        buffer_ms=error.buffer_ms,
     )
 
 
@@ -162,4 +164,6 @@ def error_from_body(body: ErrorBody) -> TaktlineError:
         message = body.message
     except ValueError:
         code, message = ErrorCode.INTERNAL, f"{body.code}: {body.message}"
-    return TaktlineError(code, message, body.next_step, retry_after_ms=body.retry_after_ms)
+    error = TaktlineError(code, message, body.next_step, retry_after_ms=body.retry_after_ms)
+    error.safe_action, error.buffer_ms = body.safe_action, body.buffer_ms
+    return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal
 
 
 class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
@@ -101,7 +102,12 @@ class TaktlineError(Exception):
         message: what went wrong, with the values that matter.
         next_step: what the reader can do about it.
         retry_after_ms: when a retry may succeed; None when the same request never will.
+        safe_action: for a robot that was shed: `continue` with its buffer or `hold`; None where it is its own fault.
+        buffer_ms: how long that buffer lasts.
     """
+
+    safe_action: Literal["continue", "hold"] | None = None
+    buffer_ms: float | None = None
 
     def __init__(self, code: ErrorCode, message: str, next_step: str, *, retry_after_ms: float | None = None) -> None:
         super().__init__(message)

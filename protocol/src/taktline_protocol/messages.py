@@ -13,6 +13,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 DType = Literal["uint8", "int32", "int64", "float32", "float64"]
 PriorityName = Literal["safety", "production", "background", "rollout"]
 """Classes of traffic, the first served first."""
+SafeAction = Literal["continue", "hold"]
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +109,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         instruction: task in words.
         seed: fixes the sampler's noise; None draws fresh noise.
         search: for planners only, whose goal travels as one more image.
+        traceparent: W3C trace context of the robot's own trace, where it has one; of the HTTP header and this the
+            header counts. What is malformed is ignored.
         rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
         priority: class of traffic. `rollout` is for simulators that have no deadline: its budget is how long they would
             wait, and it gets what the other classes leave.
@@ -128,6 +131,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     search: Search | None = None
     rtc: Rtc | None = None
     priority: PriorityName = "production"
+    traceparent: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +188,20 @@ class RtcReport(msgspec.Struct, frozen=True, kw_only=True):
     path: Literal["batched", "apart"]
 
 
+class Degraded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an answer differs from the policy's own, where there was no time for that; only what differs is set.
+
+    Attributes:
+        solver_steps: steps of the flow solver, fewer than the policy's own.
+        horizon: actions in the chunk, fewer than the policy's own.
+        policy: the policy that answered in place of the one asked.
+    """
+
+    solver_steps: int | None = None
+    horizon: int | None = None
+    policy: str | None = None
+
+
 class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer to one observation.
 
@@ -196,6 +214,9 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         batch_size: how many observations shared the engine call.
         plan: of planners: `actions` is then the whole plan, of which row 0 is to be executed.
         rtc: what was made of the observation's `rtc`; absent where no tail was sent.
+        degraded: what was made cheaper to meet the deadline; absent where nothing was.
+        next_observation_at_ms: when to capture the next observation, in ms after this answer left the gateway, so that
+            the fleet's observations come in step with the batches. A hint; absent where any moment is as good.
     """
 
     request_id: str
@@ -213,16 +234,25 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     worker: str = ""
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
+    degraded: Degraded | None = None
+    next_observation_at_ms: float | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A typed error on the wire; `code` is a value of `ErrorCode`."""
+    """A typed error on the wire; `code` is a value of `ErrorCode`.
+
+    Attributes:
+        safe_action: what a robot that was shed does now: `continue` with its buffer, or `hold` where it is dry.
+        buffer_ms: how long that buffer lasts, as far as the gateway knows; then hold.
+    """
 
     code: str
     message: str
     next_step: str
     request_id: str = ""
     retry_after_ms: float | None = None
+    safe_action: SafeAction | None = None
+    buffer_ms: float | None = None
 
 
 class BucketTime(msgspec.Struct, frozen=True, kw_only=True):

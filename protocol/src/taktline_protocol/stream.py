@@ -240,7 +240,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=17):
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """A typed error instead of a chunk; the codes are those of REST.
 
-    `held`: the gateway holds the frames of this observation, so that the next one may refer to them.
+    `held`: the gateway holds the frames of this observation, so that the next one may refer to them. `safe_action` and
+    `buffer_ms`: see `ErrorBody`.
     """
 
     seq: int
@@ -252,6 +253,8 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=18):
     held: bool
     retry_after_ms: float | None = None
     request_id: str = ""
+    safe_action: Literal["continue", "hold"] | None = None
+    buffer_ms: float | None = None
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=19):

@@ -221,4 +221,6 @@ def to_refusal(
         held=held,
         retry_after_ms=error.retry_after_ms,
         request_id=request_id,
+        safe_action=error.safe_action,
+        buffer_ms=error.buffer_ms,
     )

@@ -1,0 +1,81 @@
+"""One observation on its way: what waits for its answer, and how a worker's result becomes that answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+from taktline_protocol import ErrorCode, worker_pb2
+from taktline_protocol.messages import Array, PlanReport, RtcReport
+from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor
+
+from taktline_gateway.deadline_queue import Ticket
+from taktline_gateway.refusals import worker_failed
+from taktline_gateway.tracing.requests import RequestTrace
+
+RETRY_S = 0.25
+"""When a robot whose worker sent no usable result is told to try again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """What a worker made of one observation, with the instants (monotonic, s) and durations around it.
+
+    Attributes:
+        phases_ms: preprocess, engine and postprocess of its batch, as the worker measured them.
+    """
+
+    actions: Array
+    revision: str
+    worker: str
+    pool: str
+    batch_size: int
+    sent_at: float
+    returned_at: float
+    inference_s: float
+    phases_ms: tuple[float, float, float]
+    plan: PlanReport | None = None
+    rtc: RtcReport | None = None
+
+
+class ClientGone(Exception):
+    """The robot closed its connection while its observation was queued."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Pending(Ticket):
+    """A ticket with its observation and the future that its request waits for.
+
+    Attributes:
+        flights: batches in flight that it is a member of; two where it was hedged.
+    """
+
+    request_id: str = ""
+    trace: RequestTrace | None = None
+    flights: int = 0
+    item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
+    result: asyncio.Future[Served] = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+def read_result(
+    result: worker_pb2.InferResult | None, worker: str
+) -> tuple[Array, PlanReport | None, RtcReport | None]:
+    """A worker's actions and what it says of them.
+
+    Raises:
+        TaktlineError: the item's own error, or `worker_failed` where there is no result, or one that is no actions.
+    """
+    if result is None:
+        raise worker_failed(worker, "it sent no result for this observation", RETRY_S)
+    if result.WhichOneof("outcome") == "error":
+        raise from_error(result.error)
+    actions = from_tensor("actions", result.actions, ErrorCode.WORKER_FAILED)
+    if actions.dtype != "float32" or len(actions.shape) != 2 or not np.isfinite(actions.to_numpy()).all():
+        # A robot must never be handed numbers that are not actions.
+        raise worker_failed(worker, "its actions are not finite float32 rows", RETRY_S)
+    plan = from_plan(result.plan) if result.HasField("plan") else None
+    rtc = from_rtc(result.rtc) if result.HasField("rtc") else None
+    return actions, plan, rtc

@@ -1,0 +1,119 @@
+"""Workers that go silent, drain, refuse or change revision: real processes, every request gets one answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.gateway.conftest import until
+
+WAIT = "slow 300"
+
+
+def events(stack, name):
+    lines = [line for line in stack.log.read_text().splitlines() if line.startswith("{")]
+    return [entry for entry in map(json.loads, lines) if entry.get("message") == name]
+
+
+@pytest.fixture
+def two_workers(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(), stack.start_worker())
+    stack.start_gateway()
+    stack.wait_workers(2)
+    return stack
+
+
+def test_a_silent_worker_costs_nothing_where_another_can_still_make_it(two_workers):
+    """The process is stopped in its batch, its connection stays: nothing fails, and yet nothing comes."""
+    stack = two_workers
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(stack.act, robot="a", instruction=WAIT, budget_ms=5_000.0)
+        silent = until(stack.batches, "the first batch")[0]["worker"]
+        os.kill(stack.workers[silent].pid, signal.SIGSTOP)
+        status, chunk = asked.result()
+        os.kill(stack.workers[silent].pid, signal.SIGCONT)
+    assert status == 200
+    assert chunk.worker != silent
+    assert next(entry["worker"] for entry in events(stack, "worker_silent")) == silent
+    assert not events(stack, "batch_failed"), "it was sent elsewhere before it was given up"
+    assert [batch["worker"] for batch in stack.batches()] == [silent, chunk.worker]
+
+
+def test_the_answer_of_a_worker_that_was_only_slow_still_counts(two_workers):
+    """Both workers get it; exactly one answer comes, and the gateway goes on."""
+    stack = two_workers
+    status, chunk = stack.act(robot="a", instruction=WAIT, budget_ms=5_000.0)
+    assert status == 200
+    assert chunk.worker == stack.batches()[0]["worker"], "the first to answer is the first that was asked"
+    assert stack.act(robot="a")[0] == 200
+    assert stack.metric("taktline_requests_total", policy="scripted", code="ok") == 2
+
+
+def test_without_another_worker_a_silent_one_is_waited_for(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker())
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, _ = stack.act(robot="a", instruction=WAIT, budget_ms=5_000.0)
+    assert status == 200
+    assert len(stack.batches()) == 1
+    assert events(stack, "worker_silent")[0]["hedged"] == []
+
+
+def test_a_draining_worker_finishes_its_batch_and_gets_no_other(two_workers):
+    stack = two_workers
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(stack.act, robot="a", instruction="slow 15", budget_ms=5_000.0)
+        leaving = until(stack.batches, "the first batch")[0]["worker"]
+        stack.workers[leaving].send_signal(signal.SIGTERM)
+        status, _ = asked.result()
+        stack.wait_workers(1)
+        others = list(pool.map(lambda n: stack.act(robot=f"r{n}"), range(8)))
+    assert status == 200
+    assert {status for status, _ in others} == {200}
+    assert leaving not in {chunk.worker for _, chunk in others}
+
+
+def test_what_a_worker_will_not_look_at_is_offered_to_another(two_workers):
+    """A worker that was restarted with another revision refuses the batches of the old one."""
+    stack = two_workers
+    status, error = stack.act(robot="a", instruction="unavailable")
+    assert (status, error.code) == (503, "worker_unavailable")
+    asked = [batch["worker"] for batch in stack.batches()]
+    assert len(asked) == 2, "it is tried twice, and not for ever"
+
+
+def test_a_batch_has_one_revision(bare_stack):
+    """Two revisions serve one policy side by side: no batch is mixed, and each answer names its own."""
+    stack = bare_stack
+    revisions = {stack.start_worker(revision="old"): "old", stack.start_worker(revision="new"): "new"}
+    stack.write_routes(*revisions)
+    stack.start_gateway()
+    stack.wait_workers(2)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", instruction="slow 5"), range(48)))
+    chunks = [chunk for status, chunk in answers if status == 200]
+    assert len(chunks) == 48
+    assert {chunk.revision for chunk in chunks} == {"old", "new"}
+    assert all(revisions[chunk.worker] == chunk.revision for chunk in chunks)
+    assert all(batch["revision"] == revisions[batch["worker"]] for batch in stack.batches())
+
+
+def test_a_shed_robot_is_told_what_is_safe(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(t_sync="1:200"))
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, error = stack.act(robot="a", budget_ms=150.0)
+    assert (status, error.code) == (503, "deadline_unreachable")
+    assert error.safe_action == "continue", "it has 150 ms of actions left"
+    assert 0 < error.buffer_ms <= 150.0
+    _, error = stack.act(robot="b", budget_ms=30.0)
+    assert error.safe_action == "hold", "less than one control period of 50 ms is nothing"
+    _, error = stack.act(robot="c", instruction="")
+    assert error.safe_action is None, "a faulty request is no matter of time"
