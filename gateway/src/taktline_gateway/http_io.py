@@ -32,17 +32,28 @@ class Disconnected(Exception):
 class Exchange:
     """The headers of one request that matter here, read once."""
 
-    __slots__ = ("accept", "content_length", "content_type", "pending", "received_at", "request_id", "traceparent")
+    __slots__ = (
+        "accept",
+        "content_encoding",
+        "content_length",
+        "content_type",
+        "pending",
+        "received_at",
+        "request_id",
+        "traceparent",
+    )
 
     def __init__(self, scope: Scope) -> None:
         self.received_at = time.monotonic()
-        self.content_type = self.accept = self.traceparent = ""
+        self.content_type = self.accept = self.content_encoding = self.traceparent = ""
         self.pending: Pending | None = None  # once its observation waits for a batch
         self.content_length: int | None = None
         given = b""
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self.content_type = value.decode("latin-1")
+            elif name == b"content-encoding":
+                self.content_encoding = value.decode("latin-1")
             elif name == b"accept":
                 self.accept = value.decode("latin-1")
             elif name == b"content-length" and value.isdigit():
@@ -54,7 +65,13 @@ class Exchange:
         self.request_id = _request_id(given)
 
     def body_media(self) -> MediaType:
-        """Encoding of the body. Raises TaktlineError `unsupported_media_type`."""
+        """Encoding of the body. Raises TaktlineError `unsupported_media_type`, also for a compressed one: a bomb."""
+        if self.content_encoding.lower() not in ("", "identity"):
+            raise TaktlineError(
+                ErrorCode.UNSUPPORTED_MEDIA_TYPE,
+                f"Content-Encoding {self.content_encoding[:50]!r} is not read here",
+                "send the body as it is: camera frames are compressed already",
+            )
         return media_type(self.content_type)
 
     def answer_media(self) -> MediaType:

@@ -46,9 +46,9 @@ class ConnectionCounts:
             del self.by_address[address]
 
 
-def guarded_http(counts: ConnectionCounts) -> type[HttpToolsProtocol]:
+def guarded_http(counts: ConnectionCounts, head_timeout_s: float = HEAD_TIMEOUT_S) -> type[HttpToolsProtocol]:
     """uvicorn's protocol class for one server, with the bounds of this module."""
-    return type("CountedHttp", (GuardedHttp,), {"counts": counts})
+    return type("CountedHttp", (GuardedHttp,), {"counts": counts, "head_timeout_s": head_timeout_s})
 
 
 class GuardedHttp(HttpToolsProtocol):
@@ -58,6 +58,7 @@ class GuardedHttp(HttpToolsProtocol):
     """
 
     counts: ConnectionCounts
+    head_timeout_s: float
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._too_slow)
 
     def _head_came(self) -> None:
         self._head_bytes = None

@@ -1,0 +1,267 @@
+"""Clients that mean harm, or are broken: slow heads and bodies, endless heads, many connections, bombs, smuggling."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import zlib
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+from taktline_gateway.http_protocol import HEAD_BYTES, ConnectionCounts, guarded_http
+from taktline_protocol import Image
+from taktline_protocol.codecs import MediaType, encode
+
+from tests.gateway.conftest import free_port, parse
+
+
+async def echo(scope, receive, send):
+    """Answers every request with the number of body bytes."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+        return
+    size = 0
+    while True:
+        message = await receive()
+        size += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    body = b"%d" % size
+    head = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def server(counts: ConnectionCounts, head_timeout_s: float = 0.2):
+    port = free_port()
+    config = uvicorn.Config(
+        echo, port=port, http=guarded_http(counts, head_timeout_s), lifespan="off", log_config=None, loop="uvloop"
+    )
+    running = uvicorn.Server(config)
+    running.install_signal_handlers = lambda: None
+    task = asyncio.create_task(running._serve())
+    while not running.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield port
+    finally:
+        running.should_exit = True
+        running.force_exit = True
+        await task
+
+
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(10):
+        return await reader.read()
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_a_head_that_trickles_or_never_comes_is_cut_off():
+    counts = ConnectionCounts(100, 100)
+    async with server(counts) as port:
+        for start in (b"", b"GET / HTTP/1.1\r\nHost:"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(start)
+            assert (await all_of(reader)).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def trickle():
+            for byte in GET * 3:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        feeding = asyncio.create_task(trickle())
+        assert (await all_of(reader)).startswith(b"HTTP/1.1 408 ")
+        feeding.cancel()
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert counts.total == 0
+
+
+async def test_a_second_head_on_a_kept_connection_has_its_own_time():
+    counts = ConnectionCounts(100, 100)
+    async with server(counts) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(GET)
+            assert b"200" in await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(1)
+            await asyncio.sleep(0.25)  # idle for longer than a head may take: that is another limit
+        writer.write(GET[:10])
+        assert (await all_of(reader)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_a_slow_body_is_not_taken_for_a_slow_head():
+    async with server(ConnectionCounts(100, 100)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345")
+        await asyncio.sleep(0.3)
+        writer.write(b"67890")
+        assert b"200" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_an_endless_head_is_refused_early():
+    async with server(ConnectionCounts(100, 100), head_timeout_s=30.0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 40 * HEAD_BYTES and not reader.at_eof():
+                writer.write(b"X-Filler: " + b"a" * 4000 + b"\r\n")
+                await writer.drain()
+                sent += 4000
+                await asyncio.sleep(0)
+        assert sent < 40 * HEAD_BYTES
+        writer.close()
+
+
+async def test_one_address_cannot_take_every_connection():
+    counts = ConnectionCounts(most=10, most_by_address=3)
+    async with server(counts, head_timeout_s=30.0) as port:
+        held = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET)
+            await reader.readuntil(b"\r\n\r\n")
+            held.append(writer)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert b"503" in await all_of(reader)
+        held.pop().close()
+        await asyncio.sleep(0.1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        assert b"200" in await reader.readuntil(b"\r\n\r\n")
+        assert counts.total == 3
+        for each in (*held, writer):
+            each.close()
+        await asyncio.sleep(0.1)
+        assert counts.total == 0
+        assert not counts.by_address
+
+
+async def test_an_upgraded_connection_is_counted_until_it_ends():
+    from websockets.asyncio.client import connect
+
+    counts = ConnectionCounts(10, 10)
+    async with server(counts, head_timeout_s=0.2) as port:
+        async with connect(f"ws://127.0.0.1:{port}/") as client:
+            await asyncio.sleep(0.3)
+            assert counts.total == 1
+            await client.send("still here")
+        await asyncio.sleep(0.1)
+        assert counts.total == 0
+
+
+async def test_pipelined_requests_still_work():
+    async with server(ConnectionCounts(10, 10)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET * 5)
+        for _ in range(5):
+            assert b"200" in await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(1)
+        writer.close()
+
+
+# ----- against the whole gateway
+
+
+def raw(url: str, data: bytes) -> bytes:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        parts = []
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(65536):
+                parts.append(part)
+    return b"".join(parts)
+
+
+SMUGGLED = {
+    "length and chunked": b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n",
+    "two lengths": b"Content-Length: 4\r\nContent-Length: 60\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n",
+    "a length that is none": b"Content-Length: +4\r\n\r\nabcd",
+    "chunked, spelt otherwise": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "space before the colon": b"Content-Length : 4\r\n\r\nabcd",
+}
+
+
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_a_request_within_a_request_is_not_answered(shared_stack, name):
+    head = b"POST /v1/policies/scripted/act HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+    answer = raw(shared_stack.url, head + SMUGGLED[name])
+    assert b"taktline_requests_total" not in answer
+    assert answer.startswith(b"HTTP/1.1 4")
+
+
+def test_a_compressed_body_is_not_inflated(shared_stack):
+    bomb = zlib.compress(bytes(50_000_000))
+    for coding in ("gzip", "deflate", "br"):
+        headers = {"content-type": "application/msgpack", "content-encoding": coding}
+        answer = httpx.post(f"{shared_stack.url}/v1/policies/scripted/act", content=bomb, headers=headers)
+        status, error = parse(answer)
+        assert (status, error.code) == (415, "unsupported_media_type")
+
+
+def png_of(width: int, height: int, pixels: bytes) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def test_a_picture_that_would_unfold_to_gigabytes_is_refused_by_its_header(shared_stack):
+    bomb = Image("png", png_of(40_000, 40_000, bytes(3 << 20)))
+    status, error = shared_stack.act(images={"front": bomb, "wrist": bomb})
+    assert (status, error.code) == (422, "image_too_large")
+
+
+def test_many_tiny_values_and_deep_nesting_are_refused_unbuilt(shared_stack):
+    wide = msgspec.msgpack.encode([None] * 5_000_000)
+    deep = b"\x91" * 1_000_000 + b"\xc0"
+    for body in (wide, deep):
+        status, error = shared_stack.post(body)
+        assert (status, error.code) == (400, "invalid_body")
+    json = b"[" * 1_000_000
+    status, error = shared_stack.post(json, "application/json")
+    assert (status, error.code) == (400, "invalid_body")
+
+
+def test_a_body_over_the_limit_gets_its_answer_although_it_is_not_read(shared_stack):
+    status, error = shared_stack.post(bytes(17 << 20))
+    assert (status, error.code) == (413, "body_too_large")
+    assert shared_stack.act()[0] == 200
+
+
+def test_a_chunked_body_without_end_is_cut_at_the_limit(shared_stack):
+    def endless():
+        for _ in range(64):
+            yield bytes(1 << 20)
+
+    headers = {"content-type": "application/msgpack"}
+    with contextlib.suppress(httpx.TransportError):
+        answer = httpx.post(f"{shared_stack.url}/v1/policies/scripted/act", content=endless(), headers=headers)
+        assert parse(answer)[1].code == "body_too_large"
+    assert shared_stack.act()[0] == 200
+
+
+def test_control_characters_do_not_reach_the_log_as_lines(shared_stack):
+    forged = 'arm"\n{"level":"error","message":"forged"}\r\n'
+    body = encode(shared_stack.observation(robot=forged, instruction=""), MediaType.MSGPACK)
+    assert shared_stack.post(body)[0] in (400, 422)
+    lines = shared_stack.log.read_text().splitlines()
+    assert all(msgspec.json.decode(line)["message"] != "forged" for line in lines)
