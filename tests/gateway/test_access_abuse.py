@@ -48,7 +48,7 @@ async def server(counts: ConnectionCounts, head_timeout_s: float = 0.2):
     running = uvicorn.Server(config)
     running.install_signal_handlers = lambda: None
     task = asyncio.create_task(running._serve())
-    while not running.started:
+    while not running.started:  # noqa: ASYNC110 (uvicorn has no event for it)
         await asyncio.sleep(0.01)
     try:
         yield port
@@ -191,7 +191,8 @@ def raw(url: str, data: bytes) -> bytes:
 
 
 SMUGGLED = {
-    "length and chunked": b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n",
+    "length and chunked": b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n"
+    b"\r\n",
     "two lengths": b"Content-Length: 4\r\nContent-Length: 60\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n",
     "a length that is none": b"Content-Length: +4\r\n\r\nabcd",
     "chunked, spelt otherwise": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",

@@ -91,6 +91,8 @@ def test_the_chart_lints(helm: Any, values: list[str]) -> None:
         ("gateway.image=taktline/gateway", "image"),
         ("gateway.service.type=External", "type"),
         ("gateway.service.port=0", "port"),
+        ("gateway.access.mode=none", "mode"),
+        ("gateway.tls.secrets=x", "secrets"),
         ("imagePullPolicy=Sometimes", "imagePullPolicy"),
     ],
 )
@@ -169,3 +171,22 @@ def test_two_of_each_are_protected_from_a_drain(render: Render) -> None:
     assert not [found for found in render() if found["kind"] == "PodDisruptionBudget"]
     budgets = [found for found in render(*VALUES["high availability"]) if found["kind"] == "PodDisruptionBudget"]
     assert [found["metadata"]["name"] for found in budgets] == ["taktline-gateway", "taktline-operator"]
+
+
+def test_a_shared_cluster_asks_for_keys_and_may_encrypt(render: Render) -> None:
+    def gateway(*values: str) -> tuple[list[str], Json]:
+        pod = find(render(*values), "Deployment", "taktline-gateway")["spec"]["template"]["spec"]
+        return pod["containers"][0]["command"], pod
+
+    command, pod = gateway()
+    assert "--allow-anonymous" in command
+    assert "--access-file" not in command
+    command, pod = gateway("--set", "gateway.access.mode=keys,gateway.access.secret=team-keys,gateway.tls.secret=cert")
+    assert "--allow-anonymous" not in command
+    assert command[command.index("--access-file") + 1] == "/etc/taktline-access/access.json"
+    assert command[command.index("--tls-cert") + 1] == "/etc/taktline-tls/tls.crt"
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    assert secrets == {"access": "team-keys", "tls": "cert"}
+    mounted = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounted["access"] == "/etc/taktline-access"
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
