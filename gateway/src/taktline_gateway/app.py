@@ -22,6 +22,7 @@ from taktline_gateway.http_io import exchange_of, internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.openapi import document
 from taktline_gateway.service import Gateway
+from taktline_gateway.tracing.endpoint import timeline_route
 
 ACT_PATH = "/v1/policies/{policy}/act"
 _logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     )
     app.router.routes.append(Route(ACT_PATH, endpoint=ActEndpoint(gateway), methods=["POST"]))
     app.router.routes.extend(kserve_routes(GatewayService(gateway), gateway.settings.body_timeout_s))
+    app.router.routes.append(timeline_route(gateway))
 
     @app.get("/v1/policies")
     async def policies(request: Request) -> Response:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from importlib.metadata import version
 from pathlib import Path
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import RoutingTable
 from taktline_protocol.limits import DEFAULT_LIMITS, Limits
+from taktline_protocol.tracing import tracing_from_environment
 
+from taktline_gateway.books import Books
 from taktline_gateway.compat.ports import ClientPorts
 from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
@@ -51,6 +54,7 @@ class Gateway:
         """Reads the routing table. Raises TaktlineError `config_invalid`."""
         self.settings = settings
         self.telemetry = Telemetry()
+        self.books = Books(self.telemetry, tracing_from_environment("taktline-gateway", version("taktline-gateway")))
         self.robots = Robots()
         self.lanes: dict[str, Lane] = {}
         self.draining = False
@@ -72,6 +76,7 @@ class Gateway:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         await asyncio.gather(*(lane.close() for lane in self.lanes.values()), *self._closing)
+        await asyncio.to_thread(self.books.close)
 
     def lane(self, policy: str) -> Lane:
         """The lane of a policy. Raises TaktlineError `unknown_policy`."""
@@ -105,12 +110,12 @@ class Gateway:
             task = asyncio.create_task(self.lanes.pop(policy).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-            self.telemetry.policy_gone(policy)
+            self.books.policy_gone(policy)
         for policy, route in routes.items():
             if policy in self.lanes:
                 self.lanes[policy].apply(route)
             else:
-                self.telemetry.policy_served(policy)
+                self.books.policy_served(policy)
                 self.lanes[policy] = Lane(route, self.telemetry, max_queued=self.settings.max_queued)
         targets = {policy: [target.address for target in route.targets] for policy, route in routes.items()}
         log(_logger, logging.INFO, "routes_applied", targets=targets)

@@ -19,6 +19,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.tracing import tracing_from_environment
 from taktline_protocol.rpc import SERVER_OPTIONS
 from taktline_protocol.tracing import tracing_from_environment
 
@@ -26,6 +27,7 @@ from taktline_worker.engine import Engine
 from taktline_worker.instruments import Instruments
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.service import MAX_WAITING_BATCHES, WorkerService
+from taktline_worker.tracing import BatchTraces
 from taktline_worker.tls import TlsFiles, server_credentials
 from taktline_worker.tracing import BatchTraces
 

@@ -17,6 +17,7 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_worker.adapter import GuidedChunk, PlannedChunk
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
+from taktline_worker.tracing import BatchTraces
 from taktline_worker.observation import EncodedImage, RobotInput, RtcInput, SearchInput
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """
 
     def __init__(
-        self, config: EngineConfig, engine: Engine, t_sync: Sequence[BucketTiming], instruments: Instruments
+        self,
+        config: EngineConfig,
+        engine: Engine,
+        t_sync: Sequence[BucketTiming],
+        instruments: Instruments,
+        traces: BatchTraces,
     ) -> None:
         self._config = config
         self._engine = engine
         self._t_sync = tuple(t_sync)
         self._instruments = instruments
+        self._traces = traces
         self._places = threading.BoundedSemaphore(MAX_WAITING_BATCHES)
 
     def Info(self, request: worker_pb2.InfoRequest, context: grpc.ServicerContext) -> worker_pb2.InfoResponse:  # noqa: D102
@@ -89,7 +96,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise
         finally:
             self._places.release()
-        return self._response(request, result, received)
+        response = self._response(request, result, received)
+        self._traces.batch(context.invocation_metadata(), received, result, self._config.model.revision)
+        return response
 
     def _refusal(self, request: worker_pb2.InferRequest) -> TaktlineError | None:
         if request.policy != self._config.policy:

@@ -1,0 +1,1 @@
+"""Where a request's time went, request by request: OpenTelemetry spans, and the timeline of the last requests."""
