@@ -323,6 +323,14 @@ class TestPlatform:
                     'reason="CrashLoopBackOff"}': "1x120"
                 },
             ),
+            (
+                slo.ROLLED_BACK,
+                {
+                    f'{metrics.POLICY_ROLLOUT}{{policy="q",namespace="f",phase="RolledBack",reason="ActionsDiffer"}}': (
+                        "0x120"
+                    )
+                },
+            ),
             (slo.GPU_XID, {f'{outside.DCGM_XID}{{gpu="0",Hostname="n"}}': "0x105 79x20"}),
             (slo.GPU_MEMORY_FAILING, {f'{outside.DCGM_ROW_REMAP_FAILURE}{{gpu="0",Hostname="n"}}': "0x50 1x70"}),
             (slo.GPU_MEMORY_FAILING, {f'{outside.DCGM_UNCORRECTABLE}{{gpu="0",Hostname="n"}}': "2x80 3x40"}),
@@ -334,6 +342,13 @@ class TestPlatform:
         assert told.alerts(110, name)
         others = [other for other in slo.PLATFORM_ALERTS if other != name and told.alerts(110, other)]
         assert others == []
+
+    @pytest.mark.parametrize(
+        "labels", ['phase="Shifting",reason=""', 'phase="RolledBack",reason="Aborted"', 'phase="Complete",reason=""']
+    )
+    def test_a_rollout_under_way_or_ended_by_hand_is_no_alert(self, installation, labels):
+        series = {f'{metrics.POLICY_ROLLOUT}{{policy="q",namespace="f",{labels}}}': "25x20"}
+        assert installation(series | {BUILD: "1x20"}).alerts(15, slo.ROLLED_BACK) == []
 
     def test_a_policy_scaled_to_zero_on_purpose_is_no_outage(self, installation):
         zero = f'{metrics.POLICY_CONDITION}{{policy="z",namespace="f",condition="Available",reason="ScaledToZero"}}'

@@ -62,6 +62,34 @@ def page() -> Page:
             width=8,
         ),
     )
+    candidate = selected(policy="$policy", track="candidate")
+    found.row(
+        "The rollout itself",
+        time_series(
+            "Robots that the candidate serves",
+            "Percent, by phase: Shadow compares answers that no robot uses, Shifting moves robots step by step.",
+            Query(f"{metrics.POLICY_ROLLOUT}{_CHOSEN}", "{{phase}} {{reason}}"),
+            unit="percent",
+            maximum=100.0,
+            height=6,
+        ),
+        rows(
+            "Phase",
+            "Where the rollout stands, the reason where it was taken back; kubectl describe pd has the sentence.",
+            {"Candidate serves %": f"{metrics.POLICY_ROLLOUT}{_CHOSEN}"},
+            labels=["namespace", "policy", "phase", "reason"],
+            width=7,
+            height=6,
+        ),
+        rows(
+            "Candidate",
+            "The revision on trial, as its PolicyDeployment names it.",
+            {"On trial": f"{metrics.POLICY_REVISION}{candidate}"},
+            labels=["policy", "revision"],
+            width=5,
+            height=6,
+        ),
+    )
     found.row(
         "Is the new one as good?",
         time_series(

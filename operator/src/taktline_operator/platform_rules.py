@@ -137,6 +137,15 @@ class _Platform:
                 f"{where}: a worker fails ({{{{ $labels.reason }}}})",
                 "Less capacity than wanted; a rollout may stand still.",
             ),
+            self._alert(
+                slo.ROLLED_BACK,
+                f'{metrics.POLICY_ROLLOUT}{{phase=~"RollingBack|RolledBack",reason!~"Superseded|Aborted"}} >= 0',
+                "0s",
+                TICKET,
+                f"{slo.DASHBOARD_ROLLOUT}?var-policy={{{{ $labels.policy }}}}",
+                f"{where}: the new revision was taken back ({{{{ $labels.reason }}}})",
+                "The old revision serves on; the change that somebody wanted is not there.",
+            ),
         ]
 
     def gpus(self) -> list[Json]:

@@ -72,9 +72,14 @@ class _Levels(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, value in self._levels().items():
             yield GaugeMetricFamily(name, metrics.BY_NAME[name].help, value=value)
-        conditions, replicas, revisions = (
+        conditions, replicas, revisions, rollouts = (
             GaugeMetricFamily(name, metrics.BY_NAME[name].help, labels=metrics.BY_NAME[name].labels)
-            for name in (metrics.POLICY_CONDITION, metrics.POLICY_REPLICAS, metrics.POLICY_REVISION)
+            for name in (
+                metrics.POLICY_CONDITION,
+                metrics.POLICY_REPLICAS,
+                metrics.POLICY_REVISION,
+                metrics.POLICY_ROLLOUT,
+            )
         )
         for live in self._statuses():
             owner = (live["metadata"]["namespace"], live["metadata"]["name"])
@@ -89,4 +94,8 @@ class _Levels(Collector):
                 revision = status.get(f"{track}Revision")
                 if revision:
                     revisions.add_metric((*owner, revision, track), 1.0)
-        yield from (conditions, replicas, revisions)
+            rollout = status.get("rollout")
+            if rollout:
+                labels = (*owner, rollout["phase"], rollout.get("reason", ""))
+                rollouts.add_metric(labels, float(rollout.get("weight", 0)))
+        yield from (conditions, replicas, revisions, rollouts)

@@ -65,6 +65,7 @@ OPERATOR_WATCH_DEAD = "taktline_operator_watch_dead"
 POLICY_CONDITION = "taktline_policydeployment_condition"
 POLICY_REPLICAS = "taktline_policydeployment_workers"
 POLICY_REVISION = "taktline_policydeployment_revision_info"
+POLICY_ROLLOUT = "taktline_policydeployment_rollout_weight"
 
 LABEL_POLICY = "policy"
 LABEL_POOL = "pool"
@@ -300,6 +301,12 @@ OPERATOR_METRICS = (
         "gauge",
         (*_OWNED, LABEL_REVISION, LABEL_TRACK),
         "1; the current revision of each PolicyDeployment, and the candidate while one is rolled out.",
+    ),
+    Metric(
+        POLICY_ROLLOUT,
+        "gauge",
+        (*_OWNED, LABEL_PHASE, LABEL_REASON),
+        "Percent of the robots that the candidate serves; the phase of the rollout, and why it was taken back.",
     ),
 )
 

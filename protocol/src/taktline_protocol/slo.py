@@ -73,6 +73,7 @@ OPERATOR_DEAF = "TaktlineOperatorDeaf"
 RECONCILE_FAILING = "TaktlineReconcileFailing"
 POLICY_UNAVAILABLE = "TaktlinePolicyUnavailable"
 POLICY_DEGRADED = "TaktlinePolicyDegraded"
+ROLLED_BACK = "TaktlineRolledBack"
 GPU_XID = "TaktlineGpuXid"
 GPU_MEMORY_FAILING = "TaktlineGpuMemoryFailing"
 GPU_HOT = "TaktlineGpuHot"
@@ -85,6 +86,7 @@ PLATFORM_ALERTS = (
     RECONCILE_FAILING,
     POLICY_UNAVAILABLE,
     POLICY_DEGRADED,
+    ROLLED_BACK,
     GPU_XID,
     GPU_MEMORY_FAILING,
     GPU_HOT,
