@@ -54,6 +54,16 @@ class PredictedTime:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class WorkerLevel:
+    """One worker at this instant; `state` is one of `metrics.WORKER_STATES`."""
+
+    address: str
+    pool: str
+    revision: str
+    state: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Levels:
     """One policy at this instant.
 
@@ -68,6 +78,7 @@ class Levels:
     usable: Mapping[str, int]
     states: Mapping[tuple[str, str], int]
     predicted: tuple[PredictedTime, ...] = ()
+    workers: tuple[WorkerLevel, ...] = ()
 
 
 class Telemetry:
