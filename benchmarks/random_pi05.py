@@ -1,6 +1,8 @@
-"""Random full-size π0.5 weights of realistic scale, made on the device, under canonical names."""
+"""Random full-size π0 and π0.5 weights of realistic scale, made on the device, under canonical names."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions, expected_shapes
@@ -25,6 +27,7 @@ PI05 = PiArchitecture(
     vocabulary=257152,
     action_width=32,
 )
+PI0 = replace(PI05, family="pi0")
 
 
 def random_tensors(architecture: PiArchitecture, device: torch.device, seed: int = 0) -> dict[str, Tensor]:

@@ -60,12 +60,32 @@ def test_linear_geglu(rows: int, depth: int, width: int, tile: int | None) -> No
     assert relative(actual, REGISTRY["geglu"].reference(x.float() @ weight.float().T)) < 4e-3
 
 
+def test_timed_weight_is_the_fp32_product_with_its_bias() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 1024, generator=generator)
+    weight, bias = torch.randn(1024, 1024, generator=generator) / 32, torch.randn(1024, generator=generator)
+    packed = expert.timed_weight(weight, bias)
+    assert packed.dtype == torch.bfloat16
+    large, small = (part.double() for part in expert.split_parts(x, 2))
+    ones = torch.zeros(3, 1024, dtype=torch.float64)
+    ones[:, :3] = 1
+    out = torch.cat((large, large, small, ones), dim=1) @ packed.double().T
+    exact = x.double() @ weight.double().T + bias.double()
+    assert relative(out, exact) < 1e-5
+    # The columns of ones, walked as the kernel's fragments lie.
+    values = expert.timed_input(torch.device("cpu")).view(128, 4, 2, 8, 4, 8)
+    columns = values.permute(1, 2, 3, 0, 4, 5).reshape(64, 4096)
+    assert torch.equal(columns[:, 3072:3075], torch.ones(64, 3).bfloat16())
+    assert float(columns.float().sum()) == 64 * 3
+
+
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("state", [False, True], ids=["pi05", "pi0"])
 @pytest.mark.parametrize(
-    ("tokens", "length", "max_keys"), [(50, 769, 819), (50, 968, 1018), (16, 5, 700), (64, 572, 636)]
+    ("tokens", "length", "max_keys"), [(50, 769, 820), (50, 968, 1019), (16, 5, 700), (63, 572, 636)]
 )
-def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: int) -> None:
+def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: int, state: bool) -> None:
     from taktline_kernels import gpu
 
     torch.manual_seed(tokens + length)
@@ -76,43 +96,62 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
 
     layers = [(matrix(2560, 1024), matrix(1024, 2048), matrix(8192, 1024), matrix(1024, 4096)) for _ in range(depth)]
     scale, shift, gate = (torch.randn(steps, 2 * depth + 1, 1024, device="cuda") * 0.3 for _ in range(3))
-    heads = (torch.randn(1024, 32, device="cuda") / 6, torch.randn(1024, device="cuda") / 10)
+    bias = torch.randn(steps, 1024, device="cuda") / 10
+    heads = (torch.randn(1024, 32, device="cuda") / 6, bias if state else bias[0])
     heads += (torch.randn(32, 1024, device="cuda") / 32, torch.randn(32, device="cuda") / 10)
+    timed = (torch.randn(1024, 1024, device="cuda") / 16, torch.randn(1024, device="cuda") / 10)
+    timed += (torch.randn(1024, 32, device="cuda") / 6, torch.randn(1024, device="cuda") / 10)
     packed = [expert.ExpertLayer(q, o, gpu.pack_gate_up(g), d) for q, o, g, d in layers]
-    chain = expert.ExpertChain(packed, scale, shift, gate, *heads, max_keys=max_keys)
+    projections = expert.Projections(*heads, *(timed if state else ()))
+    chain = expert.ExpertChain(packed, scale, shift, gate, projections, max_keys=max_keys)
     keys, values = (torch.randn(depth, max_keys, 256, device="cuda").bfloat16() for _ in range(2))
-    before = keys.clone()
+    before, values_before = keys.clone(), values.clone()
     cos, sin = ops.rope_table(torch.arange(max_keys, device="cuda"), 256)
     noise = torch.randn(tokens, 32, device="cuda")
-    lengths = torch.tensor([length], dtype=torch.int32, device="cuda")
+    robot = torch.randn(1, 32, device="cuda")
 
+    def layer(i: int, step: int, x: torch.Tensor, past: list[torch.Tensor], start: int) -> tuple[torch.Tensor, ...]:
+        """One layer over its own past keys and values (1, n, 1, 256); returns the stream, and its keys and values."""
+        qkv, out, gate_up, down = layers[i]
+        count, position = x.shape[0], torch.arange(start, start + x.shape[0], device="cuda")
+        h = REGISTRY["ada_rms_norm"].reference(x, scale[step, 2 * i], shift[step, 2 * i], 1e-6)
+        heads_of = (h @ qkv.T).view(1, count, 10, 256)
+        turned = REGISTRY["rope"].reference(heads_of[:, :, :9], cos[position], sin[position])
+        lengths = torch.tensor([past[0].shape[1]], dtype=torch.int32, device="cuda")
+        attended = REGISTRY["attention_suffix"].reference(
+            turned[:, :, :8], *past, lengths, turned[:, :, 8:], heads_of[:, :, 9:]
+        )
+        x = (x.float() + gate[step, 2 * i] * (attended.reshape(count, 2048) @ out.T).float()).bfloat16()
+        h = REGISTRY["ada_rms_norm"].reference(x, scale[step, 2 * i + 1], shift[step, 2 * i + 1], 1e-6)
+        update = REGISTRY["geglu"].reference(h @ gate_up.T) @ down.T
+        x = (x.float() + gate[step, 2 * i + 1] * update.float()).bfloat16()
+        return x, turned[:, :, 8:], heads_of[:, :, 9:]
+
+    cache = [[t[i][None, :length, None] for t in (before, values_before)] for i in range(depth)]
+    start = length
+    if state:
+        # The state token by itself, as the policy defines it, before the loop.
+        x = functional.linear(robot, timed[2], timed[3]).bfloat16()
+        for i in range(depth):
+            x, *own = layer(i, 0, x, cache[i], length)
+            cache[i] = [torch.cat((past, new), dim=1) for past, new in zip(cache[i], own, strict=True)]
+        start += 1
     expected = noise.clone()
-    position = torch.arange(length, length + tokens, device="cuda")
     for step in range(steps):
-        x = functional.linear(expected, heads[0], heads[1]).bfloat16()
-        for i, (qkv, out, gate_up, down) in enumerate(layers):
-            h = REGISTRY["ada_rms_norm"].reference(x, scale[step, 2 * i], shift[step, 2 * i], 1e-6)
-            heads_of = (h @ qkv.T).view(1, tokens, 10, 256)
-            turned = REGISTRY["rope"].reference(heads_of[:, :, :9], cos[position], sin[position])
-            attended = REGISTRY["attention_suffix"].reference(
-                turned[:, :, :8],
-                before[i][None, :length, None],
-                values[i][None, :length, None],
-                lengths,
-                turned[:, :, 8:],
-                heads_of[:, :, 9:],
-            )
-            x = (x.float() + gate[step, 2 * i] * (attended.reshape(tokens, 2048) @ out.T).float()).bfloat16()
-            h = REGISTRY["ada_rms_norm"].reference(x, scale[step, 2 * i + 1], shift[step, 2 * i + 1], 1e-6)
-            update = REGISTRY["geglu"].reference(h @ gate_up.T) @ down.T
-            x = (x.float() + gate[step, 2 * i + 1] * update.float()).bfloat16()
+        x = functional.linear(expected, heads[0], bias[step] if state else bias[0])
+        if state:
+            x = functional.linear(functional.silu(x), timed[0], timed[1])
+        x = x.bfloat16()
+        for i in range(depth):
+            x, *_ = layer(i, step, x, cache[i], start)
         h = REGISTRY["ada_rms_norm"].reference(x, scale[step, -1], shift[step, -1], 1e-6)
         expected = expected - (h.float() @ heads[2].T + heads[3]) / steps
 
+    lengths = torch.tensor([length], dtype=torch.int32, device="cuda")
     actions = noise.clone()
-    chain.solve(actions, lengths, keys, values, cos, sin)
+    chain.solve(actions, robot if state else None, lengths, keys, values, cos, sin)
     assert relative(actions, expected) < 6e-3
     assert torch.equal(keys[:, :length], before[:, :length])
     again = noise.clone()
-    chain.solve(again, lengths, keys, values, cos, sin)
+    chain.solve(again, robot if state else None, lengths, keys, values, cos, sin)
     assert torch.equal(again, actions)

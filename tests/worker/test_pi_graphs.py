@@ -1,9 +1,10 @@
-"""The captured GPU runner of π0.5: official values, bit-equal replays, no influence of neighbours, no allocation."""
+"""The captured GPU runner of π0 and π0.5: official values, equal replays, no influence of neighbours, no allocation."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +16,23 @@ from taktline_worker.models.pi.weights import BF16_VISION, on_device
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.fixture(scope="module")
-def captured(golden: Any, network: Any) -> tuple[Any, list[PiRow], dict[str, torch.Tensor], int]:
+def graph_runner(network: Any, folder: Path, horizon: int, buckets: list[tuple[int, int, int]], **options: Any) -> Any:
+    """The captured runner of a golden folder, and its architecture."""
     from taktline_worker.models.pi.graphs import Bucket, GraphRunner
 
-    folder = golden / "pi05_tiny" / "full_real_heads"
     heads = json.loads((folder / "config_tiny.json").read_text())["vision"]["num_attention_heads"]
     eager, architecture = network.load(folder / "model.safetensors", heads, BF16_VISION)
-    case = load_file(folder / "case_b1.safetensors")
-    runner = GraphRunner(
-        on_device(eager.weights, torch.device("cuda")), architecture, 50, [Bucket(1, 2, 64), Bucket(4, 3, 64)]
-    )
+    weights = on_device(eager.weights, torch.device("cuda"))
+    runner = GraphRunner(weights, architecture, horizon, [Bucket(*bucket) for bucket in buckets], **options)
     runner.capture()
+    return runner, architecture
+
+
+@pytest.fixture(scope="module")
+def captured(golden: Any, network: Any) -> tuple[Any, list[PiRow], dict[str, torch.Tensor], int]:
+    folder = golden / "pi05_tiny" / "full_real_heads"
+    case = load_file(folder / "case_b1.safetensors")
+    runner, architecture = graph_runner(network, folder, 50, [(1, 2, 64), (4, 3, 64)])
     return runner, network.rows(case, architecture), case, architecture.tokens_per_image
 
 
@@ -38,6 +44,34 @@ def test_golden_actions(captured: Any, distance: Any) -> None:
     print(f"bf16 error: engine {ours:.3e}, official {official:.3e}")
     assert 1e-5 < ours <= 1.25 * official
     assert float(torch.nn.functional.cosine_similarity(actions.flatten(1), case["actions"].flatten(1)).min()) >= 0.999
+
+
+@pytest.mark.parametrize("name", ["case_b1", "case_b3", "case_b3_mixed"])
+def test_golden_actions_of_pi0(golden: Any, network: Any, distance: Any, name: str) -> None:
+    """Rows of different lengths and cameras; the state token goes through the first step only."""
+    folder = golden / "pi0_tiny" / "full"
+    case = load_file(folder / f"{name}.safetensors")
+    rows = len(case["tokens"])
+    runner, architecture = graph_runner(network, folder, 12, [(rows, 3, 24)])
+    actions = runner.run(collate(network.rows(case, architecture), architecture.tokens_per_image))
+    official = distance(case["actions_bf16_rope_fp32"], case["actions"])
+    ours = distance(actions, case["actions"])
+    print(f"bf16 error: engine {ours:.3e}, official {official:.3e}")
+    assert 1e-5 < ours <= 1.25 * official
+    assert float(torch.nn.functional.cosine_similarity(actions.flatten(1), case["actions"].flatten(1)).min()) >= 0.999
+
+
+def test_fp8_towers(golden: Any, network: Any, distance: Any, captured: Any) -> None:
+    """FP8 moves the actions by more than bf16 and by little; replays and neighbours behave as in bf16."""
+    _, rows, case, tokens = captured
+    folder = golden / "pi05_tiny" / "full_real_heads"
+    runner, _ = graph_runner(network, folder, 50, [(1, 3, 64), (3, 3, 64)], precision="fp8")
+    actions = runner.run(collate(rows, tokens))
+    error = distance(actions, case["actions"])
+    print(f"fp8 error: {error:.3e}, bf16 {distance(captured[0].run(collate(rows, tokens)), case['actions']):.3e}")
+    assert 1e-3 < error < 5e-2
+    loud = [rows[0], dataclasses.replace(rows[0], noise=rows[0].noise * 3, pixels=-rows[0].pixels)]
+    assert torch.equal(runner.run(collate([rows[0]] * 2, tokens))[0], runner.run(collate(loud, tokens))[0])
 
 
 def test_replays_are_bit_identical_and_neighbours_do_not_matter(captured: Any) -> None:

@@ -2,15 +2,99 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from taktline_kernels.selector import default_selector
 from taktline_kernels.triton_impl import action_head as action_head_module
-from taktline_kernels.triton_impl import activations, attention, rope
+from taktline_kernels.triton_impl import activations, attention, fp8, norms, rope
 
 CACHE_MARGIN = 128
 """Rows of finite values that must follow the last cache row in memory: attention reads whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """A matrix in FP8 with one scale a row: activations (a scale a token) or weights (a scale an output channel).
+
+    Attributes:
+        values: (..., k) e4m3.
+        scales: (rows, 1) fp32; values * scales is the matrix.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def from_row(self, first: int) -> Fp8Rows:
+        """The rows from `first` on, of a two-dimensional matrix."""
+        return Fp8Rows(self.values[first:], self.scales[first:])
+
+
+def quantise_weight(weight: Tensor, rows: int = 0, columns: int = 0) -> Fp8Rows:
+    """(n, k) -> FP8 with a scale an output channel, padded with zeros to `rows` and `columns`."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / fp8.LARGEST
+    values = (wide / scales).to(torch.float8_e4m3fn)
+    missing = (max(rows - weight.shape[0], 0), max(columns - weight.shape[1], 0))
+    if any(missing):
+        padded = values.new_zeros((weight.shape[0] + missing[0], weight.shape[1] + missing[1]))
+        padded[: weight.shape[0], : weight.shape[1]] = values
+        values, scales = padded, torch.cat((scales, scales.new_ones(missing[0], 1)))
+    return Fp8Rows(values, scales)
+
+
+def linear_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias.
+
+    Args:
+        x: (..., k), k a multiple of 16.
+        weight: (n, k), n a multiple of 16.
+        bias: (n,) bf16 or None.
+
+    Returns:
+        (..., n) bf16. Products are summed with the tensor cores' own (reduced) precision, which loses far less than
+        FP8 does.
+    """
+    flat = x.values.view(-1, x.values.shape[-1])
+    out: Tensor = torch._scaled_mm(
+        flat,
+        weight.values.t(),
+        x.scales,
+        weight.scales.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return out.view(*x.values.shape[:-1], -1)
+
+
+def quantise_rows(x: Tensor) -> Fp8Rows:
+    """(..., k) -> FP8 with a scale a row."""
+    return Fp8Rows(*fp8.quantise_rows(x))
+
+
+def gelu_fp8(x: Tensor) -> Fp8Rows:
+    """gelu(x), tanh form, (..., k) -> FP8 with a scale a row."""
+    return Fp8Rows(*fp8.quantise_rows(x, fp8.GELU))
+
+
+def geglu_fp8(gate_up: Tensor) -> Fp8Rows:
+    """gelu(gate) * up of (..., 2k), gates first -> (..., k) FP8 with a scale a row."""
+    return Fp8Rows(*fp8.quantise_rows(gate_up, fp8.GEGLU))
+
+
+def rms_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """x + y, and its RMSNorm with multiplier 1 + weight in FP8; y None adds nothing."""
+    total, values, scales = norms.norm_fp8(x, y, weight, None, eps)
+    return total, Fp8Rows(values, scales)
+
+
+def layer_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """x + y, and its LayerNorm in FP8; y None adds nothing."""
+    total, values, scales = norms.norm_fp8(x, y, weight, bias, eps)
+    return total, Fp8Rows(values, scales)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -57,7 +141,9 @@ def pack_gate_up(gate_up: Tensor) -> Tensor:
 rope_cache = rope.rope_cache
 
 
-def attention_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, extra: int) -> Tensor:
+def attention_cached(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, extra: int, *, first_alone: bool = False
+) -> Tensor:
     """Attend over the first lengths + extra cache rows; settings from the GPU's table.
 
     Args:
@@ -66,13 +152,16 @@ def attention_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tenso
         v_cache: likewise.
         lengths: (batch,) int32.
         extra: rows appended behind each row's length.
+        first_alone: the first token sees none of the appended rows but its own, the first of them.
 
     Returns:
         (batch, tokens, heads, head_dim).
     """
     shape = {"batch": q.shape[0], "rows": q.shape[1] * q.shape[2], "cache": k_cache.shape[1]}
     config = default_selector().choose("attention_cached", shape, q.dtype, q.device).config
-    return attention.attention_cached(q, k_cache, v_cache, lengths, extra, config=config, bounded=False)
+    return attention.attention_cached(
+        q, k_cache, v_cache, lengths, extra, config=config, bounded=False, first_alone=first_alone
+    )
 
 
 def action_head(
@@ -86,6 +175,8 @@ def action_head(
     *,
     dt: float,
     last: bool,
+    before: int = 0,
+    silu: bool = False,
 ) -> None:
     """Finish one solver step and begin the next; see `triton_impl.action_head`.
 
@@ -93,13 +184,25 @@ def action_head(
         actions: (rows, action_dim) fp32, changed in place.
         next_hidden: (rows, width), written unless `last`.
         projections: action_in_proj weight and bias, action_out_proj weight and bias, fp32.
-        hidden: (rows, width), or None before the first step.
-        update: (rows, width), added to `hidden` with `gate`.
+        hidden: (batch, before + tokens, width), or None before the first step.
+        update: likewise, added to `hidden` with `gate`.
         final: scale and shift of the final norm.
         gate: (width,) fp32.
         dt: solver step.
         last: no step follows.
+        before: tokens of `hidden` before a row's action tokens.
+        silu: apply silu to action_in_proj's output.
     """
     action_head_module.action_head(
-        actions, next_hidden, *projections, hidden=hidden, update=update, modulation=final, gate=gate, dt=dt, last=last
+        actions,
+        next_hidden,
+        *projections,
+        hidden=hidden,
+        update=update,
+        modulation=final,
+        gate=gate,
+        dt=dt,
+        last=last,
+        before=before,
+        silu=silu,
     )

@@ -143,6 +143,7 @@ struct Arguments {
   int rows;
   int columns;             // 2: width of the stream
   float eps;
+  int fresh;               // 2: the sum starts the stream instead of being added to it
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_constant__ Arguments p) {
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   for (int i = 0; i < BUFFERS; ++i) load_batch(a[i], source + i * BATCH * 2048, upper);
 #if EPILOGUE == 2
   u32 old[2] = {0, 0};
-  if (group == 0) {
+  if (group == 0 && !p.fresh) {
     if (first) old[0] = load_l2_word(p.output + (size_t)row * p.columns + column);
     if (second) old[1] = load_l2_word(p.output + (size_t)(row + 8) * p.columns + column);
   }
@@ -413,7 +414,7 @@ DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begi
 }
 
 extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
-                                                                   int rows, float scale_log2, const char* ahead, int ahead_bytes) {
+                                                                   int rows, float scale_log2, const char* ahead, int ahead_bytes, int first_alone) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ float tops[2][ROWS], sums[2][ROWS];
   const u32 keys = smem_address(shared), values = keys + KEYS * 512;
@@ -470,6 +471,18 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
       }
     }
   }
+  // The first token, where it is alone, ends with its own key; its heads are rows 0 to 7 of the first block.
+  const bool alone = first_alone && block == 0 && row_group == 0;
+  const int seen = prefix + 1 - begin - key_group * (KEYS / 2);
+  if (alone) {
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (j * 8 + 2 * t + e >= seen) s[j][e] = -1e30f;
+      }
+    }
+  }
   float top0 = s[0][0], top1 = s[0][2];
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
@@ -501,6 +514,15 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (j * 8 + 2 * t + e >= left) s[j][e] = s[j][2 + e] = 0.0f;
+      }
+    }
+  }
+  if (alone) {
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (j * 8 + 2 * t + e >= seen) s[j][e] = 0.0f;
       }
     }
   }
@@ -606,8 +628,9 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
 #endif  // KEYS
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Between two steps, one block a token: final norm, action_out_proj, Euler update, action_in_proj, scaling for the first
-// layer. Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
+// Between two steps, one block a token: final norm, action_out_proj, Euler update, action_in_proj, and then
+// HEAD 1: scaling for the first layer; HEAD 2 (pi0): silu, left in bf16 parts for a product with action_time_mlp_out.
+// Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
 #ifdef HEAD
 DEVICE float block_sum(float value, float* scratch) {
 #pragma unroll
@@ -623,7 +646,7 @@ DEVICE float block_sum(float value, float* scratch) {
 
 extern "C" __global__ void __launch_bounds__(256) head(
     u16* stream, u16* scaled, float* squares, float* actions, const float* final_scale, const float* final_shift, const float* first_scale,
-    const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in) {
+    const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in, int before, int ahead, u16* timed) {
   __shared__ float scratch[8];
   __shared__ float parts[8][32];
   __shared__ float fresh[32];
@@ -640,7 +663,7 @@ extern "C" __global__ void __launch_bounds__(256) head(
   launch_dependents();
   wait_predecessor();
   if (has_out) {
-    const u32* source = reinterpret_cast<const u32*>(stream + (size_t)row * 1024 + column);
+    const u32* source = reinterpret_cast<const u32*>(stream + (size_t)(row + before) * 1024 + column);
     const u32 low = load_l2_word(source), high = load_l2_word(source + 1);
     float x[4] = {bf16_low(low), bf16_high(low), bf16_low(high), bf16_high(high)};
     const float factor = rsqrtf(block_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3], scratch) / 1024.0f + eps);
@@ -680,6 +703,20 @@ extern "C" __global__ void __launch_bounds__(256) head(
     y[0] = fmaf(w.x, fresh[d], y[0]), y[1] = fmaf(w.y, fresh[d], y[1]);
     y[2] = fmaf(w.z, fresh[d], y[2]), y[3] = fmaf(w.w, fresh[d], y[3]);
   }
+#if HEAD == 2
+  // Both parts of silu(y), and the first once more: against both parts of the weight, all but the product of the small
+  // parts is there, which is less than fp32 rounds.
+  u32 large[2], small[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float a = y[2 * i] / (1.0f + __expf(-y[2 * i])), b = y[2 * i + 1] / (1.0f + __expf(-y[2 * i + 1]));
+    large[i] = pack_bf16(a, b);
+    small[i] = pack_bf16(a - bf16_low(large[i]), b - bf16_high(large[i]));
+  }
+  *reinterpret_cast<uint2*>(timed + fragment(row + ahead, column)) = make_uint2(large[0], large[1]);
+  *reinterpret_cast<uint2*>(timed + fragment(row + ahead, 1024 + column)) = make_uint2(large[0], large[1]);
+  *reinterpret_cast<uint2*>(timed + fragment(row + ahead, 2048 + column)) = make_uint2(small[0], small[1]);
+#else
   const u32 low = pack_bf16(y[0], y[1]), high = pack_bf16(y[2], y[3]);
   const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);
   const float4 scale = scale_in;
@@ -688,5 +725,6 @@ extern "C" __global__ void __launch_bounds__(256) head(
       make_uint2(pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y)), pack_bf16(x2 * (1.0f + scale.z), x3 * (1.0f + scale.w)));
   const float sum = block_sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, scratch);
   if (thread < 128) squares[thread * 64 + row] = thread == 0 ? sum : 0.0f;
+#endif
 }
 #endif  // HEAD

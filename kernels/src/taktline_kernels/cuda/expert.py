@@ -1,4 +1,4 @@
-"""The π0.5 action expert for one row of the batch, as a chain of overlapping CUDA kernels (expert.cu)."""
+"""The action expert of π0 and π0.5 for one row of the batch, as a chain of overlapping CUDA kernels (expert.cu)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from taktline_kernels.cuda.nvrtc import CudaKernel
 
 WIDTH, HIDDEN, HEADS, HEAD_DIM, ACTION = 1024, 4096, 8, 256, 32
 MAX_ROWS = 64
-"""Action tokens that one matrix tile holds."""
+"""Suffix tokens that one matrix tile holds."""
 
 MAX_KEYS = 1024
 """Prefix slots plus action tokens that the attention's eight windows hold."""
@@ -59,6 +59,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "length")),
         *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("eps", ctypes.c_float),
+        ("fresh", ctypes.c_int),
     )
 
 
@@ -95,19 +96,64 @@ class ExpertLayer:
     down: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """The fp32 layers between actions and the expert; the last four are π0's, None for π0.5.
+
+    in_weight (1024, 32), in_bias (1024,) or π0's (steps, 1024), out_weight (32, 1024), out_bias (32,),
+    time_weight (1024, 1024), time_bias (1024,), state_weight (1024, 32), state_bias (1024,)."""
+
+    in_weight: Tensor
+    in_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+    time_weight: Tensor | None = None
+    time_bias: Tensor | None = None
+    state_weight: Tensor | None = None
+    state_bias: Tensor | None = None
+
+
+def split_parts(value: Tensor, count: int) -> list[Tensor]:
+    """fp32 -> `count` bf16 tensors, each the rounded rest of those before it."""
+    parts, rest = [], value.float()
+    for _ in range(count):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return parts
+
+
+def timed_weight(weight: Tensor, bias: Tensor) -> Tensor:
+    """(1024, 1024), (1024,) fp32 -> (1024, 4096) bf16: both parts, the first again, and the bias in three columns.
+
+    Multiplied with [large part, large part, small part, ones] of an fp32 row it is the fp32 product with its bias.
+    """
+    large, small = split_parts(weight, 2)
+    last = torch.zeros_like(large)
+    last[:, :3] = torch.stack(split_parts(bias, 3), dim=1)
+    return torch.cat((large, small, large, last), dim=1)
+
+
+def timed_input(device: torch.device) -> Tensor:
+    """(64, 4096) bf16 in fragment order: zeros, and ones where `timed_weight` has the bias."""
+    values = torch.zeros(MAX_ROWS * 4 * WIDTH, dtype=torch.bfloat16, device=device)
+    token = torch.arange(MAX_ROWS, device=device)[:, None]
+    column = 3 * WIDTH + torch.arange(3, device=device)[None, :]
+    tile = ((column >> 5) * 4 + (token >> 4)) * 2 + ((token >> 3) & 1)
+    lane = (token & 7) * 4 + ((column >> 3) & 3)
+    values[(tile * 32 + lane) * 8 + (column & 7)] = 1.0
+    return values
+
+
 class ExpertChain:
-    """All solver steps of π0.5 for one row.
+    """All solver steps of one row.
 
     Args:
         layers: the expert's weights.
         scale: (steps, 2 * depth + 1, 1024) fp32, AdaRMS scales; norms 2i and 2i + 1 are layer i's, the last is final.
         shift: likewise.
         gate: likewise.
-        in_weight: (1024, 32) fp32.
-        in_bias: (1024,) fp32.
-        out_weight: (32, 1024) fp32.
-        out_bias: (32,) fp32.
-        max_keys: most prefix slots plus action tokens of a request.
+        projections: between actions and expert.
+        max_keys: most prefix slots plus suffix tokens of a request.
         eps: of the norms.
     """
 
@@ -117,15 +163,13 @@ class ExpertChain:
         scale: Tensor,
         shift: Tensor,
         gate: Tensor,
-        in_weight: Tensor,
-        in_bias: Tensor,
-        out_weight: Tensor,
-        out_bias: Tensor,
+        projections: Projections,
         max_keys: int,
         eps: float = 1e-6,
     ) -> None:
         self._scale, self._shift, self._gate = scale, shift, gate
-        self._heads = (in_weight.t().contiguous(), in_bias, out_weight, out_bias)
+        p = self._projections = projections
+        self._in_weight = p.in_weight.t().contiguous()
         self._eps, self._steps = eps, scale.shape[0]
         if max_keys > MAX_KEYS:
             raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
@@ -162,25 +206,58 @@ class ExpertChain:
             cluster=_WINDOWS,
         )
         self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=0)
+        self._after = torch.zeros(1, dtype=torch.int32, device=device)
+        if p.time_weight is not None and p.time_bias is not None and p.state_weight is not None:
+            self._timed_head = CudaKernel("expert.cu", "head", {"HEAD": 2}, threads=256, shared_bytes=0)
+            self._timed_weight = weight_image(timed_weight(p.time_weight, p.time_bias), _DOWN.columns, _DOWN.depth)
+            self._timed = timed_input(device)
+            self._one = torch.ones(WIDTH, device=device)
+            self._state_weight = p.state_weight.t().contiguous()
 
-    def solve(self, actions: Tensor, length: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def solve(
+        self,
+        actions: Tensor,
+        state: Tensor | None,
+        length: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None:
         """Run every step, in place.
 
         Args:
-            actions: (tokens, 32) fp32, at most MAX_ROWS tokens: noise in, actions out.
+            actions: (tokens, 32) fp32, at most MAX_ROWS tokens, with π0's state: noise in, actions out.
+            state: π0: (1, 32) fp32; None for π0.5.
             length: (1,) int32, valid prefix rows of the caches.
-            keys: (depth, rows, 256) bf16; rows length + i are overwritten.
+            keys: (depth, rows, 256) bf16; rows from length on are overwritten by the suffix.
             values: likewise.
             cos: (positions, 128) fp32.
             sin: likewise.
         """
-        rows = actions.shape[0]
+        # π0's state is the first token of the first step; the later steps find its keys and values in the cache.
+        before, after = int(state is not None), length
+        if state is not None:
+            after = torch.add(length, 1, out=self._after)
         # Not overlapped: everything before the chain, the prefix above all, is complete when it starts.
-        self.head(actions, step=-1, overlap=False)
+        self.head(actions, -1, ahead=before, overlap=False)
+        if state is not None:
+            self._launch_head(
+                self._head,
+                1,
+                state,
+                (self._state_weight, self._projections.state_bias),
+                scale=self._scale[0],
+                shift=self._shift[0],
+                following=self._scale[0],
+                has_in=True,
+            )
         for step in range(self._steps):
+            rows, first = actions.shape[0] + before, before
             for layer in range(len(self._images)):
-                self.layer(rows, step, layer, length, keys[layer], values[layer], cos, sin)
-            self.head(actions, step=step, overlap=True)
+                self.layer(rows, step, layer, length, keys[layer], values[layer], cos, sin, first_alone=first > 0)
+            length, before = after, 0
+            self.head(actions, step, before=first)
 
     def layer(
         self,
@@ -192,6 +269,8 @@ class ExpertChain:
         values: Tensor,
         cos: Tensor,
         sin: Tensor,
+        *,
+        first_alone: bool = False,
     ) -> None:
         """Run one layer of one step on the chain's stream."""
         qkv, out, gate_up, down = self._images[layer]
@@ -213,7 +292,7 @@ class ExpertChain:
             sines=sin,
             length=length,
         )
-        self.attention(rows, length, keys, values, ahead=gate_up)
+        self.attention(rows, length, keys, values, ahead=gate_up, first_alone=first_alone)
         residual: dict[str, Tensor | int] = {
             "output": stream,
             "scaled": scaled,
@@ -251,7 +330,9 @@ class ExpertChain:
             **residual,
         )
 
-    def attention(self, rows: int, length: Tensor, keys: Tensor, values: Tensor, ahead: Tensor) -> None:
+    def attention(
+        self, rows: int, length: Tensor, keys: Tensor, values: Tensor, ahead: Tensor, *, first_alone: bool = False
+    ) -> None:
         """Attend from the chain's queries over length + rows cache rows, and prefetch the weights `ahead` to L2."""
         self._attend.launch(
             (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
@@ -266,29 +347,91 @@ class ExpertChain:
                 ctypes.c_float(HEAD_DIM**-0.5 * _LOG2E),
                 ahead,
                 ctypes.c_int(ahead.numel() * 2),
+                ctypes.c_int(int(first_alone)),
             ],
             overlap=True,
         )
 
-    def head(self, actions: Tensor, step: int, *, overlap: bool) -> None:
-        """Finish `step` (none for -1) and begin the next, if there is one."""
-        last = step + 1 == self._steps
+    def head(self, actions: Tensor, step: int, *, before: int = 0, ahead: int = 0, overlap: bool = True) -> None:
+        """Finish `step` (none for -1) and begin the next, if there is one.
+
+        Args:
+            actions: (tokens, 32) fp32, changed in place.
+            step: the solver step that the stream has passed.
+            before: tokens of the stream before the actions'.
+            ahead: likewise in the next step.
+            overlap: start before the preceding kernel ends.
+        """
+        last, timed = step + 1 == self._steps, self._projections.time_weight is not None
         following = self._scale[0 if last else step + 1]
-        self._head.launch(
-            (actions.shape[0], 1, 1),
+        in_bias = self._projections.in_bias
+        self._launch_head(
+            self._timed_head if timed else self._head,
+            actions.shape[0],
+            actions,
+            (self._in_weight, in_bias[0 if last else step + 1] if timed else in_bias),
+            scale=self._scale[step],
+            shift=self._shift[step],
+            following=following,
+            has_out=step >= 0,
+            has_in=not last,
+            before=before,
+            ahead=ahead,
+            overlap=overlap,
+        )
+        if timed and not last:
+            self._product(
+                _DOWN,
+                WIDTH // _DOWN.columns,
+                actions.shape[0] + ahead,
+                weights=self._timed_weight,
+                input=self._timed,
+                gate=self._one,
+                scale=following[0],
+                output=self.stream,
+                scaled=self._scaled,
+                squares_out=self._squares,
+                columns=WIDTH,
+                fresh=1,
+            )
+
+    def _launch_head(
+        self,
+        kernel: CudaKernel,
+        tokens: int,
+        actions: Tensor,
+        entry: tuple[Tensor, Tensor | None],
+        *,
+        scale: Tensor,
+        shift: Tensor,
+        following: Tensor,
+        has_out: bool = False,
+        has_in: bool,
+        before: int = 0,
+        ahead: int = 0,
+        overlap: bool = True,
+    ) -> None:
+        p = self._projections
+        kernel.launch(
+            (tokens, 1, 1),
             [
                 self.stream,
                 self._scaled,
                 self._squares,
                 actions,
-                self._scale[step][-1],
-                self._shift[step][-1],
+                scale[-1],
+                shift[-1],
                 following[0],
-                *self._heads,
+                *entry,
+                p.out_weight,
+                p.out_bias,
                 ctypes.c_float(-1.0 / self._steps),
                 ctypes.c_float(self._eps),
-                ctypes.c_int(int(step >= 0)),
-                ctypes.c_int(int(not last)),
+                ctypes.c_int(int(has_out)),
+                ctypes.c_int(int(has_in)),
+                ctypes.c_int(before),
+                ctypes.c_int(ahead),
+                self._timed if p.time_weight is not None else self._scaled,
             ],
             overlap=overlap,
         )

@@ -24,14 +24,19 @@ def _action_head_kernel(
     next_ptr,
     dt,
     eps,
+    tokens,
+    before,
     WIDTH: tl.constexpr,
     ACTION: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_OUT: tl.constexpr,
     HAS_IN: tl.constexpr,
+    SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # Where the action's token is in the stream, which may hold others before each chunk.
+    token = (row // tokens) * (tokens + before) + row % tokens + before
     dims = tl.arange(0, ACTION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,15 +44,15 @@ def _action_head_kernel(
     actions = tl.load(actions_ptr + row * ACTION + dims)
     if HAS_OUT:
         whole = tl.arange(0, WIDTH)
-        x = tl.load(hidden_ptr + row * WIDTH + whole).to(tl.float32)
-        y = tl.load(update_ptr + row * WIDTH + whole).to(tl.float32)
+        x = tl.load(hidden_ptr + token * WIDTH + whole).to(tl.float32)
+        y = tl.load(update_ptr + token * WIDTH + whole).to(tl.float32)
         x = (x + y * tl.load(gate_ptr + whole)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
         factor = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
         velocity = tl.load(out_bias_ptr + dims)
         for start in tl.range(0, WIDTH, CHUNK):
             part = start + tl.arange(0, CHUNK)
-            part_x = tl.load(hidden_ptr + row * WIDTH + part).to(tl.float32)
-            part_y = tl.load(update_ptr + row * WIDTH + part).to(tl.float32)
+            part_x = tl.load(hidden_ptr + token * WIDTH + part).to(tl.float32)
+            part_y = tl.load(update_ptr + token * WIDTH + part).to(tl.float32)
             part_x = (part_x + part_y * tl.load(gate_ptr + part)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
             normed = part_x * factor * (1.0 + tl.load(scale_ptr + part)) + tl.load(shift_ptr + part)
             normed = normed.to(hidden_ptr.dtype.element_ty).to(tl.float32)
@@ -60,6 +65,8 @@ def _action_head_kernel(
             part = start + tl.arange(0, CHUNK)
             weight = tl.load(in_weight_ptr + part[:, None] * ACTION + dims[None, :])
             embedded = tl.sum(weight * actions[None, :], axis=1) + tl.load(in_bias_ptr + part)
+            if SILU:
+                embedded = embedded * tl.sigmoid(embedded)
             tl.store(next_ptr + row * WIDTH + part, embedded.to(next_ptr.dtype.element_ty))
 
 
@@ -77,6 +84,8 @@ def action_head(
     gate: Tensor | None,
     dt: float,
     last: bool,
+    before: int = 0,
+    silu: bool = False,
     eps: float = 1e-6,
 ) -> None:
     """Finish one solver step and begin the next.
@@ -91,15 +100,19 @@ def action_head(
         in_bias: (width,) fp32.
         out_weight: (action_dim, width) fp32.
         out_bias: (action_dim,) fp32.
-        hidden: (rows, width) residual stream after the last attention, or None before the first step.
-        update: (rows, width) output of the last MLP.
+        hidden: (batch, before + tokens, width) residual stream after the last attention, or None before the first step;
+            rows = batch * tokens. Two dimensions are one chunk.
+        update: likewise, output of the last MLP.
         modulation: (2, width) or longer fp32: scale and shift of the final norm.
         gate: (width,) fp32, gate of the last MLP.
         dt: solver step.
         last: no step follows.
+        before: tokens of `hidden` that stand before each chunk's.
+        silu: apply silu to in_proj's output.
         eps: of the final norm.
     """
     rows, action_dim = actions.shape
+    tokens = rows if hidden is None else hidden.shape[-2] - before
     width = next_hidden.shape[-1]
     has_out = hidden is not None
     launch(
@@ -118,10 +131,13 @@ def action_head(
         next_hidden,
         dt,
         eps,
+        tokens,
+        before,
         WIDTH=width,
         ACTION=action_dim,
         CHUNK=min(128, width),
         HAS_OUT=has_out,
         HAS_IN=not last,
+        SILU=silu,
         num_warps=4,
     )

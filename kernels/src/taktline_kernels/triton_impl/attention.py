@@ -38,6 +38,7 @@ def _cached_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     BOUNDED: tl.constexpr,
+    FIRST_ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # All query heads share the one key/value head, so a token's heads are rows: row = token * HEADS + head.
@@ -67,7 +68,13 @@ def _cached_kernel(
         else:
             k = tl.load(k_ptr + offsets)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        logits = tl.where((column < count)[None, :], logits, float("-inf"))
+        if FIRST_ALONE:
+            # The first token's heads end with its own key. Finite, as a row may have no key in a split: what it sums
+            # there gets the factor zero.
+            seen = tl.where(row < HEADS, count - extra + 1, count)
+            logits = tl.where(column[None, :] < seen[:, None], logits, -1e30)
+        else:
+            logits = tl.where((column < count)[None, :], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, axis=1))
         weights = tl.exp2(logits - new_top[:, None])
         decay = tl.exp2(top - new_top)
@@ -126,6 +133,7 @@ def attention_cached(
     *,
     config: Mapping[str, int],
     bounded: bool = True,
+    first_alone: bool = False,
 ) -> Tensor:
     """Attend over the first lengths + extra rows of a cache with one key/value head.
 
@@ -138,6 +146,7 @@ def attention_cached(
         config: block_m, block_n, splits, num_warps, num_stages.
         bounded: check every read against the cache's end. False when the caller's cache is followed by at least
             block_n rows of finite values.
+        first_alone: the first token sees lengths + 1 rows only.
 
     Returns:
         (batch, tokens, heads, head_dim) in the dtype of q.
@@ -176,6 +185,7 @@ def attention_cached(
         BLOCK_N=config.get("block_n", 64),
         SPLITS=splits,
         BOUNDED=bounded,
+        FIRST_ALONE=first_alone,
         num_warps=config.get("num_warps", 4),
         num_stages=config.get("num_stages", 2),
     )

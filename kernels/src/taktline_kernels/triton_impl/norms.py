@@ -1,4 +1,4 @@
-"""Triton kernels of the norms: one row a program, the residual add and the modulation in the same pass."""
+"""Triton kernels of the norms: one row a program; the residual add, the modulation and FP8 in the same pass."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from taktline_kernels.triton_impl.fp8 import to_fp8
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
 _LAYER, _RMS, _ADA = 0, 1, 2
@@ -23,12 +24,14 @@ def _norm_kernel(
     shift_ptr,
     sum_ptr,
     out_ptr,
+    out_scale_ptr,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     ADD: tl.constexpr,
     GATE: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +62,10 @@ def _norm_kernel(
         out = x * factor * (1.0 + scale)
     else:
         out = x * factor * (1.0 + scale) + shift
-    tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if FP8:
+        to_fp8(tl.where(inside, out, 0.0), inside, out_ptr + row * WIDTH, out_scale_ptr + row, columns)
+    else:
+        tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _run(
@@ -71,10 +77,11 @@ def _run(
     shift: Tensor | None,
     eps: float,
     config: Mapping[str, int],
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     width = x.shape[-1]
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.float8_e4m3fn)
     total = torch.empty_like(x) if y is not None else x
     launch(
         _norm_kernel,
@@ -86,12 +93,14 @@ def _run(
         scale if shift is None else shift,
         total,
         out,
+        scale if scales is None else scales,
         eps,
         WIDTH=width,
         BLOCK=power_of_two(width),
         KIND=kind,
         ADD=y is not None,
         GATE=gate is not None,
+        FP8=scales is not None,
         num_warps=config.get("num_warps", 4),
     )
     return total, out
@@ -129,3 +138,23 @@ def gated_add_ada_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Run `ops.gated_add_ada_rms_norm`."""
     return _run(_ADA, x, y, gate, scale, shift, eps, config)
+
+
+def norm_fp8(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm (with `bias`) or Gemma's RMSNorm (without), the residual add before it, and FP8 rows as the result.
+
+    Args:
+        x: (..., width).
+        y: (..., width), added to x first, or None.
+        weight: (width,).
+        bias: (width,), or None.
+        eps: of the norm.
+
+    Returns:
+        x + y (rounded to the dtype of x), the normed rows in e4m3, and their scales (rows, 1) fp32.
+    """
+    scales = torch.empty((x.numel() // x.shape[-1], 1), dtype=torch.float32, device=x.device)
+    total, out = _run(_RMS if bias is None else _LAYER, x, y, None, weight, bias, eps, {}, scales)
+    return total, out, scales

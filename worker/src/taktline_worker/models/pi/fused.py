@@ -1,4 +1,4 @@
-"""π0.5 on a GPU in bf16: the same computation as `modules`, with what can be fused fused, over a runner's buffers.
+"""π0 and π0.5 on a GPU in bf16: the computation of `modules` with what can be fused fused, over a runner's buffers.
 
 Shapes: B rows, N images, T tokens an image, S prefix slots, C cache rows, H actions, W width, h query heads of size d.
 """
@@ -28,74 +28,98 @@ class FusedWeights:
 
     Attributes:
         packed: the policy's weights; gate and up rows of both Gemma towers are interleaved (`gpu.pack_gate_up`).
+        norms: the expert's modulations. π0's norms are the case of a scale that no step changes, shift 0 and gate 1.
         chain: the expert's kernel chain for one row, where this GPU and these dimensions have one.
     """
 
     packed: PiWeights
+    norms: AdaptiveNorms
     chain: ExpertChain | None
 
 
 def fuse(weights: PiWeights, architecture: PiArchitecture, horizon: int, max_keys: int) -> FusedWeights:
-    """Reorder bf16 π0.5 weights on a CUDA device.
+    """Reorder bf16 weights on a CUDA device.
 
     Args:
         weights: from `pack_weights`.
         architecture: dimensions.
         horizon: action tokens.
-        max_keys: most prefix slots plus action tokens of a row.
+        max_keys: most prefix slots plus suffix tokens of a row.
     """
     packed = replace(
         weights,
         prefix=tuple(replace(layer, gate_up_weight=gpu.pack_gate_up(layer.gate_up_weight)) for layer in weights.prefix),
         expert=tuple(replace(layer, gate_up_weight=gpu.pack_gate_up(layer.gate_up_weight)) for layer in weights.expert),
     )
-    return FusedWeights(packed, _chain(packed, architecture, horizon, max_keys))
+    norms = _modulations(packed)
+    return FusedWeights(packed, norms, _chain(packed, norms, architecture, horizon, max_keys))
 
 
-def _chain(weights: PiWeights, architecture: PiArchitecture, horizon: int, max_keys: int) -> ExpertChain | None:
-    a, norms = architecture, weights.adaptive
+def _modulations(weights: PiWeights) -> AdaptiveNorms:
+    if weights.adaptive is not None:
+        return weights.adaptive
+    rows = [given(norm) for layer in weights.expert for norm in (layer.norm1_weight, layer.norm2_weight)]
+    scale = torch.stack([*rows, given(weights.expert_norm)]).float()
+    steps = int(weights.times.shape[0])
+    tables = (scale, torch.zeros_like(scale), torch.ones_like(scale))
+    return AdaptiveNorms(*(table.expand(steps, -1, -1) for table in tables))
+
+
+def _chain(
+    weights: PiWeights, norms: AdaptiveNorms, architecture: PiArchitecture, horizon: int, max_keys: int
+) -> ExpertChain | None:
+    a, heads = architecture, weights.heads
+    tokens = horizon + int(heads.state_weight is not None)
     published = (a.expert_width, a.expert_mlp, a.heads, a.head_dim, a.action_width)
     reason = ""
-    if norms is None or published != (expert.WIDTH, expert.HIDDEN, expert.HEADS, expert.HEAD_DIM, expert.ACTION):
+    if published != (expert.WIDTH, expert.HIDDEN, expert.HEADS, expert.HEAD_DIM, expert.ACTION):
         reason = "it is written for the published dimensions"
     elif torch.cuda.get_device_capability(weights.embedding.device)[0] != 9:
         reason = "it is written for Hopper GPUs"
-    elif horizon > expert.MAX_ROWS or max_keys > expert.MAX_KEYS:
-        reason = f"it holds {expert.MAX_ROWS} action tokens and {expert.MAX_KEYS} keys"
-    if reason or norms is None:
+    elif tokens > expert.MAX_ROWS or max_keys > expert.MAX_KEYS:
+        reason = f"it holds {expert.MAX_ROWS} suffix tokens and {expert.MAX_KEYS} keys"
+    if reason:
         logger.warning("the expert's kernel chain is not used: %s", reason)
         return None
     layers = [
         expert.ExpertLayer(layer.qkv_weight, layer.out_weight, layer.gate_up_weight, layer.down_weight)
         for layer in weights.expert
     ]
-    heads = weights.heads
-    projections = (heads.in_weight, heads.in_bias, heads.out_weight, heads.out_bias)
+    projections = expert.Projections(
+        heads.in_weight,
+        heads.in_bias,
+        heads.out_weight,
+        heads.out_bias,
+        heads.time_out_weight,
+        heads.time_out_bias,
+        heads.state_weight,
+        heads.state_bias,
+    )
     try:
-        return ExpertChain(layers, norms.scale, norms.shift, norms.gate, *projections, max_keys=max_keys, eps=RMS_EPS)
+        return ExpertChain(layers, norms.scale, norms.shift, norms.gate, projections, max_keys=max_keys, eps=RMS_EPS)
     except RuntimeError as error:
         logger.warning("the expert's kernel chain is not used: it cannot be compiled or loaded here: %s", error)
         return None
 
 
-def image_features(weights: VisionWeights, pixels: Tensor, heads: int) -> Tensor:
+def embed_patches(weights: VisionWeights, patches: Tensor) -> Tensor:
+    """Patches (N, T, 3 * patch * patch) fp32 -> (N, T, W) in the tower's dtype, positions added."""
+    x = functional.linear(patches, weights.patch_weight, weights.patch_bias)
+    return (x + weights.position).to(weights.projector_weight.dtype)
+
+
+def image_features(weights: VisionWeights, patches: Tensor, heads: int) -> Tensor:
     """SigLIP and the projector, all images as one batch.
 
     Args:
-        pixels: (N, 3, size, size) fp32 in [-1, 1].
+        patches: (N, T, 3 * patch * patch) fp32 of pixels in [-1, 1], (channel, row, column) inside.
         heads: vision heads.
 
     Returns:
         (N, T, prefix W) bf16.
     """
-    images, channels, size, _ = pixels.shape
-    patch = round((weights.patch_weight.shape[1] / channels) ** 0.5)
-    side = size // patch
-    patches = pixels.view(images, channels, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-    patches = patches.reshape(images * side * side, -1)
-    x = functional.linear(patches, weights.patch_weight, weights.patch_bias).view(images, side * side, -1)
-    x = (x + weights.position).to(weights.projector_weight.dtype)
-    tokens, width = x.shape[1:]
+    x = embed_patches(weights, patches)
+    images, tokens, width = x.shape
     first = weights.layers[0]
     hidden = ops.layer_norm(x, first.norm1_weight, first.norm1_bias, LAYER_NORM_EPS)
     for index, layer in enumerate(weights.layers):
@@ -112,6 +136,13 @@ def image_features(weights: VisionWeights, pixels: Tensor, heads: int) -> Tensor
             scale, shift = weights.norm_weight, weights.norm_bias
         x, hidden = ops.add_layer_norm(x, hidden, scale, shift, LAYER_NORM_EPS)
     return functional.linear(hidden, weights.projector_weight, weights.projector_bias)
+
+
+def assemble(weights: PiWeights, images: Tensor, tokens: Tensor, source: Tensor) -> Tensor:
+    """Image tokens (N, T, W) and prompt tokens (B, P) -> prefix (B, S, W), by `source` (`modules.assemble_prefix`)."""
+    width = weights.embedding.shape[1]
+    pool = torch.cat((images.view(-1, width), text_features(weights.embedding, tokens).view(-1, width)))
+    return pool.index_select(0, source.view(-1)).view(*source.shape, width)
 
 
 def prefix_pass(
@@ -139,10 +170,9 @@ def prefix_pass(
         sin: likewise.
         heads: query heads.
     """
-    layers, width, d = weights.prefix, weights.embedding.shape[1], keys.shape[-1]
-    pool = torch.cat((images.view(-1, width), text_features(weights.embedding, tokens).view(-1, width)))
-    x = pool.index_select(0, source.view(-1)).view(*source.shape, width)
-    hidden = ops.rms_norm(x, _given(layers[0].norm1_weight), RMS_EPS)
+    layers, d = weights.prefix, keys.shape[-1]
+    x = assemble(weights, images, tokens, source)
+    hidden = ops.rms_norm(x, given(layers[0].norm1_weight), RMS_EPS)
     for index, layer in enumerate(layers):
         if index + 1 == len(layers):
             key_value = functional.linear(hidden, layer.qkv_weight[heads * d :])
@@ -153,14 +183,15 @@ def prefix_pass(
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(query, keys[index], values[index], lengths, 0).flatten(2)
         attended = functional.linear(attended, layer.out_weight)
-        x, hidden = ops.add_rms_norm(x, attended, _given(layer.norm2_weight), RMS_EPS)
+        x, hidden = ops.add_rms_norm(x, attended, given(layer.norm2_weight), RMS_EPS)
         hidden = functional.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
-        x, hidden = ops.add_rms_norm(x, hidden, _given(layers[index + 1].norm1_weight), RMS_EPS)
+        x, hidden = ops.add_rms_norm(x, hidden, given(layers[index + 1].norm1_weight), RMS_EPS)
 
 
 def solve(
     fused: FusedWeights,
     actions: Tensor,
+    state: Tensor | None,
     lengths: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -168,12 +199,16 @@ def solve(
     sin: Tensor,
     heads: int,
 ) -> None:
-    """The Euler loop of π0.5, in place on `actions`.
+    """The Euler loop, in place on `actions`.
+
+    π0's state token goes through the expert once, as one more token of the first step: it sees the prefix and itself,
+    and its keys and values serve all steps.
 
     Args:
         actions: (B, H, action width) fp32: noise in, actions out.
+        state: π0: (B, action width) fp32; None for π0.5.
         lengths: (B,) int32, valid prefix slots.
-        keys: (depth, B, C, d): the prefix; rows lengths + i are overwritten by the suffix.
+        keys: (depth, B, C, d): the prefix; rows from lengths on are overwritten by the suffix.
         values: likewise.
         cos: (positions, d / 2) fp32.
         sin: likewise.
@@ -182,31 +217,58 @@ def solve(
     weights, chain = fused.packed, fused.chain
     batch, horizon, dim = actions.shape
     if batch == 1 and chain is not None:
-        chain.solve(actions[0], lengths, keys[:, 0], values[:, 0], cos, sin)
+        chain.solve(actions[0], state, lengths, keys[:, 0], values[:, 0], cos, sin)
         return
-    norms = weights.adaptive
-    if norms is None:
-        raise ValueError("these weights are no π0.5 policy's")
-    heads_in = weights.heads
-    projections = (heads_in.in_weight, heads_in.in_bias, heads_in.out_weight, heads_in.out_bias)
-    width, steps = weights.expert[0].out_weight.shape[0], int(weights.times.shape[0])
-    flat = actions.view(batch * horizon, dim)
-    x = torch.empty((batch, horizon, width), dtype=keys.dtype, device=keys.device)
-    gpu.action_head(flat, x.view(-1, width), projections, None, None, None, None, dt=0.0, last=False)
+    norms, steps = fused.norms, int(weights.times.shape[0])
+    flat, before = actions.view(batch * horizon, dim), 0
+    x = _suffix(weights, flat, None, None, None, None, step=-1, steps=steps, before=0).view(batch, horizon, -1)
+    if state is not None:
+        token = functional.linear(state, given(weights.heads.state_weight), weights.heads.state_bias)
+        x, before = torch.cat((token.to(x.dtype)[:, None], x), dim=1), 1
     for step in range(steps):
-        hidden, update, gate, final = _step(weights.expert, norms, step, x, lengths, keys, values, cos, sin, heads)
-        x = torch.empty_like(x)
-        gpu.action_head(
-            flat,
-            x.view(-1, width),
-            projections,
-            hidden.view(-1, width),
-            update.view(-1, width),
-            final,
-            gate,
-            dt=-1.0 / steps,
-            last=step + 1 == steps,
+        hidden, update, gate, final = _step(
+            weights.expert, norms, step, x, lengths, keys, values, cos, sin, heads, first_alone=before > 0
         )
+        x = _suffix(weights, flat, hidden, update, final, gate, step=step, steps=steps, before=before)
+        x = x.view(batch, horizon, -1)
+        if before:
+            lengths, before = lengths + 1, 0
+
+
+def _suffix(
+    weights: PiWeights,
+    actions: Tensor,
+    hidden: Tensor | None,
+    update: Tensor | None,
+    final: tuple[Tensor, Tensor] | None,
+    gate: Tensor | None,
+    *,
+    step: int,
+    steps: int,
+    before: int,
+) -> Tensor:
+    """Finish `step` (none for -1) on actions (B * H, action width), and embed them for the next step."""
+    heads, last = weights.heads, step + 1 == steps
+    width, timed = weights.expert[0].out_weight.shape[0], heads.time_out_weight is not None
+    bias = heads.in_bias[0 if last else step + 1] if timed else heads.in_bias
+    dtype = torch.float32 if timed else weights.embedding.dtype
+    embedded = torch.empty((actions.shape[0], width), dtype=dtype, device=actions.device)
+    gpu.action_head(
+        actions,
+        embedded,
+        (heads.in_weight, bias, heads.out_weight, heads.out_bias),
+        hidden,
+        update,
+        final,
+        gate,
+        dt=-1.0 / steps,
+        last=last,
+        before=before,
+        silu=timed,
+    )
+    if not timed or last:
+        return embedded
+    return functional.linear(embedded, given(heads.time_out_weight), heads.time_out_bias).to(weights.embedding.dtype)
 
 
 def _step(
@@ -220,17 +282,21 @@ def _step(
     cos: Tensor,
     sin: Tensor,
     heads: int,
+    *,
+    first_alone: bool,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """All layers of one step; returns stream, last update, its gate, and the final norm's scale and shift."""
     scale, shift, gate = norms.scale[step], norms.shift[step], norms.gate[step]
-    horizon, d = x.shape[1], keys.shape[-1]
+    tokens, d = x.shape[1], keys.shape[-1]
     hidden = ops.ada_rms_norm(x, scale[0], shift[0], RMS_EPS)
     for index, layer in enumerate(layers):
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
         qkv = functional.linear(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=True)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
-        attended = gpu.attention_cached(query, keys[index], values[index], lengths, horizon).flatten(2)
+        attended = gpu.attention_cached(
+            query, keys[index], values[index], lengths, tokens, first_alone=first_alone
+        ).flatten(2)
         attended = functional.linear(attended, layer.out_weight)
         x, hidden = ops.gated_add_ada_rms_norm(x, attended, gate[first], scale[second], shift[second], RMS_EPS)
         update = functional.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
@@ -240,7 +306,8 @@ def _step(
     return x, update, gate[2 * len(layers) - 1], (scale[-1], shift[-1])
 
 
-def _given(tensor: Tensor | None) -> Tensor:
+def given(tensor: Tensor | None) -> Tensor:
+    """A tensor that the family at hand always has."""
     if tensor is None:
         raise ValueError("this family has no such weight")
     return tensor

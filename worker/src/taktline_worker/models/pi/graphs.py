@@ -1,4 +1,4 @@
-"""The GPU runner of π0.5: one CUDA graph a bucket with the whole request in it, over buffers that all buckets share."""
+"""The GPU runner of π0 and π0.5: a CUDA graph a bucket with the whole request in it, over buffers that all share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from taktline_kernels import gpu, ops
 from torch import Tensor
 
-from taktline_worker.models.pi import fused
+from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.runner import PiBatch
 from taktline_worker.models.pi.weights import PiWeights
@@ -57,14 +58,20 @@ class GraphRunner:
     captured bucket that holds it; padded rows have one valid slot and no influence on the others.
 
     Args:
-        weights: packed bf16 weights of a π0.5 policy, on a CUDA device.
+        weights: packed bf16 weights, on a CUDA device.
         architecture: dimensions.
         horizon: actions of a chunk.
         buckets: the shapes to serve.
+        precision: `fp8` quantises the products of the vision tower and the prefix.
     """
 
     def __init__(
-        self, weights: PiWeights, architecture: PiArchitecture, horizon: int, buckets: Sequence[Bucket]
+        self,
+        weights: PiWeights,
+        architecture: PiArchitecture,
+        horizon: int,
+        buckets: Sequence[Bucket],
+        precision: Literal["bf16", "fp8"] = "bf16",
     ) -> None:
         a, device = architecture, weights.embedding.device
         self.architecture, self.horizon, self.device = a, horizon, device
@@ -73,18 +80,24 @@ class GraphRunner:
         images = max(b.rows * b.views for b in buckets)
         rows = max(b.rows for b in buckets)
         slots = max(self.slots(b) for b in buckets)
-        cache = max(b.rows * (self.slots(b) + horizon) for b in buckets)
+        has_state = a.family == "pi0"
+        self._suffix = horizon + int(has_state)
+        cache = max(b.rows * (self.slots(b) + self._suffix) for b in buckets)
         self._pixels = torch.zeros(images, 3, a.image_size, a.image_size, device=device)
         self._tokens = torch.zeros(max(b.rows * b.prompt for b in buckets), dtype=torch.int64, device=device)
         self._source = torch.zeros(rows * slots, dtype=torch.int64, device=device)
         self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
         self._actions = torch.zeros(rows, horizon, a.action_width, device=device)
+        self._state = torch.zeros(rows, a.action_width, device=device) if has_state else None
         shape = (a.depth * cache + gpu.CACHE_MARGIN) * a.head_dim
         self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
         self._values = torch.zeros_like(self._keys)
-        self.fused = fused.fuse(weights, a, horizon, slots + horizon)
+        self.towers = fp8.quantise(weights) if precision == "fp8" else None
+        if self.towers is not None:
+            weights = fp8.without_matrices(weights)
+        self.fused = fused.fuse(weights, a, horizon, slots + self._suffix)
         self.weights = self.fused.packed
-        self._cos, self._sin = ops.rope_table(torch.arange(slots + horizon, device=device), a.head_dim)
+        self._cos, self._sin = ops.rope_table(torch.arange(slots + self._suffix, device=device), a.head_dim)
         self._pool = torch.cuda.graph_pool_handle()
         self._images = self._pixels
 
@@ -134,27 +147,24 @@ class GraphRunner:
 
     def encode_images(self, bucket: Bucket) -> None:
         """Vision tower and projector."""
-        pixels = self._pixels[: bucket.rows * bucket.views]
-        self._images = fused.image_features(self.weights.vision, pixels, self.architecture.vision_heads)
+        heads, vision = self.architecture.vision_heads, self.weights.vision
+        patches = _patches(self._pixels[: bucket.rows * bucket.views], self.architecture.patch_size)
+        if self.towers is None:
+            self._images = fused.image_features(vision, patches, heads)
+        else:
+            self._images = fp8.image_features(self.towers, vision, patches, heads)
 
     def encode_prefix(self, bucket: Bucket) -> None:
         """Prefix of the images that `encode_images` left and of the prompt."""
         tokens = self._tokens[: bucket.rows * bucket.prompt].view(bucket.rows, bucket.prompt)
         slots = self.slots(bucket)
         source = self._source[: bucket.rows * slots].view(bucket.rows, slots)
-        keys, values = self.caches(bucket)
-        fused.prefix_pass(
-            self.weights,
-            self._images,
-            tokens,
-            source,
-            self._lengths[: bucket.rows],
-            keys,
-            values,
-            self._cos,
-            self._sin,
-            self.architecture.heads,
-        )
+        lengths, heads = self._lengths[: bucket.rows], self.architecture.heads
+        rest = (self.weights, self._images, tokens, source, lengths, *self.caches(bucket), self._cos, self._sin, heads)
+        if self.towers is None:
+            fused.prefix_pass(*rest)
+        else:
+            fp8.prefix_pass(self.towers, *rest)
 
     def solve(self, bucket: Bucket) -> None:
         """All solver steps."""
@@ -162,6 +172,7 @@ class GraphRunner:
         fused.solve(
             self.fused,
             self._actions[: bucket.rows],
+            None if self._state is None else self._state[: bucket.rows],
             self._lengths[: bucket.rows],
             keys,
             values,
@@ -173,7 +184,7 @@ class GraphRunner:
     def caches(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Keys and values as (depth, B, C, d)."""
         a = self.architecture
-        shape = (a.depth, bucket.rows, self.slots(bucket) + self.horizon, a.head_dim)
+        shape = (a.depth, bucket.rows, self.slots(bucket) + self._suffix, a.head_dim)
         count = shape[0] * shape[1] * shape[2] * shape[3]
         return self._keys[:count].view(shape), self._values[:count].view(shape)
 
@@ -211,6 +222,8 @@ class GraphRunner:
         self._lengths[:rows].copy_(batch.lengths, non_blocking=True)
         self._lengths[rows : bucket.rows] = 1
         self._actions[:rows].copy_(batch.noise, non_blocking=True)
+        if self._state is not None and batch.state is not None:
+            self._state[:rows].copy_(batch.state, non_blocking=True)
 
     @torch.inference_mode()
     def run(self, batch: PiBatch) -> Tensor:
@@ -223,6 +236,14 @@ class GraphRunner:
         self.load(batch, bucket)
         self.captured[bucket].graph.replay()
         return self._actions[: batch.tokens.shape[0]].cpu()
+
+
+def _patches(pixels: Tensor, patch: int) -> Tensor:
+    """(N, 3, size, size) -> (N, T, 3 * patch * patch), (channel, row, column) inside."""
+    images, channels, size, _ = pixels.shape
+    side = size // patch
+    grid = pixels.view(images, channels, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+    return grid.reshape(images, side * side, -1)
 
 
 class _tf32:
