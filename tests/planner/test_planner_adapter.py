@@ -17,6 +17,8 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import PlannedChunk
 from taktline_worker.models.vjepa2_ac.adapter import VJepa2Adapter, load
 from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
+from taktline_worker.planning.search import Problem, search
+from taktline_worker.planning.world import Scene
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,31 @@ def test_batch_neighbours_change_nothing(kit: Any, adapter: Any, pool: Any) -> N
 def test_requests_change_the_search_within_limits(kit: Any, adapter: Any, pool: Any) -> None:
     wide = plan(adapter, pool, kit.observe(search=SearchInput(candidates=80, rounds=1, elites=80, horizon=3)))
     assert (wide.actions.shape, wide.energies.shape, wide.predicted_states.shape) == ((3, 7), (1, 2), (3, 7))
+
+
+def test_a_plan_begins_where_the_actions_under_way_lead(kit: Any, adapter: VJepa2Adapter, pool: Any) -> None:
+    under_way = np.array([[0.03, -0.02, 0.01, 0, 0, 0, 0.2]])
+    later = plan(adapter, pool, kit.observe(search=SearchInput(pending=under_way)))
+    row = adapter.begin(kit.observe(), pool).result()
+    latent, goal = adapter.world.encode(row.pixels)
+    start = adapter.world.predict(Scene(latent, goal, row.pose), torch.from_numpy(under_way).float())
+    expected = search(adapter.world, [Problem(start, row.settings, row.seed)])[0]
+    assert np.array_equal(later.actions, expected.actions.numpy())
+    assert not np.array_equal(later.actions, plan(adapter, pool, kit.observe()).actions)
+    landing = row.pose[:3].numpy() + under_way[0, :3] + later.actions[0, :3]
+    assert np.allclose(later.predicted_states[0, :3], landing, atol=1e-6)
+
+
+def test_what_is_predicted_is_what_a_rollout_scores(kit: Any, adapter: VJepa2Adapter, pool: Any) -> None:
+    world = adapter.world
+    latent, goal = world.encode(adapter.begin(kit.observe(), pool).result().pixels)
+    scene = Scene(latent, goal, torch.from_numpy(kit.observe().state).float())
+    actions = 0.02 * torch.ones(2, 7)
+    energies = torch.empty(world.micro_batch)
+    world.score(world.prepare(scene), actions.expand(world.micro_batch, -1, -1), energies)
+    found = world.predict(scene, actions)
+    assert float((found.latent - goal).abs().mean()) == pytest.approx(float(energies[0]), rel=1e-5)
+    assert torch.equal(found.pose, world.poses(scene, actions)[-1])
 
 
 def test_a_warm_start_begins_at_the_previous_plan(kit: Any, adapter: Any, pool: Any) -> None:
@@ -178,6 +205,10 @@ BAD: dict[str, tuple[Callable[[RobotInput], RobotInput], ErrorCode]] = {
     "a horizon beyond the cache": (with_search(horizon=4), ErrorCode.SEARCH_INVALID),
     "previous plan of another width": (with_search(previous=np.zeros((2, 6))), ErrorCode.SEARCH_INVALID),
     "NaN in the previous plan": (with_search(previous=np.full((2, 7), NAN)), ErrorCode.SEARCH_INVALID),
+    "actions under way of another width": (with_search(pending=np.zeros((1, 6))), ErrorCode.SEARCH_INVALID),
+    "more actions under way than a rollout has": (with_search(pending=np.zeros((4, 7))), ErrorCode.SEARCH_INVALID),
+    "no actions under way": (with_search(pending=np.zeros((0, 7))), ErrorCode.SEARCH_INVALID),
+    "NaN in the actions under way": (with_search(pending=np.full((1, 7), NAN)), ErrorCode.SEARCH_INVALID),
     "no budget": (with_search(budget_ms=0.0), ErrorCode.BUDGET_INVALID),
     "NaN budget": (with_search(budget_ms=NAN), ErrorCode.BUDGET_INVALID),
 }

@@ -78,6 +78,17 @@ def test_search_settings_travel(kit: Any, worker: Worker) -> None:
     assert actions[0].shape == actions[1].shape == (1, 7)
     assert not np.array_equal(*actions)
     assert from_plan(plans[0][0].plan).energies.shape == (1, 2)
+    pending = Array.from_numpy(np.array([[0.03, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
+    (ahead,) = infer(worker, observation(kit, search=Search(rounds=1, candidates=20, elites=5, pending=pending)))
+    (now,) = infer(worker, observation(kit, search=Search(rounds=1, candidates=20, elites=5)))
+    landings, moves = (
+        [read(result)[0, 0] for result in (ahead, now)]
+        for read in (
+            lambda result: from_plan(result.plan).predicted_states.to_numpy(),
+            lambda result: from_tensor("actions", result.actions).to_numpy(),
+        )
+    )
+    assert landings[0] - moves[0] == pytest.approx(landings[1] - moves[1] + 0.03, abs=1e-6)
 
 
 def test_a_bad_robot_does_not_harm_its_neighbour(kit: Any, worker: Worker) -> None:

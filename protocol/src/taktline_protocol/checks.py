@@ -37,8 +37,11 @@ def check_observation(observation: Observation, limits: Limits) -> None:
     _check_time(observation, limits)
     _check_instruction(observation.instruction, limits)
     state_length(observation.state, limits)
-    if observation.search is not None and observation.search.previous is not None:
-        check_array("search.previous", observation.search.previous, ErrorCode.SEARCH_INVALID)
+    if observation.search is not None:
+        for name in ("previous", "pending"):
+            plan = getattr(observation.search, name)
+            if plan is not None:
+                check_array(f"search.{name}", plan, ErrorCode.SEARCH_INVALID)
     if observation.rtc is not None:
         _check_rtc(observation.rtc, limits)
     if len(observation.images) > limits.cameras:

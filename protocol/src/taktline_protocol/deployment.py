@@ -83,23 +83,40 @@ class RtcOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gradient: Literal["identity", "vjp"] = "identity"
 
 
+class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How one worker spreads over the GPUs of its pod; dp x cfg x tp of them.
+
+    Attributes:
+        dp: replicas, each a process with the whole policy on its own GPU; so many batches run at a time.
+        cfg: 2 runs the two branches of classifier-free guidance on different GPUs, where the family has them.
+        tp: ranks that share the matrices of one policy, where the family can be cut.
+    """
+
+    dp: Annotated[int, Meta(ge=1, le=64)] = 1
+    cfg: Annotated[int, Meta(ge=1, le=2)] = 1
+    tp: Annotated[int, Meta(ge=1, le=64)] = 1
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only.
 
     Camera frames over `max_image_pixels` are refused by their header, before any pixel is decoded. `frame_cache_mb` is
     the memory for frames seen before: their pixels on the host and, where that is exact, as much again for what the
-    vision tower made of them on the device; 0 keeps none.
+    vision tower made of them on the device; 0 keeps none. `cheaper_steps` are solver steps, fewer than the policy's own
+    and divisors of them, that a batch may ask for where there is no time for all.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "bf16"
     buckets: tuple[Annotated[int, Meta(ge=1)], ...] = (1, 2, 4, 8)
     solver_steps: int | None = None
+    cheaper_steps: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     action_horizon: int | None = None
     control_period_ms: float | None = None
     max_image_pixels: Annotated[int, Meta(ge=1)] = 16_000_000
     search: SearchOptions | None = None
     rtc: RtcOptions = RtcOptions()
+    parallel: ParallelOptions = ParallelOptions()
     frame_cache_mb: Annotated[int, Meta(ge=0, le=65_536)] = 64
 
 
@@ -175,6 +192,19 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hold_s: Annotated[float, Meta(ge=0)] = 30.0
 
 
+class DegradeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What may be made cheaper before a robot is refused; each answer says what it got. Nothing where left out.
+
+    Attributes:
+        min_solver_steps: the fewest solver steps that are still good enough; 0 keeps the policy's own.
+        fallback_policy: a smaller policy of the same gateway with the same robot interface, which takes an observation
+            that this policy's workers cannot serve in time.
+    """
+
+    min_solver_steps: Annotated[int, Meta(ge=0)] = 0
+    fallback_policy: str = ""
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the gateway serves one policy.
 
@@ -187,6 +217,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         robot_weights: robot id -> share of a contended worker against the other robots of its tenant; 1 where absent.
         priority_ceilings: tenant -> highest class that its observations may claim, `*` for the tenants not named; what
             claims more is served in that class.
+        degrade: what may be made cheaper before a robot is refused.
     """
 
     policy: str
@@ -200,6 +231,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     candidate: Candidate | None = None
     robot_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
     priority_ceilings: dict[str, PriorityName] = {}
+    degrade: DegradeOptions = DegradeOptions()
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -60,6 +60,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         budget_ms: time that the search may take; the best plan found by then is the answer.
         anytime: whether the hand-off deadline ends the search in the same way.
         previous: the robot's last plan, float Array (n, D): the search begins at its tail.
+        pending: actions that the robot will have executed when the answer comes, float Array (n, D), n at most the
+            longest horizon: the plan begins where the model expects them to lead, so that planning and moving overlap.
     """
 
     candidates: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -69,6 +71,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     budget_ms: float | None = None
     anytime: bool | None = None
     previous: Array | None = None
+    pending: Array | None = None
 
 
 class Rtc(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -263,12 +266,21 @@ class BucketTime(msgspec.Struct, frozen=True, kw_only=True):
     p99_ms: float
 
 
+class CheaperLevel(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of solver steps below the policy's own, and T_sync with it."""
+
+    solver_steps: int
+    t_sync: tuple[BucketTime, ...]
+
+
 class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client must know to speak to a policy.
 
     Attributes:
         rtc: how observations with `rtc` are served; empty where they are refused.
         rtc_max_delay: in the trained mode, the largest delay that the checkpoint was trained for.
+        replicas: batches that each worker runs at a time.
+        cheaper: what workers can do instead of full quality, dearest first; used where the deployment allows it.
     """
 
     policy: str
@@ -286,6 +298,8 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     t_sync: tuple[BucketTime, ...] = ()
     rtc: Literal["", "guided", "trained"] = ""
     rtc_max_delay: int = 0
+    replicas: int = 1
+    cheaper: tuple[CheaperLevel, ...] = ()
 
 
 class PolicyList(msgspec.Struct, frozen=True, kw_only=True):

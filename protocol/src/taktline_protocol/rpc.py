@@ -14,6 +14,7 @@ from taktline_protocol.limits import MIB
 from taktline_protocol.messages import (
     Array,
     BucketTime,
+    CheaperLevel,
     Image,
     Observation,
     PlanReport,
@@ -26,6 +27,9 @@ from taktline_protocol.messages import (
 SERVICE_NAME = "taktline.worker.v1.Worker"
 MAX_MESSAGE_BYTES = 512 * MIB
 """One batch: 32 observations at the body limit of 16 MiB."""
+
+MAX_REPLICAS = 64
+"""Batches that one worker may claim to run at a time."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -182,6 +186,11 @@ def policy_info(response: worker_pb2.InfoResponse) -> PolicyInfo:
         # A mode of a later release is no mode that this one can promise to clients.
         rtc=response.rtc if response.rtc in ("guided", "trained") else "",  # type: ignore[arg-type]
         rtc_max_delay=response.rtc_max_delay,
+        replicas=min(MAX_REPLICAS, max(1, response.replicas)),
+        cheaper=tuple(
+            CheaperLevel(solver_steps=level.solver_steps, t_sync=bucket_times(level.t_sync))
+            for level in response.cheaper
+        ),
     )
 
 
@@ -200,9 +209,10 @@ def _to_search(search: Search) -> worker_pb2.Search:
     )
     if search.anytime is not None:
         wire.anytime = search.anytime
-    if search.previous is not None:
-        previous = search.previous
-        wire.previous.CopyFrom(worker_pb2.Tensor(dtype=previous.dtype, shape=previous.shape, data=previous.data))
+    for name in ("previous", "pending"):
+        plan: Array | None = getattr(search, name)
+        if plan is not None:
+            getattr(wire, name).CopyFrom(worker_pb2.Tensor(dtype=plan.dtype, shape=plan.shape, data=plan.data))
     return wire
 
 

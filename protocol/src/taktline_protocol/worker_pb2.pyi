@@ -41,7 +41,7 @@ class BucketTime(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas")
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class InfoResponse(_message.Message):
     RTC_FIELD_NUMBER: _ClassVar[int]
     RTC_MAX_DELAY_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    CHEAPER_FIELD_NUMBER: _ClassVar[int]
     policy: str
     family: str
     revision: str
@@ -72,10 +73,19 @@ class InfoResponse(_message.Message):
     rtc: str
     rtc_max_delay: int
     replicas: int
-    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
+    cheaper: _containers.RepeatedCompositeFieldContainer[CheaperLevel]
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ...) -> None: ...
+
+class CheaperLevel(_message.Message):
+    __slots__ = ("solver_steps", "t_sync")
+    SOLVER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    T_SYNC_FIELD_NUMBER: _ClassVar[int]
+    solver_steps: int
+    t_sync: _containers.RepeatedCompositeFieldContainer[BucketTime]
+    def __init__(self, solver_steps: _Optional[int] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ...) -> None: ...
 
 class Search(_message.Message):
-    __slots__ = ("candidates", "rounds", "elites", "horizon", "budget_ms", "anytime", "previous")
+    __slots__ = ("candidates", "rounds", "elites", "horizon", "budget_ms", "anytime", "previous", "pending")
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     ELITES_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +93,7 @@ class Search(_message.Message):
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     ANYTIME_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     candidates: int
     rounds: int
     elites: int
@@ -90,7 +101,8 @@ class Search(_message.Message):
     budget_ms: float
     anytime: bool
     previous: Tensor
-    def __init__(self, candidates: _Optional[int] = ..., rounds: _Optional[int] = ..., elites: _Optional[int] = ..., horizon: _Optional[int] = ..., budget_ms: _Optional[float] = ..., anytime: bool = ..., previous: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    pending: Tensor
+    def __init__(self, candidates: _Optional[int] = ..., rounds: _Optional[int] = ..., elites: _Optional[int] = ..., horizon: _Optional[int] = ..., budget_ms: _Optional[float] = ..., anytime: bool = ..., previous: _Optional[_Union[Tensor, _Mapping]] = ..., pending: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Rtc(_message.Message):
     __slots__ = ("tail", "delay", "execution_horizon", "prefix_end")
@@ -150,14 +162,16 @@ class InferItem(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ..., rtc: _Optional[_Union[Rtc, _Mapping]] = ...) -> None: ...
 
 class InferRequest(_message.Message):
-    __slots__ = ("policy", "revision", "items")
+    __slots__ = ("policy", "revision", "items", "solver_steps")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SOLVER_STEPS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     revision: str
     items: _containers.RepeatedCompositeFieldContainer[InferItem]
-    def __init__(self, policy: _Optional[str] = ..., revision: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InferItem, _Mapping]]] = ...) -> None: ...
+    solver_steps: int
+    def __init__(self, policy: _Optional[str] = ..., revision: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InferItem, _Mapping]]] = ..., solver_steps: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "next_step")

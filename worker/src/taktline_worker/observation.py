@@ -34,6 +34,7 @@ class SearchInput:
         budget_ms: time that the search may take; the best plan found by then is the answer.
         anytime: whether the hand-off deadline ends the search in the same way.
         previous: (n, action width) the robot's last plan, whose tail is where the search begins.
+        pending: (n, action width) actions under way, whose expected outcome is where the plan begins.
     """
 
     candidates: int | None = None
@@ -43,6 +44,7 @@ class SearchInput:
     budget_ms: float | None = None
     anytime: bool | None = None
     previous: NDArray[np.generic] | None = None
+    pending: NDArray[np.generic] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_worker.adapter import GuidedChunk, PlannedChunk
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
-from taktline_worker.tracing import BatchTraces
 from taktline_worker.observation import EncodedImage, RobotInput, RtcInput, SearchInput
+from taktline_worker.tracing import BatchTraces
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             dt_s=description.control_period_s,
             rtc=description.rtc,
             rtc_max_delay=description.rtc_max_delay,
-            t_sync=[worker_pb2.BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in self._t_sync],
+            t_sync=_bucket_times(self._t_sync),
+            cheaper=[
+                worker_pb2.CheaperLevel(solver_steps=steps, t_sync=_bucket_times(times))
+                for steps, times in self._engine.cheaper.items()
+            ],
         )
 
     def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102
@@ -85,7 +89,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             remaining = context.time_remaining()
             deadline = None if remaining is None else received + remaining
             items = [_read_item(item, received) for item in request.items]
-            result = self._engine.infer(items, deadline, lambda: not context.is_active())
+            result = self._engine.infer(items, deadline, lambda: not context.is_active(), request.solver_steps)
         except BatchDroppedError:
             self._instruments.dropped()
             logger.warning(
@@ -112,6 +116,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 ErrorCode.WORKER_UNAVAILABLE,
                 f"this worker serves revision {self._config.model.revision!r}, not {request.revision!r}",
                 "route the batch to a worker of that revision",
+            )
+        if request.solver_steps and request.solver_steps not in self._engine.cheaper:
+            return TaktlineError(
+                ErrorCode.WORKER_UNAVAILABLE,
+                f"this worker cannot run with {request.solver_steps} solver steps",
+                "ask for one of the numbers that it reported, or for 0",
             )
         return None
 
@@ -145,6 +155,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
 
+def _bucket_times(timings: Sequence[BucketTiming]) -> list[worker_pb2.BucketTime]:
+    return [worker_pb2.BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in timings]
+
+
 def _read_item(item: worker_pb2.InferItem, received: float) -> Item:
     expires = received + item.budget_ms / 1000.0 if item.budget_ms > 0 else None
     try:
@@ -166,9 +180,11 @@ def _read_item(item: worker_pb2.InferItem, received: float) -> Item:
 
 
 def _read_search(search: worker_pb2.Search) -> SearchInput:
-    previous = None
-    if search.HasField("previous"):
-        previous = _read_array("the previous plan", search.previous, ErrorCode.SEARCH_INVALID)
+    def plan(name: str) -> np.ndarray[Any, np.dtype[np.generic]] | None:
+        if not search.HasField(name):
+            return None
+        return _read_array(f"search.{name}", getattr(search, name), ErrorCode.SEARCH_INVALID)
+
     return SearchInput(
         candidates=search.candidates if search.HasField("candidates") else None,
         rounds=search.rounds if search.HasField("rounds") else None,
@@ -176,7 +192,8 @@ def _read_search(search: worker_pb2.Search) -> SearchInput:
         horizon=search.horizon if search.HasField("horizon") else None,
         budget_ms=search.budget_ms if search.HasField("budget_ms") else None,
         anytime=search.anytime if search.HasField("anytime") else None,
-        previous=previous,
+        previous=plan("previous"),
+        pending=plan("pending"),
     )
 
 

@@ -145,6 +145,8 @@ class VJepa2Adapter:
     def _problem(self, row: PlannerRow, deadline: float | None) -> Problem:
         latent, goal = self.world.encode(row.pixels)
         scene = Scene(latent, goal, row.pose.to(self.world.device))
+        if row.pending is not None:
+            scene = self.world.predict(scene, row.pending)
         return Problem(scene, row.settings, row.seed, row.previous, deadline)
 
 

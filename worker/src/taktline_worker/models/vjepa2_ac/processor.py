@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class PlannerRow:
         pixels: fp32 (2, 3, size, size), the frame and the goal, normalised.
         pose: fp32 (7,).
         previous: fp32 (n, 7) the plan to warm-start from, or None.
+        pending: fp32 (n, 7) actions whose expected outcome the plan begins at, or None.
         budget_s: seconds that the search may take from the start of its run; None = all rounds.
         expires_at: monotonic instant of the hand-off deadline; None = none.
     """
@@ -50,26 +52,21 @@ class PlannerRow:
     settings: SearchSettings
     seed: int
     previous: Tensor | None = None
+    pending: Tensor | None = None
     budget_s: float | None = None
     expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPlannerRow:
-    """A checked observation whose two images are still being decoded."""
+    """A checked observation whose two images are still being decoded; `finish` makes its row of their pixels."""
 
     images: tuple[Future[Tensor], ...]
-    pose: Tensor
-    settings: SearchSettings
-    seed: int
-    previous: Tensor | None
-    budget_s: float | None
-    expires_at: float | None
+    finish: Callable[[Tensor], PlannerRow]
 
     def result(self) -> PlannerRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large."""
-        pixels = torch.stack([image.result() for image in self.images])
-        return PlannerRow(pixels, self.pose, self.settings, self.seed, self.previous, self.budget_s, self.expires_at)
+        return self.finish(torch.stack([image.result() for image in self.images]))
 
 
 class PlannerProcessor:
@@ -119,17 +116,18 @@ class PlannerProcessor:
         asked = observation.search or SearchInput()
         changes = SearchChanges(asked.candidates, asked.rounds, asked.elites, asked.horizon, asked.anytime)
         settings = resolve(self.settings, changes, self.limits)
-        return PendingPlannerRow(
-            images=tuple(
-                pool.submit(self._pixels, name, image) for name, image in zip(self.cameras, (frame, goal), strict=True)
-            ),
+        finish = partial(
+            PlannerRow,
             pose=pose,
             settings=settings,
             seed=secrets.randbits(63) if observation.seed is None else observation.seed,
-            previous=_previous(asked.previous),
+            previous=_plan("previous plan", asked.previous, 1024),
+            pending=_plan("plan under way", asked.pending, self.limits.horizon),
             budget_s=_budget(asked.budget_ms),
             expires_at=observation.expires_at,
         )
+        images = zip(self.cameras, (frame, goal), strict=True)
+        return PendingPlannerRow(tuple(pool.submit(self._pixels, name, image) for name, image in images), finish)
 
     def _pixels(self, name: str, image: EncodedImage) -> Tensor:
         return to_pixels(decode_image(name, image, self._max_pixels), self.image_size)
@@ -209,17 +207,17 @@ def _pose(state: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
-def _previous(plan: NDArray[np.generic] | None) -> Tensor | None:
+def _plan(name: str, plan: NDArray[np.generic] | None, most: int) -> Tensor | None:
     if plan is None:
         return None
-    if plan.ndim != 2 or plan.shape[1] != ACTION_WIDTH or not 1 <= len(plan) <= 1024:
+    if plan.ndim != 2 or plan.shape[1] != ACTION_WIDTH or not 1 <= len(plan) <= most:
         raise search_error(
-            f"the previous plan has shape {plan.shape}, not (n, {ACTION_WIDTH})",
-            "send back the actions of the last answer",
+            f"the {name} has shape {plan.shape}, not (n, {ACTION_WIDTH}) with n from 1 to {most}",
+            "send back actions of the last answer",
         )
     values = plan.astype(np.float64)
     if not np.isfinite(values).all():
-        raise search_error("the previous plan holds NaN or infinity", "send back the actions of the last answer")
+        raise search_error(f"the {name} holds NaN or infinity", "send back actions of the last answer")
     return torch.from_numpy(values.astype(np.float32))
 
 

@@ -150,6 +150,17 @@ class VJepa2World:
             found.append(pose)
         return torch.stack(found)
 
+    @torch.inference_mode()
+    def predict(self, scene: Scene, actions: Tensor) -> Scene:
+        """Where the model expects actions (n, 7) to lead from `scene`, n at most the longest horizon; same goal."""
+        latents, pose = self._rollout(
+            actions[None].to(device=self.device, dtype=self.dtype),
+            modules.embed_latents(self.weights.predictor, scene.latent),
+            scene.pose.to(self.dtype),
+            self._new_caches(1, len(actions)),
+        )
+        return Scene(latents[0], scene.goal, pose[0])
+
     def synchronize(self) -> None:
         """See `WorldModel.synchronize`."""
         if self.device.type == "cuda":
@@ -206,29 +217,42 @@ class VJepa2World:
             self._energies.copy_(found)
 
     def _caches(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (layers, m, heads, frames * K, d) of the plain statement, made when it first runs."""
+        """Keys and values of the plain statement's unit, made when it first runs."""
         if self._cache is None:
-            a = self.architecture
-            shape = (a.depth, self.micro_batch, a.heads, self.max_horizon * a.frame_tokens, a.head_dim)
-            dtype = self.weights.precision.predictor
-            self._cache = (
-                torch.zeros(shape, device=self.device, dtype=dtype),
-                torch.zeros(shape, device=self.device, dtype=dtype),
-            )
+            self._cache = self._new_caches(self.micro_batch, self.max_horizon)
         return self._cache
 
+    def _new_caches(self, candidates: int, frames: int) -> tuple[Tensor, Tensor]:
+        """Two (layers, m, heads, frames * K, d)."""
+        a = self.architecture
+        shape = (a.depth, candidates, a.heads, frames * a.frame_tokens, a.head_dim)
+        dtype = self.weights.precision.predictor
+        return torch.zeros(shape, device=self.device, dtype=dtype), torch.zeros(shape, device=self.device, dtype=dtype)
+
     def _compute(self, horizon: int, observer: StepObserver | None = None) -> None:
-        weights, m = self.weights.predictor, self.micro_batch
-        keys, values = self._caches()
-        frame_tokens = self.architecture.frame_tokens
-        pose = self._pose.expand(m, -1)
-        patches = self._patches.expand(m, -1, -1)
-        latents = self._goal
+        actions = self._actions[:, :horizon]
+        latents, _ = self._rollout(actions, self._patches, self._pose, self._caches(), observer)
+        self._energies.copy_(modules.energy(latents, self._goal))
+
+    def _rollout(
+        self,
+        actions: Tensor,
+        patches: Tensor,
+        pose: Tensor,
+        caches: tuple[Tensor, Tensor],
+        observer: StepObserver | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Latents (m, T, D) and poses (m, 7) after actions (m, n, 7) from patches (T, W) and a pose (7,)."""
+        weights = self.weights.predictor
+        m, horizon, _ = actions.shape
+        keys, values = caches
+        pose = pose.expand(m, -1)
+        patches = patches.expand(m, -1, -1)
         for step in range(horizon):
-            action = self._actions[:, step]
+            action = actions[:, step]
             x = modules.frame_tokens(weights, action, pose, patches, self._residual)
             cos, sin = self._tables[step]
-            x = modules.predictor_frame(weights, x, keys, values, step * frame_tokens, cos, sin)
+            x = modules.predictor_frame(weights, x, keys, values, step * self.architecture.frame_tokens, cos, sin)
             raw = modules.predictor_output(weights, x)
             latents = modules.latent_norm(raw)
             pose = poses.integrate(pose, action)
@@ -236,4 +260,4 @@ class VJepa2World:
                 observer(step, raw, latents, pose)
             if step + 1 < horizon:
                 patches = modules.embed_latents(weights, latents)
-        self._energies.copy_(modules.energy(latents, self._goal))
+        return latents, pose
