@@ -30,7 +30,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.times = [tuple(float(part) for part in pair.split(":")) for pair in arguments.t_sync.split(",")]
-        self.engine = asyncio.Lock()
+        self.engine = asyncio.Semaphore(arguments.replicas)
+        self.in_flight = 0
 
     async def Info(self, request, context):
         return worker_pb2.InfoResponse(
@@ -45,24 +46,27 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             action_dim=6,
             horizon=10,
             dt_s=0.05,
+            replicas=self.arguments.replicas,
             t_sync=[worker_pb2.BucketTime(batch=int(b), median_ms=ms, p99_ms=ms * 1.2) for b, ms in self.times],
         )
 
     async def Infer(self, request, context):
         began = time.monotonic()
         words = [item.instruction for item in request.items]
+        self.in_flight += 1
         self.record(request, context)
         if any(word == "exit" for word in words):
             os._exit(9)
         if any(word == "hang" for word in words):
             await asyncio.sleep(3600)
-        if any(word == "fail" for word in words):
+        if self.arguments.failing or any(word == "fail" for word in words):
             await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
         extra = max((float(word.split()[1]) for word in words if word.startswith("slow ")), default=0.0)
         buckets = [int(b) for b, _ in self.times]
         bucket = min(bisect_left(buckets, len(words)), len(buckets) - 1)
         async with self.engine:
             await asyncio.sleep((self.times[bucket][1] + extra) / 1e3)
+        self.in_flight -= 1
         results = []
         for item in request.items:
             result = worker_pb2.InferResult(request_id=item.request_id)
@@ -73,7 +77,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 result.error.code, result.error.message = "worker_unavailable", "scripted: another revision"
                 result.error.next_step = "route the batch to a worker of that revision"
             else:
-                actions = np.full((10, 6), float(item.seq), dtype=np.float32)
+                actions = np.full((10, 6), float(item.seq) + self.arguments.offset, dtype=np.float32)
                 if item.instruction == "nan":
                     actions[3, 2] = np.nan
                 result.actions.CopyFrom(to_tensor(actions))
@@ -91,7 +95,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 "revision": request.revision,
                 "seqs": [item.seq for item in request.items],
                 "budgets_ms": [item.budget_ms for item in request.items],
+                "seeds": [item.seed if item.HasField("seed") else None for item in request.items],
                 "rpc_deadline_s": context.time_remaining(),
+                "in_flight": self.in_flight,
             }
             with open(self.arguments.record, "a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -102,6 +108,9 @@ async def main() -> None:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--policy", default="scripted")
     parser.add_argument("--revision", default="r1")
+    parser.add_argument("--failing", type=int, default=0, help="1 fails every batch")
+    parser.add_argument("--offset", type=float, default=0.0, help="added to every action")
+    parser.add_argument("--replicas", type=int, default=1, help="batches that run at a time")
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
     parser.add_argument("--record")
     for name in ("cert", "key", "client-ca"):

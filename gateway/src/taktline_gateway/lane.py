@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -18,13 +19,15 @@ from taktline_protocol.rpc import to_item
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.deadline_queue import Ticket
+from taktline_gateway.degrade import Levels as QualityLevels
+from taktline_gateway.degrade import degraded, levels_of, stands_in
 from taktline_gateway.logs import log
 from taktline_gateway.pending import ClientGone, Pending, Served, read_result
 from taktline_gateway.priorities import priority_of
 from taktline_gateway.refusals import SHED, advised, refused_error, superseded, unavailable, worker_failed
-from taktline_gateway.scheduler import Batch, Refused, Scheduler
+from taktline_gateway.scheduler import Batch, Refusal, Refused, Scheduler
 from taktline_gateway.service_times import ServiceTimes
-from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry
+from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry, WorkerLevel
 from taktline_gateway.tls import WorkerTls
 from taktline_gateway.tracing.requests import begin_batch, end_batch
 from taktline_gateway.worker_link import WorkerLink
@@ -43,8 +46,15 @@ class Lane:
     """Admits observations of one policy and gets each a chunk or a typed error."""
 
     def __init__(
-        self, route: Route, telemetry: Telemetry, *, max_queued: int, worker_tls: WorkerTls | None = None
+        self,
+        route: Route,
+        telemetry: Telemetry,
+        *,
+        max_queued: int,
+        worker_tls: WorkerTls | None = None,
+        others: Mapping[str, Lane] = MappingProxyType({}),
     ) -> None:
+        """`others` are the lanes of this gateway's policies by name, for observations that this one cannot serve."""
         self.route = route
         self._worker_tls = worker_tls
         self._telemetry = telemetry
@@ -53,6 +63,9 @@ class Lane:
         )
         self._links: dict[Target, WorkerLink] = {}
         self._up: dict[str, WorkerLink] = {}
+        self._seats: dict[str, WorkerLink] = {}
+        self._levels: dict[str, QualityLevels] = {}
+        self._others = others
         self._last_info: PolicyInfo | None = None
         self._poll_soon = False
         self._timer: asyncio.TimerHandle | None = None
@@ -77,11 +90,12 @@ class Lane:
         """Queue, workers and predicted times at this instant; a pool that has no usable worker counts 0."""
         now = time.monotonic()
         counts = Counter(link.target.pool for link in self._links.values() if link.up)
-        states = Counter(
-            (link.target.pool, self._scheduler.worker_state(link.name, now) if link.up else "down")
+        workers = [
+            WorkerLevel(link.name, link.target.pool, link.revision, self._state(link, now) if link.up else "down")
             for link in self._links.values()
-        )
-        states.update((link.target.pool, "draining") for link in self._retiring)
+        ]
+        workers += [WorkerLevel(link.name, link.target.pool, link.revision, "draining") for link in self._retiring]
+        states = Counter((worker.pool, worker.state) for worker in workers)
         predicted = []
         for link in self._up.values():
             times = self._scheduler.times(link.name)
@@ -96,7 +110,13 @@ class Lane:
             usable={link.target.pool: counts[link.target.pool] for link in self._links.values()},
             states=states,
             predicted=tuple(predicted),
+            workers=tuple(workers),
         )
+
+    def _state(self, link: WorkerLink, now: float) -> str:
+        """A worker with several replicas is busy where any of them is."""
+        states = [self._scheduler.worker_state(seat, now) for seat in link.seats]
+        return "busy" if "busy" in states else states[0]
 
     def info(self) -> PolicyInfo:
         """What a client must know; cameras and sizes come from a worker, the last one seen where none is up."""
@@ -163,22 +183,42 @@ class Lane:
             tenant_weight=principal.weight,
             robot_weight=self.route.robot_weights.get(observation.robot_id, 1.0),
             priority=priority_of(observation, principal.tenant, self.route),
+            policy=self.route.policy,
             request_id=request_id,
             item=to_item(request_id, observation, 0.0),
         )
+        refused = self._admit(pending, now)
+        if refused is not None and not self._stand_in(refused, now):
+            raise self._advised(pending, self._error(refused, now), now)
+        return pending
+
+    def _admit(self, pending: Pending, now: float) -> Refused | None:
         refused, older = self._scheduler.submit(pending, now)
         if refused is not None:
-            raise self._advised(pending, self._error(refused, now), now)
+            return refused
+        pending.lane = self
         if older is not None:
             self._telemetry.superseded(self.route.policy)
             if not self._elsewhere(older):
                 self._fail(older, superseded(older, pending))
         self._poll_later()
-        return pending
+        return None
+
+    def _stand_in(self, refused: Refused, now: float) -> bool:
+        """Whether a smaller policy has taken an observation that this one's workers cannot serve in time."""
+        other = self._others.get(self.route.degrade.fallback_policy)
+        pending = refused.ticket
+        if other is None or other is self or refused.reason is Refusal.NO_WORKER or not isinstance(pending, Pending):
+            return False
+        if pending.policy != self.route.policy or not stands_in(self.info(), other.info()):
+            return False  # it stands in already: what it cannot serve is refused
+        return other._admit(pending, now) is None
 
     def leave(self, pending: Pending) -> None:
         """The robot is gone: a queued observation leaves; one in flight runs to its end."""
-        if self._scheduler.cancel(pending) and not pending.result.done():
+        if isinstance(pending.lane, Lane) and pending.lane is not self:
+            pending.lane.leave(pending)
+        elif self._scheduler.cancel(pending) and not pending.result.done():
             pending.result.set_exception(ClientGone())
 
     # ----- the loop around the scheduler
@@ -197,7 +237,7 @@ class Lane:
         now = time.monotonic()
         plan = self._scheduler.poll(now)
         for refused in plan.refused:
-            if not self._elsewhere(refused.ticket):
+            if not self._elsewhere(refused.ticket) and not self._stand_in(refused, now):
                 self._fail(refused.ticket, self._error(refused, now))
         for silent in plan.silent:
             self._hedge(silent, now)
@@ -206,7 +246,7 @@ class Lane:
             for ticket in batch.tickets:
                 if isinstance(ticket, Pending):
                     ticket.flights += 1
-            link = self._up[batch.worker]
+            link = self._seats[batch.worker]
             self._telemetry.batch(self.route.policy, link.target.pool, link.revision, len(batch.tickets))
             self._spawn(self._run(link, batch, now))
         if plan.wake_at is not None:
@@ -215,7 +255,8 @@ class Lane:
     async def _run(self, link: WorkerLink, batch: Batch, sent_at: float) -> None:
         size = len(batch.tickets)
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
-        request = worker_pb2.InferRequest(policy=self.route.policy, revision=link.revision)
+        steps = self._levels[link.name].steps[batch.level - 1] if batch.level else 0
+        request = worker_pb2.InferRequest(policy=self.route.policy, revision=link.revision, solver_steps=steps)
         for member in members:
             member.item.budget_ms = 1e3 * (member.deadline - sent_at)
             request.items.append(member.item)
@@ -234,17 +275,17 @@ class Lane:
         end_batch(traces)
         link.failures = 0
         seconds = time.monotonic() - sent_at
-        self._scheduler.finished(link.name, size, seconds, response.total_ms / 1e3)
+        self._scheduler.finished(batch.worker, size, seconds, response.total_ms / 1e3)
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
         revision = response.revision or link.revision
         self._telemetry.batch_finished(
             self.route.policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
         )
-        self._deliver(link, members, response, sent_at)
+        self._deliver(link, members, response, sent_at, steps)
         self._poll()
 
     def _deliver(
-        self, link: WorkerLink, members: list[Pending], response: worker_pb2.InferResponse, sent_at: float
+        self, link: WorkerLink, members: list[Pending], response: worker_pb2.InferResponse, sent_at: float, steps: int
     ) -> None:
         results = {result.request_id: result for result in response.results}
         returned_at = time.monotonic()
@@ -276,6 +317,7 @@ class Lane:
                     phases_ms=(response.preprocess_ms, response.engine_ms, response.postprocess_ms),
                     plan=plan,
                     rtc=rtc,
+                    degraded=degraded(steps, self.route.policy if member.policy != self.route.policy else ""),
                 )
             )
 
@@ -283,7 +325,7 @@ class Lane:
         link.failures += 1
         now = time.monotonic()
         pause = min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1))
-        self._scheduler.failed(link.name, len(batch.tickets), now + pause)
+        self._scheduler.failed(batch.worker, len(batch.tickets), now + pause)
         log(
             _logger,
             logging.ERROR,
@@ -337,13 +379,20 @@ class Lane:
         if link.info is None:
             return
         self._up[link.name] = link
-        self._scheduler.add_worker(link.name, ServiceTimes(link.info.t_sync, self.route.max_batch), time.monotonic())
+        # Its replicas are alike: what one batch teaches of T_sync holds for all.
+        times, now = ServiceTimes(link.info.t_sync, self.route.max_batch), time.monotonic()
+        levels = self._levels[link.name] = levels_of(link.info, self.route.degrade, self.route.max_batch)
+        for seat in link.seats:
+            self._seats[seat] = link
+            self._scheduler.add_worker(seat, times, now, levels.times)
         self._poll_later()
 
     def _worker_down(self, link: WorkerLink) -> None:
         if self._up.get(link.name) is link:
             del self._up[link.name]
-            self._scheduler.remove_worker(link.name)
+            for seat in [seat for seat, owner in self._seats.items() if owner is link]:
+                del self._seats[seat]
+                self._scheduler.remove_worker(seat)
             self._poll_later()
 
     async def _retire(self, link: WorkerLink) -> None:

@@ -42,6 +42,7 @@ class WorkerLink:
         self.failures = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self._calls = 0
         self._on_up = on_up
         self._on_down = on_down
         self._tls = tls
@@ -54,6 +55,12 @@ class WorkerLink:
     def name(self) -> str:
         """The worker's address, its name in answers and logs."""
         return self.target.address
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """What the scheduler knows it as: one name for each batch that it runs at a time."""
+        replicas = self.info.replicas if self.info is not None else 1
+        return (self.name, *(f"{self.name}#{number}" for number in range(1, replicas)))
 
     @property
     def revision(self) -> str:
@@ -80,11 +87,14 @@ class WorkerLink:
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> worker_pb2.InferResponse:
         """Runs one batch. Raises grpc.aio.AioRpcError."""
+        self._calls += 1
         self.idle.clear()
         try:
             response: worker_pb2.InferResponse = await self._worker.Infer(request, timeout=timeout_s, metadata=metadata)
         finally:
-            self.idle.set()
+            self._calls -= 1
+            if not self._calls:
+                self.idle.set()
         return response
 
     def _connect(self) -> None:
