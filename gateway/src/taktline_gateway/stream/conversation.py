@@ -228,8 +228,10 @@ class Conversation:
                 "use an SDK of this gateway's release, or POST /v1/policies/{policy}/act",
             )
         principal = self._caller.principal
-        info = self._streams.admit(self.policy, principal, hello, now)
-        session, result = await self._streams.session_of(self.policy, principal.robot(hello.robot_id), hello)
+        robot = principal.robot(hello.robot_id)
+        found, result = await self._streams.resume(self.policy, robot, hello)
+        info = self._streams.admit(self.policy, principal, hello, hello.seq if found is None else found.seq, now)
+        session = self._streams.sessions.open(self.policy, robot, hello) if found is None else found
         self._session = session
         session.link = self
         kept, session.kept = session.kept, None
@@ -335,7 +337,7 @@ class Conversation:
         started_at, observation = self._begun(observation, now)
         flight = Flight(frame.seq, now, exchange.request_id)
         session.flights[frame.seq] = flight
-        flight.task = self._streams.spawn(self._serve(session, flight, exchange, principal, observation, started_at))
+        self._streams.spawn(self._serve(session, flight, exchange, principal, observation, started_at))
         if self._ack is None:
             self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
         if len(session.flights) >= self._settings.window:
@@ -408,9 +410,6 @@ class Conversation:
         observation: Observation,
         started_at: float,
     ) -> None:
-        def admitted(withdraw: Callable[[TaktlineError | None], None]) -> None:
-            flight.withdraw = withdraw
-
         pressure: Backpressure | None = None
         try:
             try:
@@ -422,7 +421,7 @@ class Conversation:
                     principal=principal,
                     received_at=started_at,
                     checked=True,
-                    admitted=admitted,
+                    admitted=flight.admitted,
                 )
                 answer: FromGateway = to_answer(chunk, flight.received_at, time.monotonic())
             except ClientGone:

@@ -127,8 +127,8 @@ class Streams:
         access.authorise(principal, caller.credential, "act", policy, robot=robot_id, request_id=request_id)
         return principal
 
-    def admit(self, policy: str, principal: Principal, hello: Hello, now: float) -> PolicyInfo:
-        """Whether a robot may open a stream. Raises TaktlineError."""
+    def admit(self, policy: str, principal: Principal, hello: Hello, seq: int, now: float) -> PolicyInfo:
+        """Whether a robot may open a stream; `seq` is the newest of its session. Raises TaktlineError."""
         self._gateway.check_open()
         info = self._gateway.lane(policy, principal).info()
         if len(self._conversations) > self.settings.max_streams:
@@ -138,16 +138,15 @@ class Streams:
                 "connect to another gateway, or raise --stream-max",
                 retry_after_ms=1000.0,
             )
-        self._gateway.robots.arrive(principal.robot(hello.robot_id), hello.session_id, hello.seq, now)
+        self._gateway.robots.arrive(principal.robot(hello.robot_id), hello.session_id, seq, now)
         return info
 
-    async def session_of(self, policy: str, robot: str, hello: Hello) -> tuple[Session, str]:
-        """The session that a hello names or opens, and which it was: new, resumed or lost."""
-        if hello.token:
-            found = self.sessions.resume(policy, robot, hello)
-            if found is not None:
-                return found, "resumed"
-        return self.sessions.open(policy, robot, hello), "lost" if hello.token else "new"
+    async def resume(self, policy: str, robot: str, hello: Hello) -> tuple[Session | None, str]:
+        """The session that a hello names, if any, and how it counts: new, resumed or lost."""
+        if not hello.token:
+            return None, "new"
+        found = self.sessions.resume(policy, robot, hello)
+        return found, "lost" if found is None else "resumed"
 
     def alive(self, session: Session, now: float) -> None:
         """The robot pinged: its id stays its own."""
@@ -165,15 +164,24 @@ class Streams:
         ticked = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._gateway.draining:
-                for conversation in list(self._conversations):
-                    conversation.drain()
             now = time.monotonic()
-            if now - ticked >= TICK_S:
+            tick = now - ticked >= TICK_S
+            if tick:
                 ticked = now
-                for conversation in list(self._conversations):
-                    conversation.tick(now)
-                self.sessions.expire()
+            try:
+                self._look_after(now, tick=tick)
+            except Exception:
+                # Whatever is wrong with one stream, the others must not lose their keeper.
+                log(_logger, logging.ERROR, "internal", exc_info=True, stream=True)
+
+    def _look_after(self, now: float, *, tick: bool) -> None:
+        for conversation in list(self._conversations):
+            if self._gateway.draining:
+                conversation.drain()
+            if tick:
+                conversation.tick(now)
+        if tick:
+            self.sessions.expire()
 
     def _connected(self) -> Counter[str]:
         return Counter(conversation.policy for conversation in self._conversations)

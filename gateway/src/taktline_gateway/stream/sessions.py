@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections import OrderedDict
@@ -32,7 +31,20 @@ class Flight:
     received_at: float
     request_id: str
     withdraw: Withdraw | None = None
-    task: asyncio.Task[None] | None = None
+    left: bool = False
+    reason: TaktlineError | None = None
+
+    def admitted(self, withdraw: Withdraw) -> None:
+        """It is in the queue now, unless it was to leave before it came there."""
+        self.withdraw = withdraw
+        if self.left:
+            withdraw(self.reason)
+
+    def leave(self, reason: TaktlineError | None) -> None:
+        """Takes it out of the queue, answered with `reason`; nothing where a worker has it."""
+        self.left, self.reason = True, reason
+        if self.withdraw is not None:
+            self.withdraw(reason)
 
 
 class Link(Protocol):
@@ -89,14 +101,13 @@ class Session:
         """The connection is gone: what is still queued leaves, what a worker has goes on."""
         self.link = None
         for flight in list(self.flights.values()):
-            if flight.withdraw is not None:
-                flight.withdraw(None)
+            flight.leave(None)
 
     def cancel(self, seq: int, error: TaktlineError) -> None:
         """Takes one observation out of the queue, answered with `error`; nothing where it is too late."""
         flight = self.flights.get(seq)
-        if flight is not None and flight.withdraw is not None:
-            flight.withdraw(error)
+        if flight is not None:
+            flight.leave(error)
 
 
 class Sessions:

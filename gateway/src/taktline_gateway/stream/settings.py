@@ -38,13 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("timed stream", "see docs/stream.md")
     group.add_argument("--stream-window", type=int, default=4, metavar="N", help="unanswered observations a robot")
     group.add_argument("--stream-max", type=int, default=10_000, metavar="N", help="streams at once")
-    group.add_argument(
-        "--stream-resume-s", type=float, default=30.0, metavar="S", help="keep a dropped session"
-    )
+    group.add_argument("--stream-resume-s", type=float, default=30.0, metavar="S", help="keep a dropped session")
     group.add_argument("--stream-idle-s", type=float, default=30.0, metavar="S", help="close a silent stream")
-    group.add_argument(
-        "--stream-stall-s", type=float, default=5.0, metavar="S", help="close one that takes nothing"
-    )
+    group.add_argument("--stream-stall-s", type=float, default=5.0, metavar="S", help="close one that takes nothing")
     group.add_argument(
         "--stream-held-mib", type=float, default=512.0, metavar="MIB", help="camera frames held for all sessions"
     )

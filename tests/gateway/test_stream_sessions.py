@@ -1,0 +1,145 @@
+"""Sessions without a network: who may resume what, what is kept for whom, and that memory is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from taktline_gateway.stream.sessions import Flight, HeldFrame, Sessions
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.messages import Image
+from taktline_protocol.stream import Hello
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.open = True
+        self.was_replaced = False
+
+    async def deliver(self, body: bytes) -> bool:
+        if self.open:
+            self.sent.append(body)
+        return self.open
+
+    def replaced(self) -> None:
+        self.was_replaced = True
+
+    def settled(self) -> None:
+        pass
+
+
+def hello(robot="arm", session="s", **changes) -> Hello:
+    return Hello((1,), robot, session, **changes)
+
+
+def frame(size: int, name: bytes = b"12345678") -> HeldFrame:
+    return HeldFrame(name, Image("jpeg", bytes(size)))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sessions(clock) -> Sessions:
+    return Sessions(resume_s=30.0, held_bytes=1000, clock=clock)
+
+
+def test_a_token_resumes_its_own_session_only(sessions):
+    session = sessions.open("p", "arm", hello())
+    sessions.away(session)
+    token = session.token
+    assert sessions.resume("p", "arm", hello(token=b"x" * 16)) is None
+    assert sessions.resume("q", "arm", hello(token=token)) is None, "another policy"
+    assert sessions.resume("p", "other", hello("other", token=token)) is None, "another robot"
+    assert sessions.resume("p", "tenant/arm", hello(token=token)) is None, "another tenant's arm"
+    assert sessions.resume("p", "arm", hello(session="t", token=token)) is None, "another session"
+    assert sessions.resume("p", "arm", hello(token=token, seq=7)) is session
+    assert session.seq == 7
+
+
+def test_a_session_expires(sessions, clock):
+    session = sessions.open("p", "arm", hello())
+    sessions.hold(session, {"front": frame(10)}, "go")
+    sessions.away(session)
+    clock.now += 30.0
+    assert sessions.expire() == []
+    clock.now += 0.1
+    assert sessions.resume("p", "arm", hello(token=session.token)) is None, "also where nobody has looked yet"
+    assert len(sessions) == 0
+    assert sessions.held_bytes == 0
+
+
+def test_a_session_whose_connection_lives_does_not_expire(sessions, clock):
+    session = sessions.open("p", "arm", hello())
+    session.link = FakeLink()
+    clock.now += 1000.0
+    assert sessions.expire() == []
+
+
+def test_a_newer_connection_takes_over(sessions):
+    session = sessions.open("p", "arm", hello())
+    link = session.link = FakeLink()
+    assert sessions.resume("p", "arm", hello(token=session.token)) is session
+    assert link.was_replaced
+    assert session.link is None
+
+
+def test_memory_is_taken_from_the_session_idle_longest(sessions):
+    made = [sessions.open("p", f"arm-{n}", hello(f"arm-{n}")) for n in range(3)]
+    for session in made:
+        sessions.hold(session, {"front": frame(400)}, "go")
+    assert [bool(session.held) for session in made] == [False, True, True]
+    assert sessions.held_bytes == 800
+    sessions.hold(made[1], {"front": frame(300)}, None)  # used again, and smaller
+    assert sessions.held_bytes == 700
+    sessions.hold(made[0], {"front": frame(400)}, None)
+    assert [bool(session.held) for session in made] == [True, True, False]
+    sessions.hold(made[0], {"wrist": frame(5000)}, None)
+    assert made[0].held, "the one that sends keeps its own"
+    assert sessions.held_bytes == 5400 == made[0].held_bytes
+    sessions.end(made[0])
+    assert sessions.held_bytes == 0
+
+
+def test_answers_wait_for_the_next_connection_the_newest_only(sessions):
+    session = sessions.open("p", "arm", hello())
+    link = session.link = FakeLink()
+    asyncio.run(session.answer(1, b"one"))
+    assert (link.sent, session.kept) == ([b"one"], None)
+    link.open = False
+    asyncio.run(session.answer(3, b"three"))
+    asyncio.run(session.answer(2, b"two"))
+    assert session.kept == (3, b"three")
+
+
+def test_what_is_queued_leaves_with_the_connection_or_on_request(sessions):
+    session = sessions.open("p", "arm", hello())
+    heard: list = []
+    session.flights[4] = Flight(4, 0.0, "r", withdraw=heard.append)
+    session.flights[5] = Flight(5, 0.0, "r")  # not in the queue yet
+    error = TaktlineError(ErrorCode.CANCELLED, "m", "n")
+    session.cancel(5, error)
+    session.cancel(9, error)
+    assert heard == []
+    session.cancel(4, error)
+    sessions.away(session)
+    assert heard == [error, None]
+
+
+def test_a_cancel_that_is_faster_than_the_queue_is_kept_for_it():
+    flight = Flight(1, 0.0, "r")
+    error = TaktlineError(ErrorCode.CANCELLED, "m", "n")
+    flight.leave(error)
+    heard: list = []
+    flight.admitted(heard.append)
+    assert heard == [error]
