@@ -13,7 +13,7 @@ from taktline_operator import schema
 
 Family = Literal["pi0", "pi05", "gr00t-n1.7", "cosmos3-nano", "cosmos3-edge", "minicpm-robot", "vjepa2-ac"]
 Accelerator = Literal["cpu", "jetson-thor", "rtx-5090", "a40", "a100", "h100", "h200"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp8"]
 
 PVC_MOUNT = "/models"
 
