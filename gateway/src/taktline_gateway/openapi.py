@@ -15,11 +15,21 @@ from taktline_protocol.codecs import MediaType
 from taktline_protocol.errors import HTTP_STATUS, ErrorCode
 from taktline_protocol.messages import ActionChunk, ErrorBody, Observation, PolicyInfo, PolicyList
 
+from taktline_gateway.openapi_kserve import kserve_paths, kserve_schemas
+
 EXAMPLE_SIDE = 32
 _REF = "#/components/schemas/{name}"
 # Codes that a request to act can end with; the rest belong to the operator's and the worker's own side.
 _NOT_FROM_ACT = (ErrorCode.CHECKPOINT_INVALID, ErrorCode.CONFIG_INVALID, ErrorCode.GATEWAY_UNREACHABLE)
-_ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT]
+_ACCESS_CODES = (ErrorCode.UNAUTHENTICATED, ErrorCode.FORBIDDEN, ErrorCode.RATE_LIMITED)
+_STREAM_CODES = (
+    ErrorCode.KEYFRAME_NEEDED,
+    ErrorCode.CANCELLED,
+    ErrorCode.STREAM_VERSION,
+    ErrorCode.STREAM_IDLE,
+    ErrorCode.SLOW_READER,
+)
+_ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT + _STREAM_CODES]
 
 
 def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
@@ -44,11 +54,20 @@ def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
                     "parameters": [_policy_parameter(policies)],
                 }
             },
-            "/healthz": {"get": _text("The process is alive", "healthz")},
-            "/readyz": {"get": _text("New requests are taken", "readyz", unready=True)},
+            "/healthz": {"get": _text("The process is alive", "healthz", probe=True)},
+            "/readyz": {"get": _text("New requests are taken", "readyz", unready=True, probe=True)},
             "/metrics": {"get": _text("Prometheus metrics", "metrics")},
+            "/openapi.json": {"get": _document()},
+            **kserve_paths(policies, _ACT_CODES),
         },
-        "components": {"schemas": components},
+        "components": {
+            "schemas": {**components, **kserve_schemas()},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "an API key, or an access token (JWT)"}
+            },
+        },
+        # Either of the two: a gateway without an access file asks for nothing.
+        "security": [{"key": []}, {}],
     }
 
 
@@ -142,7 +161,7 @@ def _example_chunk(info: PolicyInfo) -> dict[str, Any]:
 
 
 def _get(summary: str, operation: str, schema: str) -> dict[str, Any]:
-    errors = _errors([ErrorCode.UNKNOWN_POLICY]) if schema == "PolicyInfo" else {}
+    errors = _errors([*([ErrorCode.UNKNOWN_POLICY] if schema == "PolicyInfo" else []), *_ACCESS_CODES])
     return {
         "summary": summary,
         "operationId": operation,
@@ -150,13 +169,20 @@ def _get(summary: str, operation: str, schema: str) -> dict[str, Any]:
     }
 
 
-def _text(summary: str, operation: str, *, unready: bool = False) -> dict[str, Any]:
+def _text(summary: str, operation: str, *, unready: bool = False, probe: bool = False) -> dict[str, Any]:
     responses: dict[str, Any] = {
         "200": {"description": summary, "content": {"text/plain": {"schema": {"type": "string"}}}}
     }
-    if unready:
-        responses |= _errors([ErrorCode.DRAINING])
-    return {"summary": summary, "operationId": operation, "responses": responses}
+    responses |= _errors([*([ErrorCode.DRAINING] if unready else []), *([] if probe else _ACCESS_CODES)])
+    found: dict[str, Any] = {"summary": summary, "operationId": operation, "responses": responses}
+    return found | {"security": []} if probe else found
+
+
+def _document() -> dict[str, Any]:
+    content = {MediaType.JSON.value: {"schema": {"type": "object", "required": ["openapi", "info", "paths"]}}}
+    summary = "This document, with examples for the policies that the caller may see"
+    responses = {"200": {"description": summary, "content": content}, **_errors(_ACCESS_CODES)}
+    return {"summary": summary, "operationId": "openapi", "responses": responses}
 
 
 def _errors(codes: Sequence[ErrorCode]) -> dict[str, Any]:
