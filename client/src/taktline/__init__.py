@@ -13,18 +13,31 @@ if TYPE_CHECKING:
 
     from taktline.access import Access
     from taktline.chunk import Chunk
+    from taktline.planning import PlannedStep, plan_and_move
     from taktline.robot import AsyncRobot, Robot
 
-__all__ = ["Access", "AsyncRobot", "Chunk", "ErrorCode", "Robot", "Search", "TaktlineError"]
+__all__ = [
+    "Access",
+    "AsyncRobot",
+    "Chunk",
+    "ErrorCode",
+    "PlannedStep",
+    "Robot",
+    "Search",
+    "TaktlineError",
+    "plan_and_move",
+]
 
 _HOMES = {
     "Access": "taktline.access",
     "AsyncRobot": "taktline.robot",
     "Chunk": "taktline.chunk",
     "ErrorCode": "taktline_protocol",
+    "PlannedStep": "taktline.planning",
     "Robot": "taktline.robot",
     "Search": "taktline_protocol.messages",
     "TaktlineError": "taktline_protocol",
+    "plan_and_move": "taktline.planning",
 }
 
 
