@@ -26,10 +26,22 @@ from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
 from taktline_worker.tls import TlsFiles, server_credentials
 
 
+def table(text):
+    return [tuple(float(part) for part in pair.split(":")) for pair in text.split(",")]
+
+
+def bucket_times(times):
+    return [worker_pb2.BucketTime(batch=int(b), median_ms=ms, p99_ms=ms * 1.2) for b, ms in times]
+
+
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.times = [tuple(float(part) for part in pair.split(":")) for pair in arguments.t_sync.split(",")]
+        self.times = table(arguments.t_sync)
+        self.cheaper = {}
+        for level in arguments.cheaper:
+            steps, _, times = level.partition("=")
+            self.cheaper[int(steps)] = table(times)
         self.engine = asyncio.Semaphore(arguments.replicas)
         self.in_flight = 0
 
@@ -47,7 +59,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             horizon=10,
             dt_s=0.05,
             replicas=self.arguments.replicas,
-            t_sync=[worker_pb2.BucketTime(batch=int(b), median_ms=ms, p99_ms=ms * 1.2) for b, ms in self.times],
+            t_sync=bucket_times(self.times),
+            cheaper=[
+                worker_pb2.CheaperLevel(solver_steps=steps, t_sync=bucket_times(times))
+                for steps, times in self.cheaper.items()
+            ],
         )
 
     async def Infer(self, request, context):
@@ -62,10 +78,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         if self.arguments.failing or any(word == "fail" for word in words):
             await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
         extra = max((float(word.split()[1]) for word in words if word.startswith("slow ")), default=0.0)
-        buckets = [int(b) for b, _ in self.times]
+        times = self.cheaper[request.solver_steps] if request.solver_steps else self.times
+        buckets = [int(b) for b, _ in times]
         bucket = min(bisect_left(buckets, len(words)), len(buckets) - 1)
         async with self.engine:
-            await asyncio.sleep((self.times[bucket][1] + extra) / 1e3)
+            await asyncio.sleep((times[bucket][1] + extra) / 1e3)
         self.in_flight -= 1
         results = []
         for item in request.items:
@@ -93,6 +110,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 "worker": self.arguments.listen,
                 "robots": [item.robot_id for item in request.items],
                 "revision": request.revision,
+                "solver_steps": request.solver_steps,
                 "seqs": [item.seq for item in request.items],
                 "budgets_ms": [item.budget_ms for item in request.items],
                 "seeds": [item.seed if item.HasField("seed") else None for item in request.items],
@@ -112,6 +130,7 @@ async def main() -> None:
     parser.add_argument("--offset", type=float, default=0.0, help="added to every action")
     parser.add_argument("--replicas", type=int, default=1, help="batches that run at a time")
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
+    parser.add_argument("--cheaper", action="append", default=[], help="STEPS=TABLE of one cheaper level")
     parser.add_argument("--record")
     for name in ("cert", "key", "client-ca"):
         parser.add_argument(f"--tls-{name}", type=Path)

@@ -33,7 +33,8 @@ class Simulation:
         self.scheduler = made
         self.now = 0.0
         self.wake_at = None
-        self.running = []  # (end, worker, batch)
+        self.running = []  # (end, batch)
+        self.launched = {}
         self.done = {}  # ticket -> completion
         self.refused = {}
         self.superseded = []
@@ -53,8 +54,8 @@ class Simulation:
             self.refused[refused.ticket] = refused.reason
         for batch in plan.batches:
             self.batches.append(batch)
-            times = self.scheduler.times(batch.worker)
-            self.running.append((self.now + times.median_s(len(batch.tickets)), batch))
+            self.running.append((batch.predicted, batch))
+            self.launched[batch.worker] = self.now
         self.wake_at = plan.wake_at
         return plan
 
@@ -71,8 +72,7 @@ class Simulation:
             for end, batch in [item for item in self.running if item[0] <= self.now]:
                 self.running.remove((end, batch))
                 self.done.update(dict.fromkeys(batch.tickets, end))
-                seconds = self.scheduler.times(batch.worker).median_s(len(batch.tickets))
-                self.scheduler.finished(batch.worker, len(batch.tickets), seconds)
+                self.scheduler.finished(batch.worker, len(batch.tickets), end - self.launched[batch.worker])
             self.poll()
             if not self.running and self.wake_at is None:
                 self.now = until

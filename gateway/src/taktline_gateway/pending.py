@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 from taktline_protocol import ErrorCode, worker_pb2
-from taktline_protocol.messages import Array, PlanReport, RtcReport
+from taktline_protocol.messages import Array, Degraded, PlanReport, RtcReport
 from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor
 
 from taktline_gateway.deadline_queue import Ticket
@@ -37,6 +37,7 @@ class Served:
     phases_ms: tuple[float, float, float]
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
+    degraded: Degraded | None = None
 
 
 class ClientGone(Exception):
@@ -48,9 +49,13 @@ class Pending(Ticket):
     """A ticket with its observation and the future that its request waits for.
 
     Attributes:
+        policy: the policy that was asked.
+        lane: the lane that has it.
         flights: batches in flight that it is a member of; two where it was hedged.
     """
 
+    policy: str = ""
+    lane: object = None
     request_id: str = ""
     trace: RequestTrace | None = None
     flights: int = 0

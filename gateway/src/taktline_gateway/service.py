@@ -9,17 +9,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.deployment import RoutingTable
+from taktline_protocol.deployment import Route, RoutingTable
 from taktline_protocol.limits import DEFAULT_LIMITS, Limits
 from taktline_protocol.tracing import tracing_from_environment
 
+from taktline_gateway.access.audit import AuditLog
+from taktline_gateway.access.control import AccessControl
+from taktline_gateway.access.rights import NOBODY, OPEN, Principal
 from taktline_gateway.books import Books
 from taktline_gateway.compat.ports import ClientPorts
 from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
 from taktline_gateway.robots import Robots
 from taktline_gateway.routes import file_identity, read_routes, watch_routes
+from taktline_gateway.stream.settings import StreamSettings
 from taktline_gateway.telemetry import Levels, Telemetry
+from taktline_gateway.tls import ServerTls, TlsFiles, WorkerTls
+from taktline_gateway.trials import Trials
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +42,12 @@ class Settings:
             /readyz fail before connections do.
         drain_limit_s: after SIGTERM, when the process ends even with requests in flight.
         client_ports: where the protocols of existing robot clients are spoken.
+        stream: bounds of the timed stream.
+        access_file: who may ask what, read again when it changes; None lets everyone do everything.
+        audit_log: file of the access decisions; None puts them among the other log lines.
+        tls: certificates of the listeners; None speaks plain text.
+        worker_tls: certificates of the channels to workers; None speaks plain text.
+        max_connections: HTTP connections held at once; likewise by one address.
     """
 
     routes: Path
@@ -45,18 +57,29 @@ class Settings:
     drain_settle_s: float = 1.0
     drain_limit_s: float = 25.0
     client_ports: ClientPorts = dataclasses.field(default_factory=ClientPorts)
+    stream: StreamSettings = dataclasses.field(default_factory=StreamSettings)
+    access_file: Path | None = None
+    audit_log: Path | None = None
+    tls: TlsFiles | None = None
+    worker_tls: TlsFiles | None = None
+    max_connections: int = 10_000
+    max_connections_by_address: int = 2_000
 
 
 class Gateway:
     """Everything one gateway process holds between requests."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the routing table. Raises TaktlineError `config_invalid`."""
+        """Reads the routing table and the access file. Raises TaktlineError `config_invalid`."""
         self.settings = settings
+        self.access = AccessControl(settings.access_file, AuditLog(settings.audit_log))
+        self.tls = ServerTls(settings.tls) if settings.tls is not None else None
+        self.worker_tls = WorkerTls(settings.worker_tls) if settings.worker_tls is not None else None
         self.telemetry = Telemetry()
         self.books = Books(self.telemetry, tracing_from_environment("taktline-gateway", version("taktline-gateway")))
         self.robots = Robots()
         self.lanes: dict[str, Lane] = {}
+        self.trials = Trials(self.lanes, self._new_lane)
         self.draining = False
         self.requests = 0  # being served at this moment
         self._seen = file_identity(settings.routes)
@@ -67,6 +90,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Connects to the workers and begins watching the routing table."""
+        await self.access.start()
         self._apply(self._table)
         self._watcher = asyncio.create_task(watch_routes(self.settings.routes, self._seen, self._apply))
 
@@ -75,14 +99,18 @@ class Gateway:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+        await self.trials.close()
         await asyncio.gather(*(lane.close() for lane in self.lanes.values()), *self._closing)
         await asyncio.to_thread(self.books.close)
+        await self.access.close()
 
-    def lane(self, policy: str) -> Lane:
-        """The lane of a policy. Raises TaktlineError `unknown_policy`."""
+    def lane(self, policy: str, principal: Principal = OPEN) -> Lane:
+        """The lane of a policy. Raises TaktlineError `unknown_policy`, which names what `principal` may see."""
         lane = self.lanes.get(policy)
         if lane is None:
-            served = ", ".join(sorted(self.lanes)) or "none"
+            if principal is OPEN and not self.access.open:
+                principal = NOBODY
+            served = ", ".join(name for name in sorted(self.lanes) if principal.may("read", name)) or "none"
             raise TaktlineError(
                 ErrorCode.UNKNOWN_POLICY,
                 f"policy {policy[:128]!r} is not served here (served: {served[:500]})",
@@ -104,8 +132,14 @@ class Gateway:
         """Queue, workers and predicted times of each policy at this instant."""
         return [lane.levels() for lane in self.lanes.values()]
 
+    def _new_lane(self, route: Route) -> Lane:
+        return Lane(
+            route, self.telemetry, max_queued=self.settings.max_queued, worker_tls=self.worker_tls, others=self.lanes
+        )
+
     def _apply(self, table: RoutingTable) -> None:
         routes = {route.policy: route for route in table.routes}
+        self.trials.end_before(routes)
         for policy in [policy for policy in self.lanes if policy not in routes]:
             task = asyncio.create_task(self.lanes.pop(policy).close())
             self._closing.add(task)
@@ -116,6 +150,7 @@ class Gateway:
                 self.lanes[policy].apply(route)
             else:
                 self.books.policy_served(policy)
-                self.lanes[policy] = Lane(route, self.telemetry, max_queued=self.settings.max_queued)
+                self.lanes[policy] = self._new_lane(route)
+        self.trials.begin_after(routes)
         targets = {policy: [target.address for target in route.targets] for policy, route in routes.items()}
         log(_logger, logging.INFO, "routes_applied", targets=targets)

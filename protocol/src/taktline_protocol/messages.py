@@ -196,12 +196,10 @@ class Degraded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         solver_steps: steps of the flow solver, fewer than the policy's own.
-        horizon: actions in the chunk, fewer than the policy's own.
         policy: the policy that answered in place of the one asked.
     """
 
     solver_steps: int | None = None
-    horizon: int | None = None
     policy: str | None = None
 
 

@@ -80,6 +80,18 @@ class PendingRow(Protocol):
         """
 
 
+@runtime_checkable
+class CheaperAdapter(Protocol):
+    """An adapter that can run a batch with fewer solver steps."""
+
+    @property
+    def cheaper_steps(self) -> tuple[int, ...]:
+        """Solver steps that `run_cheaper` knows, most first."""
+
+    def run_cheaper(self, rows: Sequence[Any], bucket: int, steps: int) -> Any:
+        """As `run`, with `steps` solver steps. Raises KeyError for a number that is not in `cheaper_steps`."""
+
+
 class Adapter(Protocol):
     """One loaded policy. `begin` is thread-safe; `run` is called by one thread at a time."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker.adapter import Adapter, Answer
+from taktline_worker.adapter import Adapter, Answer, CheaperAdapter
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Engine:
     def __init__(self, adapter: Adapter, buckets: Sequence[int], decode_threads: int = 0) -> None:
         self.adapter = adapter
         self.buckets = tuple(sorted(set(buckets)))
+        self.cheaper: dict[int, tuple[BucketTiming, ...]] = {}  # by solver steps, most first
         threads = decode_threads or min(8, os.cpu_count() or 1)
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -85,10 +86,12 @@ class Engine:
         items: Sequence[Item],
         deadline: float | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        steps: int = 0,
     ) -> BatchResult:
         """Runs one batch; a bad item gets its own error and harms no neighbour.
 
         Args:
+            steps: solver steps, one of those that `calibrate` measured; 0 for the policy's own.
             deadline: monotonic instant of the batch; past it, a batch that has not begun is dropped.
             cancelled: asked when the batch's turn comes; a true answer drops it.
 
@@ -101,7 +104,7 @@ class Engine:
         prepared = time.monotonic()
         bucket, engine_ms, post_ms = 0, 0.0, 0.0
         if rows:
-            job = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled)
+            job = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled, steps)
             bucket, engine_ms, post_ms = job.result()
         assert all(outcome is not None for outcome in outcomes)
         return BatchResult(
@@ -118,6 +121,11 @@ class Engine:
         Runs in the caller's thread, so that a signal can end it: call it before the first `infer`.
         """
         row = self.adapter.largest_row()
+        if isinstance(self.adapter, CheaperAdapter):
+            self.cheaper = {
+                steps: tuple(self._calibrate_bucket(bucket, row, steps) for bucket in self.buckets)
+                for steps in self.adapter.cheaper_steps
+            }
         return tuple(self._calibrate_bucket(bucket, row) for bucket in self.buckets)
 
     def close(self) -> None:
@@ -152,6 +160,7 @@ class Engine:
         outcomes: list[Outcome | None],
         deadline: float | None,
         cancelled: Callable[[], bool],
+        steps: int,
     ) -> tuple[int, float, float]:
         now = time.monotonic()
         if cancelled() or (deadline is not None and now >= deadline):
@@ -168,7 +177,7 @@ class Engine:
             part = live[start : start + self.buckets[-1]]
             size = next(bucket for bucket in self.buckets if bucket >= len(part))
             began = time.monotonic()
-            results, ended = self._answer([row for _, row in part], size)
+            results, ended = self._answer([row for _, row in part], size, steps)
             engine_ms += (ended - began) * 1000.0
             post_ms += (time.monotonic() - ended) * 1000.0
             bucket = max(bucket, size)
@@ -176,10 +185,10 @@ class Engine:
                 outcomes[index] = result
         return bucket, engine_ms, post_ms
 
-    def _answer(self, rows: list[Any], bucket: int) -> tuple[list[Outcome], float]:
+    def _answer(self, rows: list[Any], bucket: int, steps: int) -> tuple[list[Outcome], float]:
         """Outcomes of the rows and when the network had finished; a failing engine is an error of each row."""
         try:
-            outputs = self.adapter.run(rows, bucket)
+            outputs = self._outputs(rows, bucket, steps)
             ended = time.monotonic()
             return list(self.adapter.finish(rows, outputs)), ended
         except RuntimeError as error:  # what torch raises, out of memory included
@@ -189,15 +198,20 @@ class Engine:
             )
             return [failure] * len(rows), time.monotonic()
 
-    def _calibrate_bucket(self, bucket: int, row: Any) -> BucketTiming:
+    def _outputs(self, rows: list[Any], bucket: int, steps: int) -> Any:
+        if steps and isinstance(self.adapter, CheaperAdapter):
+            return self.adapter.run_cheaper(rows, bucket, steps)
+        return self.adapter.run(rows, bucket)
+
+    def _calibrate_bucket(self, bucket: int, row: Any, steps: int = 0) -> BucketTiming:
         rows = [row] * bucket
-        self.adapter.finish(rows, self.adapter.run(rows, bucket))
+        self.adapter.finish(rows, self._outputs(rows, bucket, steps))
         times: list[float] = []
         while len(times) < _CALIBRATION_MIN_RUNS or (
             len(times) < _CALIBRATION_RUNS and sum(times) < _CALIBRATION_SECONDS * 1000.0
         ):
             began = time.monotonic()
-            self.adapter.finish(rows, self.adapter.run(rows, bucket))
+            self.adapter.finish(rows, self._outputs(rows, bucket, steps))
             times.append((time.monotonic() - began) * 1000.0)
         return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, Prepa
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
 from taktline_worker.models.pi.tokenizer import BOS_ID
-from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, pack_weights
+from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, fewer_steps, pack_weights
 from taktline_worker.observation import RobotInput
 from taktline_worker.rtc import RtcPlan
 
@@ -54,14 +54,21 @@ class PiAdapter:
         guided: the runner of rows with an RTC tail; None = `runner`, in the same batch as the others. A runner of
             captured graphs cannot guide, and on a GPU the fixed or differentiated rows need other kernels, which must
             not change what their neighbours get.
+        cheaper: solver steps -> the two runners with so many.
     """
 
     def __init__(
-        self, processor: PiProcessor, runner: BatchRunner, precision: str, guided: BatchRunner | None = None
+        self,
+        processor: PiProcessor,
+        runner: BatchRunner,
+        precision: str,
+        guided: BatchRunner | None = None,
+        cheaper: Mapping[int, tuple[BatchRunner, BatchRunner | None]] | None = None,
     ) -> None:
         self.processor = processor
         self.runner = runner
         self.guided = guided
+        self._cheaper = dict(cheaper or {})
         conventions, rtc = processor.conventions, processor.rtc
         self.description = Description(
             family=processor.architecture.family,
@@ -84,14 +91,27 @@ class PiAdapter:
     def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
         """fp32 (rows, H, action width) on the CPU, normalised units."""
         del bucket  # the graph runner pads by itself; eager, padding would only cost time
+        return self._run(rows, self.runner, self.guided)
+
+    @property
+    def cheaper_steps(self) -> tuple[int, ...]:
+        """Solver steps that `run_cheaper` knows, most first."""
+        return tuple(sorted(self._cheaper, reverse=True))
+
+    def run_cheaper(self, rows: Sequence[PreparedRow], bucket: int, steps: int) -> Tensor:
+        """As `run`, with `steps` solver steps. Raises KeyError for a number that is not in `cheaper_steps`."""
+        del bucket
+        return self._run(rows, *self._cheaper[steps])
+
+    def _run(self, rows: Sequence[PreparedRow], runner: BatchRunner, guided: BatchRunner | None) -> Tensor:
         network = [prepared.row for prepared in rows]
-        apart = [row.rtc is not None and self.guided is not None for row in network]
-        if self.guided is None or not any(apart):
-            return self.runner.run(self._collate(network))
-        parts = {True: self.guided, False: self.runner}
+        apart = [row.rtc is not None and guided is not None for row in network]
+        if guided is None or not any(apart):
+            return runner.run(self._collate(network))
+        parts = {True: guided, False: runner}
         outputs: dict[bool, Tensor] = {
-            own: runner.run(self._collate([row for row, on in zip(network, apart, strict=True) if on is own]))
-            for own, runner in parts.items()
+            own: part.run(self._collate([row for row, on in zip(network, apart, strict=True) if on is own]))
+            for own, part in parts.items()
             if own in apart
         }
         remaining = {own: iter(part) for own, part in outputs.items()}
@@ -166,6 +186,11 @@ def load(config: EngineConfig) -> PiAdapter:
     path = Path(config.model.path)
     if not path.is_dir():
         raise _config_error(f"model.path {path} is no folder", "mount the volume that holds the checkpoint")
+    if config.engine.parallel.tp != 1 or config.engine.parallel.cfg != 1:
+        raise _config_error(
+            f"engine.parallel asks for tp {config.engine.parallel.tp} and cfg {config.engine.parallel.cfg}",
+            "π0 and π0.5 fit one GPU and have no guided branch: use dp, one replica a GPU",
+        )
     verify_digests(path, config.model.sha256)
     folder = open_folder(path, config.model.statistics)
     if folder.family != config.model.family:
@@ -187,16 +212,24 @@ def load(config: EngineConfig) -> PiAdapter:
     )
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
-    runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets)
+    runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets, config.engine.precision)
     same_kernels = device.type == "cpu" or (rtc is not None and rtc.mode == "guided" and not rtc.exact)
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
         exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, cameras * max(config.engine.buckets))
         logger.info("features of frames seen before are reused" if exact else "features are not reused: not exact here")
-    if rtc is None or (isinstance(runner, PiRunner) and same_kernels):
-        return PiAdapter(processor, runner, config.engine.precision)
+    together = rtc is None or (isinstance(runner, PiRunner) and same_kernels)
+    cheaper: dict[int, tuple[BatchRunner, BatchRunner | None]] = {}
+    for steps in config.engine.cheaper_steps:
+        fewer = fewer_steps(weights, steps)
+        its = make_runner(fewer, folder.architecture, conventions, config.engine.buckets, config.engine.precision)
+        apart = None if together else its if isinstance(its, PiRunner) else PiRunner(fewer, folder.architecture)
+        cheaper[steps] = (its, apart)
+    if together:
+        return PiAdapter(processor, runner, config.engine.precision, cheaper=cheaper)
+    assert rtc is not None
     guided = runner if isinstance(runner, PiRunner) else PiRunner(weights, folder.architecture)
-    adapter = PiAdapter(processor, runner, config.engine.precision, guided)
+    adapter = PiAdapter(processor, runner, config.engine.precision, guided, cheaper)
     logger.info(
         "observations with an RTC tail run apart from their batch, eagerly",
         extra={"policy": config.policy, "mode": rtc.mode, "exact": rtc.exact},
@@ -206,10 +239,14 @@ def load(config: EngineConfig) -> PiAdapter:
 
 
 def make_runner(
-    weights: PiWeights, architecture: PiArchitecture, conventions: PiConventions, buckets: Sequence[int]
+    weights: PiWeights,
+    architecture: PiArchitecture,
+    conventions: PiConventions,
+    buckets: Sequence[int],
+    precision: str,
 ) -> BatchRunner:
-    """Captured graphs for π0.5 in bf16 on a GPU; the eager runner for everything else."""
-    if not (weights.embedding.is_cuda and weights.embedding.dtype == torch.bfloat16 and architecture.family == "pi05"):
+    """Captured graphs for bf16 and fp8 on a GPU; the eager runner for everything else."""
+    if not (weights.embedding.is_cuda and weights.embedding.dtype == torch.bfloat16):
         return PiRunner(weights, architecture)
     # Its kernels load only where there is a GPU.
     from taktline_worker.models.pi.graphs import Bucket, GraphRunner
@@ -217,7 +254,9 @@ def make_runner(
     views = sum(1 for slot in conventions.slots if slot.names)
     prompts = sorted({min(_PROMPT_SLOTS, conventions.prompt_tokens), conventions.prompt_tokens})
     shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
-    runner = GraphRunner(weights, architecture, conventions.horizon, shapes)
+    runner = GraphRunner(
+        weights, architecture, conventions.horizon, shapes, "fp8" if precision == "fp8" else "bf16"
+    )
     runner.capture()
     return runner
 
@@ -234,6 +273,12 @@ def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
     period = conventions.control_period_s if engine.control_period_ms is None else engine.control_period_ms / 1000.0
     if not 1 <= horizon <= 1024 or not 1 <= steps <= 1000:
         raise _config_error(f"action horizon {horizon} or solver steps {steps} are out of range", "correct spec.engine")
+    for fewer in engine.cheaper_steps:
+        if fewer >= steps or steps % fewer:
+            raise _config_error(
+                f"cheaper_steps has {fewer}, which is no proper divisor of the {steps} solver steps",
+                f"choose from {', '.join(str(n) for n in range(steps - 1, 0, -1) if steps % n == 0) or 'nothing'}",
+            )
     if not period > 0 or period > 60:
         raise _config_error(
             f"the control period is {period * 1000} ms" if period else "nothing states the control period",
@@ -245,7 +290,12 @@ def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
 def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, device: torch.device) -> PiWeights:
     """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
     policy = FP32
-    if precision == "bf16":
+    if precision == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0)):
+        raise _config_error(
+            "engine.precision is fp8, which needs a Hopper GPU or a later one",
+            "set spec.engine.precision to bf16, or place the policy in such a pool",
+        )
+    if precision in ("bf16", "fp8"):
         policy = BF16_VISION if device.type == "cuda" else BF16
     return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)
 

@@ -133,6 +133,28 @@ def on_device(weights: _Packed, device: torch.device) -> _Packed:
     return replace(weights, **{item.name: _moved(getattr(weights, item.name), device) for item in fields(weights)})
 
 
+def fewer_steps(weights: PiWeights, steps: int) -> PiWeights:
+    """The same policy with fewer Euler steps: every n-th row of the step tables, all other tensors shared.
+
+    With N steps t runs through 1 - i / N, so a divisor of N meets a part of the same instants.
+
+    Raises:
+        ValueError: `steps` is no proper divisor of the weights' own number.
+    """
+    own = int(weights.times.shape[0])
+    if not 0 < steps < own or own % steps:
+        raise ValueError(f"{steps} solver steps are no proper divisor of the policy's {own}")
+    stride = own // steps
+    adaptive, heads = weights.adaptive, weights.heads
+    if adaptive is not None:
+        tables = (adaptive.scale, adaptive.shift, adaptive.gate)
+        scale, shift, gate = (table[::stride].contiguous() for table in tables)
+        adaptive = replace(adaptive, scale=scale, shift=shift, gate=gate)
+    if heads.in_bias.dim() == 2:
+        heads = replace(heads, in_bias=heads.in_bias[::stride].contiguous())
+    return replace(weights, adaptive=adaptive, heads=heads, times=weights.times[::stride].contiguous())
+
+
 def solver_times(steps: int, *, accumulate: bool) -> Tensor:
     """t of each Euler step as fp32 (steps,): 1 - i/N rounded once, or openpi's running fp32 sum of -1/N."""
     if not accumulate:

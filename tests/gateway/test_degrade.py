@@ -1,0 +1,183 @@
+"""Cheaper before refused: fewer solver steps and a smaller policy, only where allowed, and every answer says so."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from taktline_gateway.degrade import levels_of, stands_in
+from taktline_gateway.scheduler import Refusal, Scheduler
+from taktline_protocol.deployment import DegradeOptions
+from taktline_protocol.messages import BucketTime, CheaperLevel, Degraded, PolicyInfo
+
+from tests.gateway.simulated_clock import Simulation, service_times, ticket
+
+FULL = {1: 100.0, 8: 200.0}
+HALF = {1: 50.0, 8: 110.0}
+FIFTH = {1: 30.0, 8: 60.0}
+
+
+def scheduler(levels=(HALF, FIFTH), workers=1):
+    made = Scheduler(max_batch=8, max_wait_s=0.0)
+    for index in range(workers):
+        made.add_worker(f"w{index}", service_times(FULL), cheaper=tuple(service_times(table) for table in levels))
+    return made
+
+
+# ----- the choice
+
+
+def test_full_quality_while_there_is_time():
+    made = scheduler()
+    made.submit(ticket("a", 0.101), 0.0)
+    assert made.poll(0.0).batches[0].level == 0
+
+
+@pytest.mark.parametrize(("budget_s", "level"), [(0.099, 1), (0.051, 1), (0.049, 2), (0.031, 2)])
+def test_the_mildest_level_that_meets_the_deadline(budget_s, level):
+    made = scheduler()
+    assert made.submit(ticket("a", budget_s), 0.0) == (None, None)
+    batch = made.poll(0.0).batches[0]
+    assert batch.level == level
+    assert batch.predicted <= budget_s
+
+
+def test_what_no_level_can_meet_is_refused():
+    refused, _ = scheduler().submit(ticket("a", 0.029), 0.0)
+    assert refused.reason is Refusal.UNREACHABLE
+    assert scheduler(levels=()).submit(ticket("a", 0.099), 0.0)[0].reason is Refusal.UNREACHABLE
+
+
+def test_a_crowd_is_served_cheaply_rather_than_shed():
+    """Eight within 120 ms: one at full quality, or all of them at half."""
+    made = scheduler()
+    for n in range(8):
+        made.submit(ticket(n, 0.120), 0.0)
+    batch = made.poll(0.0).batches[0]
+    assert (len(batch.tickets), batch.level) == (8, 1)
+
+
+def test_rollouts_are_never_degraded():
+    """They have no deadline to lose."""
+    from taktline_gateway.deadline_queue import Priority
+
+    made = scheduler()
+    for n in range(20):
+        made.submit(ticket(n, 600.0, priority=Priority.ROLLOUT), 0.0)
+    assert made.poll(0.0).batches[0].level == 0
+
+
+def test_each_level_learns_its_own_times():
+    made = scheduler()
+    made.submit(ticket("a", 0.060), 0.0)
+    batch = made.poll(0.0).batches[0]
+    for _ in range(20):
+        made.finished("w0", 1, 0.055)
+        made.submit(ticket("a", 10.060, at=10.0), 10.0)
+        batch = made.poll(10.0).batches[0]
+        assert batch.level == 1
+    assert made.times("w0").median_s(1) == pytest.approx(0.100), "full quality was not measured"
+    assert batch.predicted == pytest.approx(10.055)
+
+
+def test_overload_serves_more_with_levels_than_without():
+    def on_time(levels):
+        arrivals = [ticket(n, n * 0.015 + 0.4, at=n * 0.015) for n in range(600)]  # 67/s against 40/s at full quality
+        simulation = Simulation(scheduler(levels=levels))
+        simulation.run(arrivals)
+        return sum(end <= one.deadline + 1e-9 for one, end in simulation.done.items())
+
+    full = on_time(())
+    cheap = on_time((HALF, FIFTH))
+    assert cheap > 1.3 * full
+    assert cheap >= 0.98 * 600
+
+
+# ----- what is allowed
+
+
+def info(**changes):
+    base = {
+        "policy": "p",
+        "family": "f",
+        "revision": "r",
+        "ready": True,
+        "cameras": ("front",),
+        "state_dim": 6,
+        "action_dim": 6,
+        "dt_s": 0.05,
+        "cheaper": tuple(
+            CheaperLevel(solver_steps=steps, t_sync=(BucketTime(batch=1, median_ms=steps, p99_ms=steps),))
+            for steps in (1, 5, 2)
+        ),
+    }
+    return PolicyInfo(**{**base, **changes})
+
+
+@pytest.mark.parametrize(("least", "steps"), [(0, ()), (1, (5, 2, 1)), (2, (5, 2)), (3, (5,)), (6, ())])
+def test_only_levels_that_the_deployment_allows(least, steps):
+    assert levels_of(info(), DegradeOptions(min_solver_steps=least), 8).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"cameras": ("front", "wrist")}, False),
+        ({"cameras": (), "optional_cameras": ("front",)}, True),
+        ({"cameras": ()}, False),
+        ({"action_dim": 7}, False),
+        ({"state_dim": 7}, False),
+        ({"dt_s": 0.1}, False),
+        ({"ready": False}, False),
+        ({"horizon": 3}, True),
+    ],
+)
+def test_a_stand_in_has_the_same_robot_interface(changes, expected):
+    assert stands_in(info(), info(policy="other", **changes)) is expected
+
+
+# ----- through the gateway
+
+
+def test_an_answer_says_how_many_steps_it_got(bare_stack):
+    stack = bare_stack
+    worker = stack.start_worker(t_sync="1:200", cheaper="5=1:20")
+    stack.write_routes(worker, degrade={"min_solver_steps": 5})
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, chunk = stack.act(robot="a", budget_ms=5_000.0)
+    assert (status, chunk.degraded) == (200, None)
+    status, chunk = stack.act(robot="a", budget_ms=150.0)
+    assert (status, chunk.degraded) == (200, Degraded(solver_steps=5))
+    assert [batch["solver_steps"] for batch in stack.batches()] == [0, 5]
+
+
+def test_nothing_is_degraded_that_the_route_does_not_allow(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(t_sync="1:200", cheaper="5=1:20"))
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, error = stack.act(robot="a", budget_ms=150.0)
+    assert (status, error.code) == (503, "deadline_unreachable")
+
+
+def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):
+    stack = bare_stack
+    large = stack.start_worker(t_sync="1:200,8:300")
+    small = stack.start_worker(policy="small", t_sync="1:10,8:20")
+    stack.write_routes(large, degrade={"fallback_policy": "small"})
+    table = json.loads(stack.routes.read_text())
+    table["routes"].append({"policy": "small", "targets": [{"address": small}], "max_batch": 8, "max_wait_ms": 0})
+    stack.routes.write_text(json.dumps(table))
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, chunk = stack.act(robot="a", budget_ms=150.0)
+    assert (status, chunk.policy, chunk.degraded) == (200, "scripted", Degraded(policy="small"))
+    assert chunk.worker == small
+    with ThreadPoolExecutor() as pool:
+        # The large one takes a batch of one; behind it there is time for one more, not for its slow neighbour.
+        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=450.0, instruction="slow 150"), range(3)))
+    assert [status for status, _ in answers] == [200] * 3
+    assert {chunk.worker for _, chunk in answers} == {large, small}
