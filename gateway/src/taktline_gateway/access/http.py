@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -121,7 +120,7 @@ def secret_in(authorization: str) -> str | None:
         case "basic":
             try:
                 _, _, password = base64.b64decode(rest, validate=True).decode().partition(":")
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:  # not base64, or not UTF-8
                 return ""
             return password
     return None

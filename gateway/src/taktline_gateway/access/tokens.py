@@ -192,7 +192,10 @@ def public_keys(data: bytes) -> dict[str, jwt.PyJWK]:
     Raises:
         ValueError: it is no JWKS document, or holds no usable key.
     """
-    document = json.loads(data)
+    try:
+        document = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it nests too deep") from error
     entries = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise ValueError("it is no JWKS document")

@@ -1,0 +1,393 @@
+"""Every decoder that a network peer can reach, against noise, damaged messages and well-formed nonsense.
+
+Each one is run with what reads its result next, as the gateway does. It may return or raise TaktlineError, nothing
+else, and it may not hold more memory than in proportion to what came in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from taktline_gateway.access import tokens
+from taktline_gateway.access.http import secret_in
+from taktline_gateway.access.keys import split_key
+from taktline_gateway.compat.groot_arrays import Generation as Groot
+from taktline_gateway.compat.groot_arrays import decode_groot, encode_groot
+from taktline_gateway.compat.groot_observations import joined_keys, mapping_of, rows_of
+from taktline_gateway.compat.kserve_tensors import decode_request
+from taktline_gateway.compat.lerobot_messages import observation_piece, setup_data
+from taktline_gateway.compat.lerobot_pickle import read_record, value_of
+from taktline_gateway.compat.observations import read_observation
+from taktline_gateway.compat.vla_eval import message_of
+from taktline_gateway.compat.wire_arrays import decode, encode_openpi, encode_vla_eval
+from taktline_protocol import Array, Image, Observation, PolicyInfo, TaktlineError, worker_pb2
+from taktline_protocol.checks import check_observation, check_policy_fit
+from taktline_protocol.codecs import (
+    MediaType,
+    decode_chunk,
+    decode_error,
+    decode_observation,
+    decode_policies,
+    encode,
+)
+from taktline_protocol.deployment import ClientMapping
+from taktline_protocol.images import check_image, sniff_encoding
+from taktline_protocol.limits import DEFAULT_LIMITS
+from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor, item_images, policy_info, to_item
+from taktline_protocol.stream import Hello, Observe
+from taktline_protocol.stream_codec import (
+    decode_from_gateway,
+    decode_from_robot,
+    encode_frame,
+    to_image,
+    to_observation,
+    to_observe,
+)
+
+INFO = PolicyInfo(
+    policy="p", family="f", revision="r", ready=True, cameras=("front", "wrist"), state_dim=3, action_dim=2, horizon=4
+)
+MAPPING = ClientMapping()
+PIXELS = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(4, 5, 3)
+PNG = (
+    b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x02\x00\x00\x00\x90wS\xde"
+    b"\x00\x00\x00\x0cIDATx\x9cc\xf8\xcf\xc0\x00\x00\x03\x01\x01\x00\xc9\xfe\x92\xef\x00\x00\x00\x00IEND\xaeB`\x82"
+)
+JPEG = bytes.fromhex("ffd8ffc0000b080001000101011100ffda0008010100003f0000ffd9")
+CLIENT = {"front": PIXELS, "wrist": PIXELS, "state": np.zeros(3, np.float32), "prompt": "go"}
+OBSERVATION = Observation(
+    robot_id="arm",
+    session_id="s",
+    seq=1,
+    captured_at=1.0,
+    sent_at=1.1,
+    budget_ms=100.0,
+    images={"front": Image("png", PNG), "wrist": Image("raw", PIXELS.tobytes(), PIXELS.shape)},
+    state=Array.from_numpy(np.zeros(3, np.float32)),
+    instruction="go",
+)
+
+
+def observation_of(read: Any, mapping: ClientMapping = MAPPING) -> None:
+    """What the gateway does with a client's observation once it is read."""
+    seen = read_observation(read, mapping, INFO, "openpi")
+    observation = msgspec.structs.replace(
+        OBSERVATION, images=seen.images, state=seen.state, instruction=seen.instruction
+    )
+    check_observation(observation, DEFAULT_LIMITS)
+    check_policy_fit(observation, INFO)
+    to_item("id", observation, 1.0)
+
+
+def rest(media: MediaType) -> Callable[[bytes], None]:
+    def read(body: bytes) -> None:
+        observation = decode_observation(body, media)
+        check_policy_fit(observation, INFO)
+        to_item("id", observation, 1.0)
+
+    return read
+
+
+def vla_eval(frame: bytes) -> None:
+    message = message_of(decode(frame, DEFAULT_LIMITS))
+    if message.type == "observation":
+        observation_of(message.payload)
+
+
+def groot(frame: bytes) -> None:
+    request, _ = decode_groot(frame, DEFAULT_LIMITS)
+    data = request.get("data") if isinstance(request, dict) else None
+    if isinstance(data, dict):
+        for row in rows_of(joined_keys(data.get("observation"))):
+            observation_of(row, mapping_of(row, MAPPING))
+
+
+def kserve(body: bytes) -> None:
+    for head in (None, min(40, len(body))):
+        try:
+            _, tensors = decode_request(body, head, DEFAULT_LIMITS)
+        except TaktlineError:
+            continue
+        observation_of(tensors)
+
+
+def lerobot(data: bytes) -> None:
+    for name in ("TimedObservation", "RemotePolicyConfig"):
+        try:
+            record = read_record(data, name)
+        except TaktlineError:
+            continue
+        for value in record.fields.values():
+            value_of(value)
+
+
+def lerobot_pieces(data: bytes) -> None:
+    for read in (observation_piece, setup_data):
+        try:
+            read(data)
+        except TaktlineError:
+            continue
+
+
+def image(data: bytes) -> None:
+    encoding = sniff_encoding(data) or "png"
+    check_image("front", Image(encoding, data), DEFAULT_LIMITS)
+
+
+def stream(body: bytes) -> None:
+    frame = decode_from_robot(body, DEFAULT_LIMITS)
+    if isinstance(frame, Observe):
+        images = {camera: to_image(sent) for camera, sent in frame.images.items()}
+        observation = to_observation(frame, "arm", "s", images or dict(OBSERVATION.images), frame.instruction or "go")
+        check_observation(observation, DEFAULT_LIMITS)
+        check_policy_fit(observation, INFO)
+        to_item("id", observation, 1.0)
+
+
+def worker_answer(body: bytes) -> None:
+    response = worker_pb2.InferResponse()
+    try:
+        response.ParseFromString(body)
+    except Exception:  # protobuf's DecodeError, which gRPC turns into a failed call
+        return
+    for result in response.results:
+        for read in (
+            lambda result=result: from_tensor("actions", result.actions),
+            lambda result=result: from_plan(result.plan),
+            lambda result=result: from_rtc(result.rtc),
+            lambda result=result: from_error(result.error),
+        ):
+            try:
+                read()
+            except TaktlineError:
+                continue
+
+
+def worker_info(body: bytes) -> None:
+    response = worker_pb2.InfoResponse()
+    try:
+        response.ParseFromString(body)
+    except Exception:
+        return
+    policy_info(response)
+
+
+def worker_request(body: bytes) -> None:
+    item = worker_pb2.InferItem()
+    try:
+        item.ParseFromString(body)
+    except Exception:
+        return
+    item_images(item)
+
+
+def key_set(body: bytes) -> None:
+    try:
+        tokens.public_keys(body)
+    except ValueError:
+        return
+
+
+def credential(body: bytes) -> None:
+    secret = secret_in(body.decode("latin-1"))
+    if secret:
+        split_key(secret)
+
+
+_ANSWER = worker_pb2.InferResponse()
+_RESULT = _ANSWER.results.add(request_id="id")
+_RESULT.actions.CopyFrom(worker_pb2.Tensor(dtype="float32", shape=[1, 2], data=bytes(8)))
+_INFER = {
+    "inputs": [
+        {"name": "front", "datatype": "UINT8", "shape": [1, 1, 3], "data": [1, 2, 3]},
+        {"name": "wrist", "datatype": "UINT8", "shape": [1, 1, 3], "parameters": {"binary_data_size": 3}},
+        {"name": "state", "datatype": "FP32", "shape": [3], "data": [0.0, 1.0, 2.0]},
+        {"name": "instruction", "datatype": "BYTES", "shape": [1], "data": ["go"]},
+    ]
+}
+_MESSAGE = {"type": "observation", "payload": CLIENT, "seq": 1, "timestamp": 0.0}
+_BATCH = {
+    "video": dict.fromkeys(("front", "wrist"), PIXELS[None, None]),
+    "state": {"state": np.zeros((1, 1, 3), np.float32)},
+    "language": {"instruction": [["go"]]},
+}
+_GROOT = {"endpoint": "get_action", "data": {"observation": _BATCH}, "api_token": "t"}
+
+DECODERS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
+    "rest json": (rest(MediaType.JSON), [encode(OBSERVATION, MediaType.JSON)]),
+    "rest msgpack": (rest(MediaType.MSGPACK), [encode(OBSERVATION, MediaType.MSGPACK)]),
+    "openpi": (lambda frame: observation_of(decode(frame, DEFAULT_LIMITS)), [encode_openpi(CLIENT)]),
+    "vla-eval": (vla_eval, [encode_vla_eval(_MESSAGE)]),
+    "groot": (groot, [encode_groot(_GROOT, generation) for generation in Groot]),
+    "kserve": (kserve, [msgspec.json.encode(_INFER), msgspec.json.encode(_INFER) + b"abc"]),
+    "lerobot": (lerobot, [pickle.dumps({"a": 1}), pickle.dumps([PIXELS.tobytes()], protocol=2)]),
+    "lerobot pieces": (lerobot_pieces, [b"\x08\x03\x12\x03abc"]),
+    "image": (image, [PNG, JPEG]),
+    "stream from robot": (
+        stream,
+        [
+            encode_frame(Hello(versions=(1,), robot_id="arm", session_id="s", token=b"t" * 16)),
+            encode_frame(to_observe(OBSERVATION, {}, {"front": b"n" * 16}, instruction=True)),
+        ],
+    ),
+    "stream from gateway": (decode_from_gateway, []),
+    "chunk": (lambda body: decode_chunk(body, MediaType.MSGPACK), []),
+    "error": (lambda body: decode_error(body, MediaType.JSON), [b'{"code":"internal","message":"m","next_step":"n"}']),
+    "policies": (lambda body: decode_policies(body, MediaType.MSGPACK), []),
+    "worker answer": (worker_answer, [_ANSWER.SerializeToString()]),
+    "worker info": (worker_info, [worker_pb2.InfoResponse(policy="p", horizon=3).SerializeToString()]),
+    "worker request": (worker_request, [to_item("id", OBSERVATION, 1.0).SerializeToString()]),
+    "key set": (key_set, [b'{"keys": [{"kty": "RSA", "n": "AQAB", "e": "AQAB", "kid": "k"}]}']),
+    "credential": (credential, [b"Bearer tkl_arm_" + b"A" * 43, b"Basic YTpi"]),
+}
+MARKS = [
+    "__ndarray__",
+    "data",
+    "dtype",
+    "shape",
+    "nd",
+    "type",
+    "kind",
+    "images",
+    "front",
+    "endpoint",
+    "format",
+    "__image__",
+    "__ndarray_class__",
+    "as_npy",
+    "payload",
+    "seq",
+    "timestamp",
+    "inputs",
+    "keys",
+    "kty",
+]
+NONSENSE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=12)
+    | st.binary(max_size=24)
+    | st.sampled_from(["__ndarray__", "data", "dtype", "shape", "<f4", "|u1", "|O", "front", "state", "raw", "png"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.text(max_size=6) | st.sampled_from(MARKS),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+FUZZ = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def survives(read: Callable[[bytes], Any], data: bytes) -> None:
+    refused = ""
+    try:
+        read(data)
+    except TaktlineError as error:
+        refused = str(error)
+    assert len(refused) < 4000, "an error repeats only so much of what came in"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@FUZZ
+@given(data=st.binary(max_size=200))
+@example(data=b"")
+@example(data=b"\xdf\xff\xff\xff\xff")
+@example(data=b"\xc9\xff\xff\xff\xff\x00")
+@example(data=b"\x80\x05c__builtin__\neval\n.")
+@example(data=b'{"a":' * 50)
+@example(data=b"\xff\xd8\xff\xc0\xff\xff")
+def test_noise(name, data):
+    survives(DECODERS[name][0], data)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, good) in DECODERS.items() if good])
+@FUZZ
+@given(data=st.data())
+def test_damage(name, data):
+    """A few bytes changed, taken out, put in, or the end cut off: fields, lengths and types go wrong one by one."""
+    read, good = DECODERS[name]
+    message = bytearray(data.draw(st.sampled_from(good)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(message) - 1)))
+        match data.draw(st.sampled_from(["set", "cut", "insert", "delete", "repeat"])):
+            case "set" if message:
+                message[at] = data.draw(st.integers(0, 255))
+            case "cut":
+                del message[at:]
+            case "insert":
+                message[at:at] = data.draw(st.binary(min_size=1, max_size=4))
+            case "delete":
+                del message[at : at + data.draw(st.integers(1, 8))]
+            case "repeat":
+                message[at:at] = message[at : at + data.draw(st.integers(1, 64))]
+    survives(read, bytes(message))
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("image", "credential")])
+@FUZZ
+@given(value=NONSENSE)
+def test_nonsense_that_is_well_formed(name, value):
+    read = DECODERS[name][0]
+    survives(read, msgspec.msgpack.encode(value))
+    try:
+        text = msgspec.json.encode(value)
+    except (UnicodeEncodeError, ValueError):
+        return
+    survives(read, text)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_good_messages_are_read(name):
+    read, good = DECODERS[name]
+    for message in good:
+        try:
+            read(message)
+        except TaktlineError as error:
+            raise AssertionError(f"{name} refuses its own good message") from error
+
+
+BOMBS = {
+    "a million nils": b"\xdd\x00\x0f\x42\x40" + b"\xc0" * 1_000_000,
+    "a million levels": b"\x91" * 1_000_000 + b"\xc0",
+    "declares 4 GiB": b"\xc6\xff\xff\xff\xff" + bytes(1000),
+    "a million braces": b"[" * 1_000_000,
+    "a million numbers": b"[" + b"0," * 1_000_000 + b"0]",
+    "a long key": msgspec.msgpack.encode({"k" * 1_000_000: 1}),
+    "pickled memo": b"\x80\x04" + b"]\x94" * 300_000 + b".",
+    "pickled depth": b"\x80\x02" + b"(" * 500_000 + b"l" * 500_000 + b".",
+    "png of 2^31": b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x7f\xff\xff\xff\x7f\xff\xff\xff\x08\x02\x00\x00\x00"
+    + bytes(40),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_no_message_unfolds(name):
+    """Whatever a megabyte declares, reading it holds a few times its size at most."""
+    read = DECODERS[name][0]
+    for bomb in BOMBS.values():
+        tracemalloc.start()
+        try:
+            survives(read, bomb)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 40 * len(bomb) + (1 << 20), (name, peak, len(bomb))
