@@ -87,6 +87,17 @@ def test_a_plan_begins_where_the_actions_under_way_lead(kit: Any, adapter: VJepa
     assert np.allclose(later.predicted_states[0, :3], landing, atol=1e-6)
 
 
+def test_fp8_is_served_and_is_not_bf16(kit: Any, tmp_path: Path, pool: Any) -> None:
+    folder = kit.folder(tmp_path / "planner")
+    plans = {
+        precision: plan(load(kit.config(folder, precision=precision)), pool, kit.observe())
+        for precision in ("bf16", "fp8")
+    }
+    assert np.isfinite(plans["fp8"].actions).all()
+    assert not np.array_equal(plans["fp8"].energies, plans["bf16"].energies)
+    assert np.allclose(plans["fp8"].energies, plans["bf16"].energies, rtol=0.02)
+
+
 def test_what_is_predicted_is_what_a_rollout_scores(kit: Any, adapter: VJepa2Adapter, pool: Any) -> None:
     world = adapter.world
     latent, goal = world.encode(adapter.begin(kit.observe(), pool).result().pixels)

@@ -169,14 +169,18 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     # Before the weights: a wrong camera name must not cost minutes of loading.
     processor = PlannerProcessor(image_size, settings, limits, config.model.cameras, config.engine.max_image_pixels)
     checkpoint = open_checkpoint(find_file(folder), sidecar.architecture)
-    if config.engine.precision == "fp8":
-        raise _config_error(
-            "engine.precision is fp8, which this family does not have", "set spec.engine.precision to bf16 or fp32"
-        )
-    precision = {"fp32": FP32, "bf16": BF16}[config.engine.precision]
+    quantised = config.engine.precision == "fp8"
+    precision = {"fp32": FP32, "bf16": BF16, "fp8": BF16}[config.engine.precision]
     weights = pack_weights(checkpoint, precision, device)
     micro_batch = options.micro_batch or (_MICRO_BATCH_CUDA if device.type == "cuda" else _MICRO_BATCH_CPU)
-    world = VJepa2World(weights, checkpoint.architecture, micro_batch, limits.horizon)
+    world = VJepa2World(
+        weights,
+        checkpoint.architecture,
+        micro_batch,
+        limits.horizon,
+        fused=True if quantised else None,
+        quantised=quantised,
+    )
     world.capture()
     return VJepa2Adapter(world, processor, config.engine.precision, period_s)
 
