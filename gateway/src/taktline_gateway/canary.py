@@ -28,6 +28,8 @@ from taktline_gateway.robot_split import RobotSplit
 
 MIRRORED_AT_ONCE = 64
 """Mirrored observations in flight; more are not mirrored, so that a slow candidate holds no memory."""
+WATCH_S = 0.05
+_USABLE = ("idle", "busy")
 _REFUSED = frozenset(
     {ErrorCode.DEADLINE_EXPIRED, ErrorCode.DEADLINE_UNREACHABLE, ErrorCode.OVERLOADED, ErrorCode.WORKER_UNAVAILABLE}
 )
@@ -58,6 +60,7 @@ class _Relayed(Pending):
 
     lane: Lane | None = None
     inner: Pending | None = None
+    withdrawn: bool = False
 
 
 class Canary:
@@ -74,6 +77,9 @@ class Canary:
         self._split = RobotSplit(self.candidate.id, self._began_at)
         self._split.set_weight(self.candidate.weight, self.candidate.hold_s, self._began_at)
         self._mirrored: set[asyncio.Task[None]] = set()
+        self._waiting: set[_Relayed] = set()  # observations that the candidate has
+        self.usable = self.was_usable = False
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def apply(self, route: Route) -> None:
         """Takes over a changed route of the same trial; a new step begins with empty counts."""
@@ -92,7 +98,7 @@ class Canary:
         return msgspec.structs.replace(
             self.trial,
             seconds=now - self._began_at,
-            workers=self.lane.info().workers,
+            workers=self.lane.info().workers if self.usable else 0,
             robots=robots,
             candidate_robots=on_candidate,
         )
@@ -109,10 +115,34 @@ class Canary:
         return StableTrack(self)
 
     async def close(self) -> None:
-        """Ends mirroring; the lane is the caller's."""
-        for task in list(self._mirrored):
+        """Ends mirroring and watching; the lane is the caller's."""
+        ending = [*self._mirrored, self._watching]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._mirrored, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    def withdraw(self) -> None:
+        """Takes what is queued with the candidate to the serving revision; what a worker has comes back by itself."""
+        for relayed in list(self._waiting):
+            if relayed.inner is not None and relayed.lane is self.lane:
+                relayed.withdrawn = True
+                self.lane.leave(relayed.inner)
+
+    def relayed(self, relayed: _Relayed) -> None:
+        """An observation is with the candidate."""
+        self._waiting.add(relayed)
+        relayed.result.add_done_callback(lambda _: self._waiting.discard(relayed))
+
+    async def _watch(self) -> None:
+        # A lane keeps what is queued while its workers are gone or rest after a failure, for one may come back; here
+        # another revision is at hand.
+        while True:
+            states = self.lane.levels().states
+            self.usable = any(count for (_, state), count in states.items() if state in _USABLE)
+            self.was_usable |= self.usable
+            if not self.usable:
+                self.withdraw()
+            await asyncio.sleep(WATCH_S)
 
     def stable(self) -> Lane:
         """The lane that serves the policy. Raises TaktlineError `unknown_policy` once the policy is gone."""
@@ -130,7 +160,7 @@ class Canary:
     def wants_mirror(self) -> bool:
         """Whether the next observation is mirrored."""
         share = self.candidate.mirror
-        if not share or len(self._mirrored) >= MIRRORED_AT_ONCE or not self.lane.info().ready:
+        if not share or len(self._mirrored) >= MIRRORED_AT_ONCE or not self.usable:
             return False
         return random.random() * 100.0 < share
 
@@ -230,6 +260,11 @@ class CandidateTrack:
     ) -> Pending:
         """Queues one observation with the candidate, or with the serving revision where the candidate refuses it."""
         canary = self._canary
+        if not canary.usable:
+            if canary.was_usable:  # before that nobody has promised anything
+                canary.trial.candidate.failed += 1
+                canary.trial.rescued += 1
+            return canary.stable().submit(request_id, observation, deadline, principal)
         try:
             inner = canary.lane.submit(request_id, observation, deadline, principal)
         except TaktlineError as error:
@@ -247,6 +282,7 @@ class CandidateTrack:
             lane=canary.lane,
             inner=inner,
         )
+        canary.relayed(relayed)
         inner.result.add_done_callback(lambda _: self._candidate_done(relayed, observation, principal))
         return relayed
 
@@ -263,6 +299,9 @@ class CandidateTrack:
         error = _error_of(relayed.inner.result)
         count(self._canary.trial.candidate, error, late=late)
         rescuable = isinstance(error, TaktlineError) and error.code in (_REFUSED | _FAILED)
+        if relayed.withdrawn and isinstance(error, ClientGone):
+            self._canary.trial.candidate.failed += 1
+            rescuable = True
         if not rescuable or relayed.result.done():
             _hand_on(relayed.inner, relayed)
             return

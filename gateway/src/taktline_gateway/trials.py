@@ -53,6 +53,8 @@ class Trials:
             leaving = canary.lane
             if promoted and policy in self._lanes:
                 leaving, self._lanes[policy] = self._lanes[policy], canary.lane
+            else:
+                canary.withdraw()
             log(_logger, logging.INFO, "trial_ended", policy=policy, trial=canary.candidate.id, promoted=promoted)
             self._spawn(self._retire(canary, leaving))
         for policy in self._demand.keys() - routes.keys():
