@@ -52,6 +52,8 @@ WORKER_GRAPH_CAPTURE = "taktline_worker_graph_capture_seconds"
 WORKER_GRAPH_MEMORY = "taktline_worker_graph_memory_bytes"
 WORKER_CACHE = "taktline_worker_cache_lookups_total"
 WORKER_GPU_MEMORY = "taktline_worker_gpu_memory_bytes"
+WORKER_REPLICAS = "taktline_worker_replicas"
+WORKER_REPLICA_RESTARTS = "taktline_worker_replica_restarts_total"
 
 # The operator's own, beside its health endpoints.
 OPERATOR_LEADS = "taktline_operator_leads"
@@ -260,6 +262,13 @@ WORKER_METRICS = (
         "gauge",
         (LABEL_POLICY, LABEL_KIND),
         "GPU memory of this process: allocated, and reserved by its allocator.",
+    ),
+    Metric(WORKER_REPLICAS, "gauge", (LABEL_POLICY,), "Replicas of this worker that serve, where it has several."),
+    Metric(
+        WORKER_REPLICA_RESTARTS,
+        "counter",
+        (LABEL_POLICY,),
+        "Replicas of this worker that ended and were started again.",
     ),
 )
 

@@ -33,22 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("--tls-key", type=Path, help="its private key")
     serve.add_argument("--tls-client-ca", type=Path, help="serve only gateways with a certificate of this issuer")
     serve.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    replica = commands.add_parser("replica", help="what serve starts for each replica of engine.parallel.dp")
+    replica.add_argument("--config", type=Path, required=True, help="engine.json of the worker")
+    replica.add_argument("--socket", type=Path, required=True, help="Unix socket to serve on")
+    replica.add_argument("--grace-s", type=float, default=30.0, help="seconds that running calls may take at the end")
+    replica.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    rank = commands.add_parser("rank", help="what a planner starts for each further rank of engine.parallel.search")
+    rank.add_argument("--config", type=Path, required=True, help="engine.json of the worker")
+    rank.add_argument("--rank", type=int, required=True, help="this process, from 1")
+    rank.add_argument("--ranks", type=int, required=True, help="all of them, rank 0 included")
+    rank.add_argument("--store-port", type=int, required=True, help="where rank 0 keeps the group's store")
+    rank.add_argument("--generation", type=int, required=True, help="which group of ranks this process joins")
+    rank.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     options = parser.parse_args(arguments)
     logs.configure(options.log_level)
     # gRPC's C core writes plain text to stderr; what it would say reaches the log as an error of ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Threads that spin while they wait make every step tens of times slower where others share the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # torch and the families load only once the arguments are good.
-    from taktline_worker import server
+    from taktline_worker.replicas.front import ReplicaRefusedError
 
     try:
-        server.serve(
-            server.read_config(options.config),
-            server.ServeOptions(
-                options.listen, options.metrics_listen, options.linger_s, options.grace_s, _tls_files(options)
-            ),
-        )
+        {"serve": _serve, "replica": _replica, "rank": _rank}[options.command](options)
+    except ReplicaRefusedError as refused:
+        print(refused, file=sys.stderr)
+        return EXIT_REFUSED
     except TaktlineError as error:
         logger.error(
             error.message, extra={"code": error.code.value, "next_step": error.next_step, "config": str(options.config)}
@@ -56,6 +65,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"taktline-worker: {error}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from taktline_worker.lifecycle import ServeOptions, read_config
+
+    config = read_config(options.config)
+    listening = ServeOptions(
+        options.listen, options.metrics_listen, options.linger_s, options.grace_s, _tls_files(options)
+    )
+    if config.engine.parallel.dp > 1:
+        from taktline_worker.replicas import front
+
+        front.serve(config, options.config, listening)
+        return
+    # torch and the families load only once the arguments are good, and only where the policy runs.
+    from taktline_worker import server
+
+    server.serve(config, listening)
+
+
+def _replica(options: argparse.Namespace) -> None:
+    from taktline_worker import server
+    from taktline_worker.replicas.child import leave_with_parent
+
+    leave_with_parent()
+    # The pod's own metrics page reads this one; its port is said in the log.
+    listening = server.ServeOptions(f"unix:{options.socket}", "127.0.0.1:0", linger_s=0.0, grace_s=options.grace_s)
+    server.serve(server.read_config(options.config), listening)
+
+
+def _rank(options: argparse.Namespace) -> None:
+    from taktline_worker.lifecycle import read_config
+    from taktline_worker.models.vjepa2_ac import adapter
+    from taktline_worker.planning import ranks
+    from taktline_worker.planning.relay import follow
+    from taktline_worker.replicas.child import leave_with_parent
+
+    leave_with_parent()
+    store = ranks.follower_store(options.store_port)
+    world = adapter.load(read_config(options.config)).world
+    store.set(ranks.loaded_key(options.generation, options.rank), "1")
+    follow(world, ranks.join(store, options.generation, options.rank, options.ranks, world.device))
 
 
 def _tls_files(options: argparse.Namespace) -> TlsFiles | None:

@@ -1,0 +1,136 @@
+"""Batches to replicas: predicted completion, and what the port knows of a request without unfolding it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from taktline_protocol import TaktlineError, worker_pb2
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, ParallelOptions
+from taktline_worker.lifecycle import ServeOptions
+from taktline_worker.replicas.assignment import Assignment
+from taktline_worker.replicas.front import launches
+from taktline_worker.replicas.request import count_items
+
+TABLE = {1: 0.010, 2: 0.012, 4: 0.020}
+
+
+def fleet(count: int) -> Assignment:
+    made = Assignment()
+    for replica in range(count):
+        made.add(replica, TABLE)
+    return made
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(1, 0.010), (3, 0.020), (4, 0.020), (5, 0.030), (8, 0.040), (11, 0.060)])
+def test_duration_of_a_batch(size: int, seconds: float) -> None:
+    assert fleet(1).duration(0, size) == pytest.approx(seconds)
+
+
+def test_nobody_serves() -> None:
+    assert Assignment().assign(1, 0.0) is None
+
+
+def test_batches_alternate_while_all_are_busy_and_follow_who_is_free() -> None:
+    made = fleet(2)
+    first = made.assign(4, 0.0)
+    second = made.assign(1, 0.0)
+    assert first is not None
+    assert second is not None
+    assert (first[0], second[0]) == (0, 1)
+    third = made.assign(1, 0.0)  # behind the short one: 20 ms on replica 1, 30 ms on replica 0
+    assert third is not None
+    assert third[0] == 1
+    fourth = made.assign(1, 0.0)  # 30 ms on either: replica 0 has fewer
+    assert fourth is not None
+    assert fourth[0] == 0
+    made.finished(*first, now=0.005)  # sooner than predicted
+    assert made.completion(0, 1, 0.005) == pytest.approx(0.005 + 0.010 + 0.010)
+    assert made.completion(1, 1, 0.005) == pytest.approx(0.010 + 0.010 + 0.010)
+
+
+def test_a_late_batch_is_expected_at_any_moment() -> None:
+    made = fleet(1)
+    made.assign(1, 0.0)
+    assert made.completion(0, 1, 5.0) == pytest.approx(5.010)
+
+
+def test_a_replica_that_left_gets_nothing_and_comes_back_empty() -> None:
+    made = fleet(2)
+    lost = made.assign(1, 0.0)
+    assert lost == (0, lost[1] if lost else None)
+    made.remove(0)
+    assert [made.assign(1, 0.0)[0] for _ in range(3)] == [1, 1, 1]  # type: ignore[index]
+    made.finished(*lost, now=1.0)  # its answer was an error; nothing to account
+    made.add(0, TABLE)
+    assert made.completion(0, 1, 1.0) == pytest.approx(1.010)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 0.02), st.booleans()), min_size=1, max_size=60),
+    st.integers(1, 5),
+)
+def test_no_replica_would_have_been_done_sooner(arrivals: list[tuple[int, float, bool]], count: int) -> None:
+    made, now = fleet(count), 0.0
+    waiting: list[tuple[int, int]] = []
+    for size, gap, answered in arrivals:
+        now += gap
+        if answered and waiting:
+            made.finished(*waiting.pop(0), now=now)
+        predicted = {replica: made.completion(replica, size, now) for replica in made.replicas}
+        chosen = made.assign(size, now)
+        assert chosen is not None
+        assert predicted[chosen[0]] == min(predicted.values())
+        waiting.append(chosen)
+    for ticket in waiting:
+        made.finished(*ticket, now=now)
+    assert {made.completion(replica, 1, now) for replica in made.replicas} == {now + TABLE[1]}
+
+
+@given(st.integers(0, 40), st.binary(max_size=300), st.text(max_size=20))
+def test_items_are_counted_like_the_parser_does(count: int, image: bytes, policy: str) -> None:
+    items = [
+        worker_pb2.InferItem(
+            request_id=str(number), images={"a": worker_pb2.Image(encoding="raw", data=image, shape=[1, 2, 3])}, seq=7
+        )
+        for number in range(count)
+    ]
+    request = worker_pb2.InferRequest(policy=policy, revision="r", items=items)
+    assert count_items(request.SerializeToString()) == count
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_have_a_count(data: bytes) -> None:
+    assert count_items(data) >= 0
+
+
+def _launches(environment: dict[str, str], dp: int = 2, device: Any = "auto") -> list[Any]:
+    config = EngineConfig(
+        policy="p",
+        model=ModelConfig(family="pi05", path="x", revision="r"),
+        engine=EngineOptions(device=device, parallel=ParallelOptions(dp=dp)),
+    )
+    return launches(config, Path("engine.json"), ServeOptions("127.0.0.1:0", grace_s=7.0), Path("/tmp/x"), environment)
+
+
+def test_each_replica_owns_a_gpu() -> None:
+    found = _launches({"PATH": "p", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in found] == ["GPU-a", "GPU-b"]
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in _launches({}, dp=3)] == ["0", "1", "2"]
+    assert len({launch.socket for launch in found}) == 2
+    assert {launch.environment["PATH"] for launch in found} == {"p"}
+
+
+def test_fewer_gpus_than_replicas_are_refused() -> None:
+    with pytest.raises(TaktlineError, match="names 1"):
+        _launches({"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_replicas_on_the_cpu_share_its_cores() -> None:
+    found = _launches({"CUDA_VISIBLE_DEVICES": "0"}, device="cpu")
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in found] == ["0", "0"]
+    assert all(int(launch.environment["OMP_NUM_THREADS"]) >= 1 for launch in found)
+    assert _launches({"OMP_NUM_THREADS": "3"}, device="cpu")[0].environment["OMP_NUM_THREADS"] == "3"

@@ -1,0 +1,171 @@
+"""How a worker process starts, listens and leaves, whatever it serves: config, addresses, health, signals."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import grpc
+import msgspec
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
+from taktline_protocol.deployment import EngineConfig
+
+from taktline_worker.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+_UNIX = "unix:"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How the process listens and leaves.
+
+    Attributes:
+        listen: gRPC host:port; port 0 takes a free one. Replicas listen on `unix:PATH`.
+        metrics_listen: Prometheus host:port, or empty.
+        linger_s: after SIGTERM, how long calls are still taken, so that gateways see NOT_SERVING first.
+        grace_s: after that, how long calls that run may take.
+        tls: certificates of the gRPC port; None speaks plain text.
+    """
+
+    listen: str
+    metrics_listen: str = ""
+    linger_s: float = 1.0
+    grace_s: float = 30.0
+    tls: TlsFiles | None = None
+
+
+class Serving(Protocol):
+    """What `run` starts and drains."""
+
+    def start(self) -> None:
+        """Begins to serve."""
+
+    def drain(self, hurry: threading.Event | None = None) -> None:
+        """Lets running calls finish and stops; `hurry` cuts waiting short."""
+
+
+class Health:
+    """The standard health service, under the empty name and the worker's."""
+
+    def __init__(self, server: grpc.Server) -> None:
+        self._servicer = health.HealthServicer(
+            experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(4, thread_name_prefix="health")
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    def set(self, *, serving: bool) -> None:
+        """Tells every watcher."""
+        status = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE_NAME):
+            self._servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+
+def read_config(path: Path) -> EngineConfig:
+    """Reads `engine.json`.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where it is absent or does not fit.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID, f"{path} is no engine config: {error}", "the operator writes this file; see docs"
+        ) from error
+
+
+def run(make: Callable[[], Serving], policy: str) -> None:
+    """Serves what `make` returns until SIGTERM or SIGINT, then drains; a second signal cuts the lingering short.
+
+    A signal that comes while the policy is still being loaded ends the process at once.
+
+    Raises:
+        TaktlineError: the policy was refused before anything was served.
+    """
+    serving, stop, hurry = threading.Event(), threading.Event(), threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if not serving.is_set():
+            raise _StoppedError
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    try:
+        server = make()
+        serving.set()
+    except _StoppedError:
+        logger.info("stopped while loading", extra={"policy": policy})
+        return
+    server.start()
+    stop.wait()
+    server.drain(hurry)
+
+
+class _StoppedError(BaseException):
+    """Raised by the signal handler in the main thread while nothing is served yet.
+
+    No Exception: the handler may run inside logging or a library that catches those.
+    """
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` as its two parts.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where it is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise address_error(address, "it is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def check_address(address: str) -> None:
+    """Binds `address` for an instant; a Unix socket is left to `bind`.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where it is malformed, taken, or not this machine's.
+    """
+    if address.startswith(_UNIX):
+        return
+    host, port = split_address(address)
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise address_error(address, error.strerror or str(error)) from error
+
+
+def bind(server: grpc.Server, listen: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Binds the server; returns the port.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where the port cannot be had.
+    """
+    try:
+        if credentials is not None:
+            return int(server.add_secure_port(listen, credentials))
+        return int(server.add_insecure_port(listen))
+    except RuntimeError as error:
+        raise address_error(listen, "the port was taken meanwhile") from error
+
+
+def address_error(address: str, reason: str) -> TaktlineError:
+    """CONFIG_INVALID for an address that cannot be listened on."""
+    return TaktlineError(
+        ErrorCode.CONFIG_INVALID, f"cannot listen on {address}: {reason}", "choose a free HOST:PORT of this machine"
+    )
