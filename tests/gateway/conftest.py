@@ -74,8 +74,8 @@ class Stack:
         temporary.write_text(json.dumps({"routes": [route]}))
         temporary.replace(self.routes)
 
-    def start_gateway(self, *flags: str) -> None:
-        port = free_port()
+    def start_gateway(self, *flags: str, port: int | None = None) -> None:
+        port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.gateway = subprocess.Popen(
             [

@@ -21,6 +21,7 @@ from taktline_gateway.compat.listeners import client_listeners
 from taktline_gateway.http_io import exchange_of, internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.openapi import document
+from taktline_gateway.live.routes import live_routes
 from taktline_gateway.service import Gateway
 from taktline_gateway.tracing.endpoint import timeline_route
 
@@ -49,7 +50,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     )
     app.router.routes.append(Route(ACT_PATH, endpoint=ActEndpoint(gateway), methods=["POST"]))
     app.router.routes.extend(kserve_routes(GatewayService(gateway), gateway.settings.body_timeout_s))
-    app.router.routes.append(timeline_route(gateway))
+    app.router.routes.extend([timeline_route(gateway), *live_routes(gateway)])
 
     @app.get("/v1/policies")
     async def policies(request: Request) -> Response:

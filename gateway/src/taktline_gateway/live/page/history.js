@@ -1,0 +1,52 @@
+// What the page remembers of each policy: the last minute, in bounded memory.
+
+export const WINDOW_MS = 60_000;
+const POINTS_KEPT = 6000;
+export const CAUSES = ["inference", "queue", "transfer", "refused"];
+
+export class History {
+  constructor() {
+    this.margins = []; // {t, margin, cause}
+    this.cycles = []; // {t, x, y}
+    this.counts = []; // {t, ok, misses: {cause: count}, depth, inFlight}, one a message, counts since the gateway started
+    this.now = null;
+  }
+
+  /** Takes in one policy of one message; the points of a message are spread over the time since the last one. */
+  add(policy, t, tickMs) {
+    this.now = policy;
+    const last = this.counts.at(-1);
+    if (last && policy.codes.ok < last.ok) this.counts = []; // the gateway was started anew
+    const spread = (list, index) => t - tickMs + (tickMs * (index + 1)) / list.length;
+    policy.margins.forEach(([margin, cause], i) => this.margins.push({ t: spread(policy.margins, i), margin, cause }));
+    policy.cycles.forEach(([x, y], i) => this.cycles.push({ t: spread(policy.cycles, i), x, y }));
+    this.counts.push({ t, ok: policy.codes.ok, misses: policy.misses, depth: policy.depth, inFlight: policy.in_flight });
+    const begin = t - WINDOW_MS;
+    for (const list of [this.margins, this.cycles]) {
+      let old = Math.max(0, list.length - POINTS_KEPT);
+      while (old < list.length && list[old].t < begin) old++;
+      list.splice(0, old);
+    }
+    while (this.counts.length > 2 && this.counts[1].t <= begin) this.counts.shift();
+  }
+
+  /** Counts of the last minute, or of as much of it as the page has seen. */
+  get lately() {
+    const first = this.counts[0];
+    const last = this.counts.at(-1);
+    const seconds = Math.max((last.t - first.t) / 1000, 0.001);
+    const misses = Object.fromEntries(CAUSES.map((cause) => [cause, last.misses[cause] - first.misses[cause]]));
+    const ok = last.ok - first.ok;
+    const late = misses.inference + misses.queue + misses.transfer;
+    const missed = late + misses.refused;
+    const total = ok + misses.refused;
+    return { seconds, ok, misses, missed, total, goodput: (ok - late) / seconds, onTime: total ? (ok - late) / total : null };
+  }
+
+  /** The margin that `share` of the last minute's answers fall short of; null where there are none. */
+  marginQuantile(share) {
+    if (!this.margins.length) return null;
+    const sorted = this.margins.map((point) => point.margin).sort((a, b) => a - b);
+    return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+  }
+}
