@@ -22,6 +22,7 @@ _OWN = {
 _KNOWN = {
     "up": "Run a PolicyDeployment on this machine: gateway, workers and robots.",
     "checkpoint": "Look at policy checkpoints.",
+    "rollout": "Look at and steer the rollout of a PolicyDeployment.",
 }
 
 
