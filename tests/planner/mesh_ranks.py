@@ -19,6 +19,7 @@ from taktline_worker.models.vjepa2_ac.processor import PlannerProcessor, to_pixe
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, open_checkpoint, pack_weights
 from taktline_worker.planning.mesh import Mesh, OneRank, ProcessGroupMesh
+from taktline_worker.planning.ranks import FixedRanks
 from taktline_worker.planning.relay import dismiss, follow, lead
 from taktline_worker.planning.search import Plan, Problem
 from taktline_worker.planning.settings import SearchLimits, SearchSettings
@@ -105,7 +106,7 @@ def lose_a_rank(rank: int, mesh: Mesh, out: Path, found: dict[str, list[dict[str
         os._exit(0)
     settings = replace(SETTINGS, horizon=2)
     processor = PlannerProcessor(64, settings, SearchLimits(), {})
-    adapter = VJepa2Adapter(world, processor, "fp32", 0.25, mesh)
+    adapter = VJepa2Adapter(world, processor, "fp32", 0.25, FixedRanks(mesh))
     row = adapter.largest_row()
     for name in ("lost", "after"):
         (outcome,) = adapter.run([row], 1)
@@ -114,7 +115,7 @@ def lose_a_rank(rank: int, mesh: Mesh, out: Path, found: dict[str, list[dict[str
     (alone,) = VJepa2Adapter(world, processor, "fp32", 0.25).run([row], 1)
     assert alone.plan is not None
     found["alone"] = [summary(alone.plan)]
-    assert adapter.mesh.size == 1
+    assert adapter.ranks.mesh().size == 1
     (out / "plans.json").write_text(json.dumps(found))
 
 

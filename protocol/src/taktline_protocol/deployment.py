@@ -84,17 +84,19 @@ class RtcOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How one worker spreads over the GPUs of its pod; dp x cfg x tp of them.
+    """How one worker spreads over the GPUs of its pod; dp x cfg x tp of them, or `search` for a planner.
 
     Attributes:
         dp: replicas, each a process with the whole policy on its own GPU; so many batches run at a time.
         cfg: 2 runs the two branches of classifier-free guidance on different GPUs, where the family has them.
         tp: ranks that share the matrices of one policy, where the family can be cut.
+        search: ranks that share the candidates of a planner's search; plans are the same bytes at any number.
     """
 
     dp: Annotated[int, Meta(ge=1, le=64)] = 1
     cfg: Annotated[int, Meta(ge=1, le=2)] = 1
     tp: Annotated[int, Meta(ge=1, le=64)] = 1
+    search: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -134,6 +134,54 @@ class HasGraphs(Protocol):
 
 
 @runtime_checkable
+class Closable(Protocol):
+    """An adapter that holds more than memory, such as other processes."""
+
+    def close(self) -> None:
+        """Gives it back; nothing runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of a request for the profiler: a call, and the operations and least bytes that it must do and move."""
+
+    name: str
+    run: Callable[[], object]
+    flops: float
+    bytes: float
+
+
+class Profile(Protocol):
+    """An engine as what is measured.
+
+    Attributes:
+        policy: family's short name in results.
+        shape: what one row holds, by name (views, prompt_tokens, horizon, steps or the family's own).
+        captured: whether requests are replays of captured graphs, so that phases are to be captured too.
+    """
+
+    policy: str
+    precision: str
+    device: str
+    shape: dict[str, int]
+    captured: bool
+
+    def phases(self, batch: int) -> Sequence[Phase]:
+        """The parts of a request in order; each leaves what the next one reads."""
+
+    def whole(self, batch: int) -> Callable[[], object]:
+        """One request over data that lies on the device."""
+
+
+@runtime_checkable
+class HasProfile(Protocol):
+    """An adapter whose engine can be taken apart by phase."""
+
+    def profile(self, *, views: int = 0, prompt_tokens: int = 0) -> Profile:
+        """The engine as loaded; 0 takes all cameras and the longest prompt."""
+
+
+@runtime_checkable
 class HasCaches(Protocol):
     """An adapter that reuses state between requests."""
 

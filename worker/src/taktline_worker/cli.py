@@ -106,7 +106,10 @@ def _rank(options: argparse.Namespace) -> None:
     store = ranks.follower_store(options.store_port)
     world = adapter.load(read_config(options.config)).world
     store.set(ranks.loaded_key(options.generation, options.rank), "1")
-    follow(world, ranks.join(store, options.generation, options.rank, options.ranks, world.device))
+    try:
+        follow(world, ranks.join(store, options.generation, options.rank, options.ranks, world.device))
+    except RuntimeError as error:  # what torch.distributed raises for a closed connection
+        logger.warning("the mesh broke up; this rank leaves", extra={"rank": options.rank, "cause": str(error)[:300]})
 
 
 def _tls_files(options: argparse.Namespace) -> TlsFiles | None:

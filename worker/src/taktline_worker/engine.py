@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker.adapter import Adapter, Answer, CheaperAdapter
+from taktline_worker.adapter import Adapter, Answer, CheaperAdapter, Closable
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,8 @@ class Engine:
         """Finishes what runs and stops the threads."""
         self._decoders.shutdown(wait=True)
         self._lane.shutdown(wait=True)
+        if isinstance(self.adapter, Closable):
+            self.adapter.close()
 
     def _prepare(self, items: Sequence[Item], outcomes: list[Outcome | None]) -> list[tuple[int, Any]]:
         """(index, row) of the good items. All images of the batch are decoded side by side."""

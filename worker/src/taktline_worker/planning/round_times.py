@@ -16,7 +16,7 @@ class RoundTimes:
 
     def __init__(self, micro_batch: int, ranks: int = 1) -> None:
         self._micro_batch = micro_batch
-        self._ranks = ranks
+        self.ranks = ranks
         self._unit_step_s: float | None = None
 
     def learn(self, work: list[tuple[SearchSettings, int]], seconds: float) -> None:
@@ -34,4 +34,4 @@ class RoundTimes:
 
     def _steps(self, settings: SearchSettings) -> int:
         units = -(-settings.candidates // self._micro_batch)
-        return -(-units // self._ranks) * settings.horizon
+        return -(-units // self.ranks) * settings.horizon

@@ -26,7 +26,8 @@ from taktline_worker.models.vjepa2_ac.processor import PendingPlannerRow, Planne
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, find_file, open_checkpoint, pack_weights
 from taktline_worker.observation import RobotInput
-from taktline_worker.planning.mesh import Mesh, OneRank
+from taktline_worker.planning.mesh import OneRank
+from taktline_worker.planning.ranks import FixedRanks, FollowerRanks, Ranks
 from taktline_worker.planning.relay import lead
 from taktline_worker.planning.round_times import RoundTimes
 from taktline_worker.planning.search import Plan, Problem
@@ -54,7 +55,7 @@ class VJepa2Adapter:
     """One loaded planner. Rows of a batch are searched side by side, each as if alone.
 
     Args:
-        mesh: the ranks that share the search; this process is rank 0.
+        ranks: those that share the search; this process is rank 0. None = it is the only one.
         clock: monotonic seconds, the clock of `RobotInput.expires_at`.
     """
 
@@ -64,13 +65,13 @@ class VJepa2Adapter:
         processor: PlannerProcessor,
         precision: str,
         control_period_s: float,
-        mesh: Mesh | None = None,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world = world
         self.processor = processor
-        self.mesh = mesh if mesh is not None else OneRank()
-        self.round_times = RoundTimes(world.micro_batch, self.mesh.size)
+        self.ranks = ranks if ranks is not None else FixedRanks(OneRank())
+        self.round_times = RoundTimes(world.micro_batch, self.ranks.mesh().size)
         self._clock = clock
         self.description = Description(
             family=FAMILY,
@@ -129,18 +130,26 @@ class VJepa2Adapter:
 
         A search with a budget still ends by it: it gets as many rounds as are left, at least one.
         """
+        mesh = self.ranks.mesh()
+        if mesh.size != self.round_times.ranks:
+            self.round_times = RoundTimes(self.world.micro_batch, mesh.size)
         try:
-            return lead(self.world, problems, self.mesh, self._clock)
+            plans = lead(self.world, problems, mesh, self._clock)
+            if self.ranks.sound():
+                return plans
+            cause = "a follower ended during the plan"
         except RuntimeError as error:  # what torch.distributed raises for a closed connection or a timeout
-            if self.mesh.size == 1:
+            if mesh.size == 1:
                 raise
-            logger.error(
-                "a rank of the mesh is lost; this one plans alone from now on",
-                extra={"ranks": self.mesh.size, "cause": str(error)[:500]},
-            )
-            self.mesh = OneRank()
-            self.round_times = RoundTimes(self.world.micro_batch)
-            return lead(self.world, problems, self.mesh, self._clock)
+            cause = str(error)[:500]
+        logger.error("a plan lost a rank; it is made again by this one", extra={"ranks": mesh.size, "cause": cause})
+        self.ranks.lost()
+        self.round_times = RoundTimes(self.world.micro_batch)
+        return lead(self.world, problems, OneRank(), self._clock)
+
+    def close(self) -> None:
+        """Lets the other ranks go."""
+        self.ranks.close()
 
     def _problem(self, row: PlannerRow, deadline: float | None) -> Problem:
         latent, goal = self.world.encode(row.pixels)
@@ -162,6 +171,13 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     verify_digests(folder, config.model.sha256)
     sidecar = read_sidecar(folder, Sidecar, "docs/planner.md")
     device = choose_device(config.engine.device)
+    parallel = config.engine.parallel
+    if parallel.tp != 1 or parallel.cfg != 1 or (parallel.dp != 1 and parallel.search != 1):
+        asked = f"dp {parallel.dp}, cfg {parallel.cfg}, tp {parallel.tp}, search {parallel.search}"
+        raise _config_error(
+            f"engine.parallel asks for {asked}",
+            "a planner has either dp (plans side by side) or search (ranks that share one plan)",
+        )
     options = config.engine.search or SearchOptions()
     settings, limits = resolve_search(options, config.engine.action_horizon)
     period_s = _control_period_s(sidecar, config.engine.control_period_ms)
@@ -182,7 +198,8 @@ def load(config: EngineConfig) -> VJepa2Adapter:
         quantised=quantised,
     )
     world.capture()
-    return VJepa2Adapter(world, processor, config.engine.precision, period_s)
+    ranks = FollowerRanks(config, parallel.search, device) if parallel.search > 1 else None
+    return VJepa2Adapter(world, processor, config.engine.precision, period_s, ranks)
 
 
 def resolve_search(options: SearchOptions, horizon: int | None) -> tuple[SearchSettings, SearchLimits]:
