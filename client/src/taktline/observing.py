@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.images import sniff_encoding
-from taktline_protocol.messages import Array, Image, Observation, Search
+from taktline_protocol.messages import Array, Image, Observation, PriorityName, Rtc, Search
 
 Frame = bytes | NDArray[np.uint8] | Image
 """One camera frame: JPEG or PNG bytes, or a uint8 RGB array (H, W, 3)."""
@@ -39,6 +39,8 @@ class Sender:
         actuate_ms: float = 0.0,
         seed: int | None = None,
         search: Search | None = None,
+        rtc: Rtc | None = None,
+        priority: PriorityName = "production",
     ) -> Observation:
         """The next observation of this session, stamped now on the monotonic clock.
 
@@ -61,6 +63,8 @@ class Sender:
             instruction=instruction,
             seed=seed,
             search=search,
+            rtc=rtc,
+            priority=priority,
         )
 
     @property

@@ -1,49 +1,51 @@
-"""The robot's client: `Robot` blocks, `AsyncRobot` awaits; both keep one connection and speak msgpack."""
+"""The robot's client: `Robot` blocks, `AsyncRobot` awaits; both speak the timed stream, or HTTP where it must be."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Literal
 
-import httpx
-import msgspec
+import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.codecs import (
-    MediaType,
-    decode_chunk,
-    decode_error,
-    decode_policies,
-    decode_policy,
-    encode,
-    error_from_body,
-    media_type,
-)
-from taktline_protocol.messages import Observation, PolicyInfo, PolicyList, Search
+from taktline_protocol.messages import Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
 
 from taktline.access import Access
 from taktline.chunk import Chunk, complete
+from taktline.clock import ClockEstimate
+from taktline.encoding import FrameEncoder, NamedFrame
+from taktline.loop_thread import LoopThread
 from taktline.observing import Frame, Sender, State
+from taktline.robot_metrics import RobotMetrics
+from taktline.stream_client import StreamClient
+from taktline.stream_link import NoStream
 
+if TYPE_CHECKING:
+    from taktline.http_client import HttpClient
+
+Transport = Literal["auto", "stream", "http"]
 ANSWER_TIMEOUT_S = 30.0
-CONNECT_TIMEOUT_S = 5.0
-_HEADERS = {"content-type": MediaType.MSGPACK.value, "accept": MediaType.MSGPACK.value}
+_logger = logging.getLogger("taktline")
 
 
-class Robot:
-    """One robot's session with one policy. Not for use from several threads at once.
+class AsyncRobot:
+    """One robot's session with one policy, for asyncio. Several `act` may run at once; the newest observation wins.
 
     Args:
         url: the gateway, e.g. "http://gateway:8080".
         policy: name of the PolicyDeployment.
         robot_id: name of this robot, unique in the fleet.
         session_id: names this process's session; drawn where None.
-        answer_timeout_s: give up on an answer after so long; the connection is then dropped, so that a late answer
-            can never be taken for the next one.
+        answer_timeout_s: give up on an answer after so long.
         api_key: API key or token, where the gateway asks for one; TAKTLINE_API_KEY where None.
         access: key and certificates together; the environment's where None, see `taktline.access`.
+        transport: `stream`; `http` for stateless requests; `auto` takes the stream, and HTTP where there is none at
+            `url`, which is logged and shown in `metrics.fallback`.
+        jpeg_quality: uint8 arrays are sent as JPEG of this quality (needs the extra `jpeg`); as raw pixels where None.
     """
 
     def __init__(
@@ -56,16 +58,198 @@ class Robot:
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         api_key: str | None = None,
         access: Access | None = None,
+        transport: Transport = "auto",
+        jpeg_quality: int | None = None,
     ) -> None:
         self.policy = policy
+        self.robot_id = robot_id
+        self.metrics = RobotMetrics(transport="http" if transport == "http" else "stream")
+        self._url = url
+        self._access = Access.of(api_key, access)
+        self._access.headers()  # a key that cannot be read is said here and not at the first observation
+        self._timeout_s = answer_timeout_s
+        self._wanted = transport
         self._sender = Sender(robot_id, session_id)
-        self._path = f"/v1/policies/{quote(policy, safe='')}"
-        found = Access.of(api_key, access)
-        self._http = httpx.Client(
-            base_url=url,
-            timeout=_timeout(answer_timeout_s),
-            headers=_HEADERS | found.headers(),
-            verify=found.verify(url),
+        self._encoder = FrameEncoder(jpeg_quality)
+        self._stream: StreamClient | None = None
+        self._http: HttpClient | None = None
+        self._turn = asyncio.Lock()
+
+    async def act(
+        self,
+        images: Mapping[str, Frame],
+        state: State,
+        instruction: str,
+        budget_ms: float,
+        *,
+        captured_at: float | None = None,
+        actuate_ms: float = 0.0,
+        seed: int | None = None,
+        search: Search | None = None,
+        rtc: Rtc | None = None,
+        priority: PriorityName = "production",
+    ) -> Chunk:
+        """Asks for the next action chunk. Cancelling the task takes a queued observation out of the queue.
+
+        Args:
+            images: camera name -> JPEG/PNG bytes or uint8 RGB array (H, W, 3).
+            state: (D,) in robot units.
+            instruction: the task in words.
+            budget_ms: time left until the action buffer runs dry, at the moment of this call.
+            captured_at: when the cameras were read, on `time.monotonic()`; now where None.
+            actuate_ms: the robot's own L_actuate.
+            seed: fixes the sampler's noise.
+            search: of planners: what this request changes of the deployment's search.
+            rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
+            priority: class of traffic.
+
+        Raises:
+            TaktlineError: every failure, with its code; `gateway_unreachable` where no gateway answered.
+        """
+        asked_at = time.monotonic()
+        self.metrics.observations += 1
+        try:
+            async with self._turn:  # numbered in the order of asking, however long each one's frames take
+                frames = await self._encoder.encode_async(images)
+                observation = self._sender.observe(
+                    {camera: frame.image for camera, frame in frames.items()},
+                    state,
+                    instruction,
+                    max(0.0, budget_ms - 1e3 * (time.monotonic() - asked_at)),
+                    captured_at=asked_at if captured_at is None else captured_at,
+                    actuate_ms=actuate_ms,
+                    seed=seed,
+                    search=search,
+                    rtc=rtc,
+                    priority=priority,
+                )
+            chunk = await self._ask(observation, frames)
+        except TaktlineError as error:
+            self.metrics.errors[error.code.value] += 1
+            raise
+        self.metrics.chunks += 1
+        self.metrics.late += chunk.margin_ms < 0
+        self.metrics.margins_ms.append(chunk.margin_ms)
+        return chunk
+
+    async def info(self) -> PolicyInfo:
+        """What the policy reads and returns. Raises TaktlineError."""
+        return await self._over_http().info()
+
+    async def connect(self) -> None:
+        """Opens the stream now, rather than with the first observation. Raises TaktlineError."""
+        stream = self._over_stream()
+        if stream is not None:
+            try:
+                await stream.connect(self._timeout_s)
+            except NoStream as error:
+                self._fall_back(error)
+
+    @property
+    def clock(self) -> ClockEstimate | None:
+        """Gateway clock minus `time.monotonic()` here, and the bound of its error; None over HTTP, and at first."""
+        return None if self._stream is None else self._stream.clock.estimate(time.monotonic())
+
+    async def close(self) -> None:
+        """Ends the session; the robot id is free at once."""
+        if self._stream is not None:
+            await self._stream.close()
+        if self._http is not None:
+            await self._http.close()
+
+    async def __aenter__(self) -> AsyncRobot:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _ask(self, observation: Observation, frames: Mapping[str, NamedFrame]) -> Chunk:
+        stream = self._over_stream()
+        if stream is not None:
+            try:
+                answer, sent, round_trip_ms, outside_ms = await stream.ask(observation, frames, self._timeout_s)
+            except NoStream as error:
+                self._fall_back(error)
+            else:
+                chunk, _ = complete(answer, sent, round_trip_ms)
+                self._note(round_trip_ms, outside_ms)
+                return chunk
+        answer, sent, round_trip_ms = await self._over_http().ask(observation)
+        chunk, unseen_ms = complete(answer, sent, round_trip_ms)
+        self._note(round_trip_ms, unseen_ms)
+        return chunk
+
+    def _note(self, round_trip_ms: float, outside_ms: float) -> None:
+        self.metrics.round_trips_ms.append(round_trip_ms)
+        self._sender.note_network(outside_ms)
+
+    def _over_stream(self) -> StreamClient | None:
+        if self._wanted == "http" or self.metrics.fallback:
+            return None
+        if self._stream is None:
+            self._stream = StreamClient(
+                self._url, self.policy, self.robot_id, self._sender.session_id, self._access, self.metrics
+            )
+        return self._stream
+
+    def _over_http(self) -> HttpClient:
+        if self._http is None:
+            from taktline.http_client import HttpClient
+
+            self._http = HttpClient(self._url, self.policy, self._access, self._timeout_s, self.metrics)
+        return self._http
+
+    def _fall_back(self, error: NoStream) -> None:
+        if self._wanted == "stream":
+            raise TaktlineError(
+                ErrorCode.GATEWAY_UNREACHABLE,
+                f"there is no stream: {error}",
+                "check that the URL is a Taktline gateway and that proxies let WebSockets through,"
+                " or use transport='auto' or 'http'",
+            ) from error
+        if not self.metrics.fallback:
+            self.metrics.fallback = str(error)
+            self.metrics.transport = "http"
+            _logger.warning("robot %s speaks HTTP: there is no stream: %s", self.robot_id, error)
+
+
+class Robot:
+    """As `AsyncRobot`, blocking. The connection lives on a thread of its own, so that it is kept while the robot moves.
+
+    `ask` starts an observation without waiting; several may be under way, and the newest wins.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        policy: str,
+        robot_id: str,
+        *,
+        session_id: str | None = None,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        api_key: str | None = None,
+        access: Access | None = None,
+        transport: Transport = "auto",
+        jpeg_quality: int | None = None,
+    ) -> None:
+        """As of `AsyncRobot`."""
+        self.policy = policy
+        self.robot_id = robot_id
+        self._loop = LoopThread.shared()
+        self._robot = self._loop.call(
+            lambda: AsyncRobot(
+                url,
+                policy,
+                robot_id,
+                session_id=session_id,
+                answer_timeout_s=answer_timeout_s,
+                api_key=api_key,
+                access=access,
+                transport=transport,
+                jpeg_quality=jpeg_quality,
+            )
         )
 
     def act(
@@ -79,87 +263,26 @@ class Robot:
         actuate_ms: float = 0.0,
         seed: int | None = None,
         search: Search | None = None,
+        rtc: Rtc | None = None,
+        priority: PriorityName = "production",
     ) -> Chunk:
-        """Asks for the next action chunk.
-
-        Args:
-            images: camera name -> JPEG/PNG bytes or uint8 RGB array (H, W, 3).
-            state: (D,) in robot units.
-            instruction: the task in words.
-            budget_ms: time left until the action buffer runs dry.
-            captured_at: when the cameras were read, on `time.monotonic()`; now where None.
-            actuate_ms: the robot's own L_actuate.
-            seed: fixes the sampler's noise.
-            search: of planners: what this request changes of the deployment's search.
-
-        Raises:
-            TaktlineError: every failure, with its code; `gateway_unreachable` where no gateway answered.
-        """
-        observation = self._sender.observe(
-            images,
-            state,
-            instruction,
-            budget_ms,
-            captured_at=captured_at,
-            actuate_ms=actuate_ms,
-            seed=seed,
-            search=search,
-        )
-        try:
-            return self._send(observation)
-        except TaktlineError as error:
-            again = _again(observation, error)
-            if again is None:
-                raise
-            return self._send(again)
-
-    def info(self) -> PolicyInfo:
-        """What the policy reads and returns. Raises TaktlineError."""
-        return decode_policy(*_body(_request(self._http, "GET", self._path)))
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._http.close()
-
-    def __enter__(self) -> Robot:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _send(self, observation: Observation) -> Chunk:
-        response = _request(self._http, "POST", f"{self._path}/act", content=encode(observation, MediaType.MSGPACK))
-        return _chunk(response, observation, self._sender)
-
-
-class AsyncRobot:
-    """As `Robot`, for asyncio."""
-
-    def __init__(
-        self,
-        url: str,
-        policy: str,
-        robot_id: str,
-        *,
-        session_id: str | None = None,
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
-        api_key: str | None = None,
-        access: Access | None = None,
-    ) -> None:
-        self.policy = policy
-        self._sender = Sender(robot_id, session_id)
-        self._path = f"/v1/policies/{quote(policy, safe='')}"
-        found = Access.of(api_key, access)
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=_timeout(answer_timeout_s),
-            headers=_HEADERS | found.headers(),
-            verify=found.verify(url),
+        """Asks for the next action chunk and waits for it; arguments and errors as of `AsyncRobot.act`."""
+        return self._loop.run(
+            self._robot.act(
+                images,
+                state,
+                instruction,
+                budget_ms,
+                captured_at=time.monotonic() if captured_at is None else captured_at,
+                actuate_ms=actuate_ms,
+                seed=seed,
+                search=search,
+                rtc=rtc,
+                priority=priority,
+            )
         )
 
-    async def act(
+    def ask(
         self,
         images: Mapping[str, Frame],
         state: State,
@@ -170,147 +293,66 @@ class AsyncRobot:
         actuate_ms: float = 0.0,
         seed: int | None = None,
         search: Search | None = None,
-    ) -> Chunk:
-        """As `Robot.act`. Cancelling the task closes the connection, and a queued observation leaves the queue."""
-        observation = self._sender.observe(
-            images,
-            state,
-            instruction,
-            budget_ms,
-            captured_at=captured_at,
-            actuate_ms=actuate_ms,
-            seed=seed,
-            search=search,
+        rtc: Rtc | None = None,
+        priority: PriorityName = "production",
+    ) -> Future[Chunk]:
+        """As `act`, at once: the chunk comes as a future. Arrays are copied, so a camera's buffer may be used again."""
+        copied = {camera: f.copy() if isinstance(f, np.ndarray) else f for camera, f in images.items()}
+        return self._loop.start(
+            self._robot.act(
+                copied,
+                np.array(state, dtype=np.float64),
+                instruction,
+                budget_ms,
+                captured_at=time.monotonic() if captured_at is None else captured_at,
+                actuate_ms=actuate_ms,
+                seed=seed,
+                search=search,
+                rtc=rtc,
+                priority=priority,
+            )
         )
-        try:
-            return await self._send(observation)
-        except TaktlineError as error:
-            again = _again(observation, error)
-            if again is None:
-                raise
-            return await self._send(again)
 
-    async def info(self) -> PolicyInfo:
+    def info(self) -> PolicyInfo:
         """What the policy reads and returns. Raises TaktlineError."""
-        return decode_policy(*_body(await _request_async(self._http, "GET", self._path)))
+        return self._loop.run(self._robot.info())
 
-    async def close(self) -> None:
-        """Closes the connection."""
-        await self._http.aclose()
+    def connect(self) -> None:
+        """Opens the stream now, rather than with the first observation. Raises TaktlineError."""
+        self._loop.run(self._robot.connect())
 
-    async def __aenter__(self) -> AsyncRobot:
+    @property
+    def metrics(self) -> RobotMetrics:
+        """What this client counted."""
+        return self._robot.metrics
+
+    @property
+    def clock(self) -> ClockEstimate | None:
+        """Gateway clock minus `time.monotonic()` here, and the bound of its error; None over HTTP, and at first."""
+        return self._robot.clock
+
+    def close(self) -> None:
+        """Ends the session; the robot id is free at once."""
+        self._loop.run(self._robot.close())
+
+    def __enter__(self) -> Robot:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
-
-    async def _send(self, observation: Observation) -> Chunk:
-        response = await _request_async(
-            self._http, "POST", f"{self._path}/act", content=encode(observation, MediaType.MSGPACK)
-        )
-        return _chunk(response, observation, self._sender)
+        self.close()
 
 
 def list_policies(url: str, access: Access | None = None) -> PolicyList:
     """The policies of a gateway that this caller may see. Raises TaktlineError."""
-    found = access or Access()
-    headers = _HEADERS | found.headers()
-    with httpx.Client(
-        base_url=url, timeout=_timeout(ANSWER_TIMEOUT_S), headers=headers, verify=found.verify(url)
-    ) as http:
-        return decode_policies(*_body(_request(http, "GET", "/v1/policies")))
+    from taktline.http_client import HttpClient
 
+    async def listed() -> PolicyList:
+        client = HttpClient(url, "", access or Access(), ANSWER_TIMEOUT_S, RobotMetrics())
+        try:
+            return await client.policies()
+        finally:
+            await client.close()
 
-def _again(observation: Observation, error: TaktlineError) -> Observation | None:
-    """The observation stamped anew for another gateway, where this one is going away and time is left."""
-    if error.code is not ErrorCode.DRAINING or observation.sent_at is None:
-        return None
-    now = time.monotonic()
-    left_ms = observation.budget_ms - 1e3 * (now - observation.sent_at)
-    if left_ms <= observation.actuate_ms + observation.network_ms:
-        return None
-    again: Observation = msgspec.structs.replace(observation, sent_at=now, budget_ms=left_ms)
-    return again
-
-
-def _chunk(response: httpx.Response, observation: Observation, sender: Sender) -> Chunk:
-    answer = decode_chunk(*_body(response))
-    if answer.seq != observation.seq or answer.robot_id != observation.robot_id:
-        raise TaktlineError(
-            ErrorCode.INTERNAL,
-            f"asked for observation {observation.seq}, got the answer to {answer.robot_id!r} {answer.seq}",
-            "check what stands between robot and gateway: it mixes up answers",
-        )
-    sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
-    chunk, unseen_ms = complete(answer, observation, 1e3 * (time.monotonic() - sent_at))
-    sender.note_network(unseen_ms)
-    return chunk
-
-
-def _body(response: httpx.Response) -> tuple[bytes, MediaType]:
-    """Body and encoding of a good answer. Raises the TaktlineError that a bad one carries."""
-    try:
-        media = media_type(response.headers.get("content-type", ""))
-        if response.is_success:
-            return response.content, media
-        body = decode_error(response.content, media)
-    except TaktlineError as error:
-        raise TaktlineError(
-            ErrorCode.GATEWAY_UNREACHABLE,
-            f"{response.url} answered {response.status_code} with something that is not Taktline's",
-            "check that the URL is a Taktline gateway and no proxy answers in its place",
-        ) from error
-    raise error_from_body(body)
-
-
-def _request(http: httpx.Client, method: str, path: str, **rest: Any) -> httpx.Response:
-    try:
-        return http.request(method, path, **rest)
-    except httpx.RemoteProtocolError:
-        # An idle connection that the gateway had just closed; nothing was read, so ask once more on a new one.
-        return _retry(http, method, path, **rest)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _unreachable(http.base_url, error) from error
-
-
-def _retry(http: httpx.Client, method: str, path: str, **rest: Any) -> httpx.Response:
-    try:
-        return http.request(method, path, **rest)
-    except httpx.HTTPError as error:
-        raise _unreachable(http.base_url, error) from error
-
-
-async def _request_async(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -> httpx.Response:
-    try:
-        return await http.request(method, path, **rest)
-    except httpx.RemoteProtocolError:
-        return await _retry_async(http, method, path, **rest)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _unreachable(http.base_url, error) from error
-
-
-async def _retry_async(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -> httpx.Response:
-    try:
-        return await http.request(method, path, **rest)
-    except httpx.HTTPError as error:
-        raise _unreachable(http.base_url, error) from error
-
-
-def _unreachable(url: httpx.URL, error: Exception) -> TaktlineError:
-    if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
-        what = "did not answer in time"
-    elif isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-        what = "cannot be reached"
-    else:
-        what = f"broke the connection ({type(error).__name__})"
-    return TaktlineError(
-        ErrorCode.GATEWAY_UNREACHABLE,
-        f"the gateway at {url} {what}",
-        "check the URL and that the gateway runs: GET /healthz",
-    )
-
-
-def _timeout(answer_s: float) -> httpx.Timeout:
-    return httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S)
+    return LoopThread.shared().run(listed())

@@ -1,0 +1,114 @@
+"""Camera frames on their way out: encoded in threads, named by their content, kept while nothing changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.messages import Image
+
+from taktline.observing import Frame, as_image
+
+NAME_BYTES = 16
+_threads: ThreadPoolExecutor | None = None
+
+
+class NamedFrame(NamedTuple):
+    """A frame in its wire form, and the name under which the gateway may hold it."""
+
+    name: bytes
+    image: Image
+
+
+class FrameEncoder:
+    """Encodes one robot's frames; a camera that shows what it showed last time is not encoded again.
+
+    Args:
+        jpeg_quality: uint8 arrays are sent as JPEG of this quality; as raw pixels where None.
+    """
+
+    def __init__(self, jpeg_quality: int | None = None) -> None:
+        if jpeg_quality is not None:
+            if not 1 <= jpeg_quality <= 100:
+                raise TaktlineError(
+                    ErrorCode.CONFIG_INVALID, f"jpeg_quality is {jpeg_quality}", "use 1 to 100; 90 to 95 for policies"
+                )
+            _jpeg_encoder()
+        self._quality = jpeg_quality
+        self._last: dict[str, NamedFrame] = {}
+
+    def encode(self, images: Mapping[str, Frame]) -> dict[str, NamedFrame]:
+        """The frames in their wire form, several cameras at once. Raises TaktlineError `image_corrupt`."""
+        if self._quality is None or len(images) < 2:
+            return {camera: self._encode(camera, frame) for camera, frame in images.items()}
+        made = list(_pool().map(self._encode, images.keys(), images.values()))
+        return dict(zip(images, made, strict=True))
+
+    async def encode_async(self, images: Mapping[str, Frame]) -> dict[str, NamedFrame]:
+        """As `encode`, without holding up the event loop."""
+        if self._quality is None or not any(isinstance(frame, np.ndarray) for frame in images.values()):
+            return {camera: self._encode(camera, frame) for camera, frame in images.items()}
+        loop = asyncio.get_running_loop()
+        work = [loop.run_in_executor(_pool(), self._encode, camera, frame) for camera, frame in images.items()]
+        return dict(zip(images, await asyncio.gather(*work), strict=True))
+
+    def _encode(self, camera: str, frame: Frame) -> NamedFrame:
+        if self._quality is None or not isinstance(frame, np.ndarray):
+            image = as_image(camera, frame)
+            return NamedFrame(_name(image.encoding, image.shape, image.data), image)
+        pixels = _pixels(camera, frame)
+        name = _name(f"jpeg{self._quality}", pixels.shape, pixels.data)
+        last = self._last.get(camera)
+        if last is not None and last.name == name:
+            return last
+        made = self._last[camera] = NamedFrame(name, Image("jpeg", encode_jpeg(pixels, self._quality)))
+        return made
+
+
+def encode_jpeg(pixels: NDArray[np.uint8], quality: int) -> bytes:
+    """JPEG of uint8 RGB (H, W, 3) without chroma subsampling: policies look at small, coloured things."""
+    return _jpeg_encoder()(pixels, quality=quality, colorspace="RGB", colorsubsampling="444")
+
+
+def _pixels(camera: str, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or 0 in frame.shape:
+        raise TaktlineError(
+            ErrorCode.IMAGE_CORRUPT,
+            f"the image of camera {camera!r} is {frame.dtype} of shape {frame.shape}",
+            "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes",
+        )
+    return np.ascontiguousarray(frame)
+
+
+def _name(encoding: str, shape: tuple[int, ...] | None, data: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(f"{encoding} {shape} ".encode(), digest_size=NAME_BYTES)
+    digest.update(data)
+    return digest.digest()
+
+
+def _jpeg_encoder() -> Callable[..., bytes]:
+    try:
+        import simplejpeg
+    except ImportError as error:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "jpeg_quality is given, but simplejpeg is not installed",
+            "pip install 'taktline[jpeg]', or pass JPEG bytes, or leave jpeg_quality out to send raw pixels",
+        ) from error
+    encode: Callable[..., bytes] = simplejpeg.encode_jpeg
+    return encode
+
+
+def _pool() -> ThreadPoolExecutor:
+    global _threads
+    if _threads is None:
+        # Encoding releases the interpreter lock; more threads than cameras of one robot help nobody.
+        _threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="taktline-encode")
+    return _threads

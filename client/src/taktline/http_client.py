@@ -1,0 +1,153 @@
+"""Observations as stateless HTTP requests: for gateways and networks without WebSockets, and for single questions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.codecs import (
+    MediaType,
+    decode_chunk,
+    decode_error,
+    decode_policies,
+    decode_policy,
+    encode,
+    error_from_body,
+    media_type,
+)
+from taktline_protocol.messages import ActionChunk, Observation, PolicyInfo, PolicyList
+
+from taktline.access import Access
+from taktline.robot_metrics import RobotMetrics
+
+ANSWER_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+_HEADERS = {"content-type": MediaType.MSGPACK.value, "accept": MediaType.MSGPACK.value}
+
+
+class HttpClient:
+    """One robot's HTTP connection to one policy. Runs on one event loop."""
+
+    def __init__(self, url: str, policy: str, access: Access, timeout_s: float, metrics: RobotMetrics) -> None:
+        self._path = f"/v1/policies/{quote(policy, safe='')}"
+        self._metrics = metrics
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=_timeout(timeout_s),
+            headers=_HEADERS | access.headers(),
+            verify=access.verify(url),
+        )
+
+    async def ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:
+        """The chunk for one observation, the observation as it was last sent, and the round trip in ms.
+
+        Sent once more, with the time that is left, where a gateway is shutting down. Raises TaktlineError.
+        """
+        try:
+            return await self._ask(observation)
+        except TaktlineError as error:
+            again = _again(observation, error)
+            if again is None:
+                raise
+            self._metrics.resent += 1
+            return await self._ask(again)
+
+    async def _ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:
+        body = encode(observation, MediaType.MSGPACK)
+        self._metrics.bytes_sent += len(body)
+        self._metrics.keyframes += 1
+        self._metrics.cameras_whole += len(observation.images)
+        began = time.monotonic()
+        response = await _request(self._http, "POST", f"{self._path}/act", content=body)
+        self._metrics.bytes_received += len(response.content)
+        answer = _checked(decode_chunk(*_body(response)), observation)
+        sent_at = began if observation.sent_at is None else observation.sent_at
+        return answer, observation, 1e3 * (time.monotonic() - sent_at)
+
+    async def info(self) -> PolicyInfo:
+        """What the policy reads and returns. Raises TaktlineError."""
+        return decode_policy(*_body(await _request(self._http, "GET", self._path)))
+
+    async def policies(self) -> PolicyList:
+        """All policies of the gateway that this caller may see. Raises TaktlineError."""
+        return decode_policies(*_body(await _request(self._http, "GET", "/v1/policies")))
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._http.aclose()
+
+
+def _again(observation: Observation, error: TaktlineError) -> Observation | None:
+    """The observation stamped anew for another gateway, where this one is going away and time is left."""
+    if error.code is not ErrorCode.DRAINING or observation.sent_at is None:
+        return None
+    now = time.monotonic()
+    left_ms = observation.budget_ms - 1e3 * (now - observation.sent_at)
+    if left_ms <= observation.actuate_ms + observation.network_ms:
+        return None
+    again: Observation = msgspec.structs.replace(observation, sent_at=now, budget_ms=left_ms)
+    return again
+
+
+def _checked(answer: ActionChunk, observation: Observation) -> ActionChunk:
+    if answer.seq != observation.seq or answer.robot_id != observation.robot_id:
+        raise TaktlineError(
+            ErrorCode.INTERNAL,
+            f"asked for observation {observation.seq}, got the answer to {answer.robot_id!r} {answer.seq}",
+            "check what stands between robot and gateway: it mixes up answers",
+        )
+    return answer
+
+
+def _body(response: httpx.Response) -> tuple[bytes, MediaType]:
+    """Body and encoding of a good answer. Raises the TaktlineError that a bad one carries."""
+    try:
+        media = media_type(response.headers.get("content-type", ""))
+        if response.is_success:
+            return response.content, media
+        body = decode_error(response.content, media)
+    except TaktlineError as error:
+        raise TaktlineError(
+            ErrorCode.GATEWAY_UNREACHABLE,
+            f"{response.url} answered {response.status_code} with something that is not Taktline's",
+            "check that the URL is a Taktline gateway and no proxy answers in its place",
+        ) from error
+    raise error_from_body(body)
+
+
+async def _request(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -> httpx.Response:
+    try:
+        return await http.request(method, path, **rest)
+    except httpx.RemoteProtocolError:
+        return await _retry(http, method, path, **rest)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _unreachable(http.base_url, error) from error
+
+
+async def _retry(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -> httpx.Response:
+    try:
+        return await http.request(method, path, **rest)
+    except httpx.HTTPError as error:
+        raise _unreachable(http.base_url, error) from error
+
+
+def _unreachable(url: httpx.URL, error: Exception) -> TaktlineError:
+    if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
+        what = "did not answer in time"
+    elif isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        what = "cannot be reached"
+    else:
+        what = f"broke the connection ({type(error).__name__})"
+    return TaktlineError(
+        ErrorCode.GATEWAY_UNREACHABLE,
+        f"the gateway at {url} {what}",
+        "check the URL and that the gateway runs: GET /healthz",
+    )
+
+
+def _timeout(answer_s: float) -> httpx.Timeout:
+    return httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S)

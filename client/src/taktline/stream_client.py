@@ -1,0 +1,459 @@
+"""A robot's end of the timed stream: connects, resumes, sends observations and hands out their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from urllib.parse import quote
+
+import msgspec
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.codecs import error_from_body
+from taktline_protocol.messages import ActionChunk, ErrorBody, Observation
+from taktline_protocol.stream import (
+    VERSIONS,
+    Answer,
+    Backpressure,
+    Bye,
+    Cancel,
+    Clock,
+    FromGateway,
+    FromRobot,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Refusal,
+    Welcome,
+)
+from taktline_protocol.stream_codec import decode_from_gateway, encode_frame, to_chunk, to_observe
+from websockets.exceptions import ConnectionClosed
+
+from taktline.access import Access
+from taktline.clock import ClockEstimate, GatewayClock
+from taktline.encoding import NamedFrame
+from taktline.held_frames import HeldFrames
+from taktline.robot_metrics import RobotMetrics
+from taktline.stream_link import Link, NoStream, Timeout, open_link
+
+BACKOFF_S = 0.05
+BACKOFF_MAX_S = 2.0
+PING_S = 1.0
+FIRST_PINGS = 5
+FIRST_PING_S = 0.02
+DEAD_S = 5.0
+"""A connection on which not even a pong came for so long is given up."""
+MAX_RESENDS = 3
+_CLIENT = f"taktline {version('taktline')}"
+# Errors of a hello that another attempt cannot change; the caller hears them.
+_RETRIED = frozenset(
+    {
+        ErrorCode.DRAINING,
+        ErrorCode.OVERLOADED,
+        ErrorCode.STREAM_IDLE,
+        ErrorCode.SLOW_READER,
+        ErrorCode.GATEWAY_UNREACHABLE,
+        ErrorCode.INTERNAL,
+    }
+)
+
+
+@dataclasses.dataclass(eq=False)
+class _Waiting:
+    """An observation that has no answer yet."""
+
+    observation: Observation
+    stamped: Observation
+    frames: Mapping[str, NamedFrame]
+    answer: asyncio.Future[tuple[ActionChunk, float]]
+    link: Link | None = None
+    sends: int = 0
+    sent_at: float = 0.0
+
+    @property
+    def seq(self) -> int:
+        return self.observation.seq
+
+    def left_s(self, now: float) -> float:
+        """What is left of the budget, s."""
+        asked = self.observation.sent_at
+        return self.observation.budget_ms / 1e3 - (now - (now if asked is None else asked))
+
+
+class StreamClient:
+    """One session. All of it runs on one event loop."""
+
+    def __init__(
+        self, url: str, policy: str, robot_id: str, session_id: str, access: Access, metrics: RobotMetrics
+    ) -> None:
+        self._uri = f"{_websocket(url)}/v1/policies/{quote(policy, safe='')}/stream"
+        self._policy = policy
+        self._robot_id = robot_id
+        self._session_id = session_id
+        self._access = access
+        self._metrics = metrics
+        self.clock = GatewayClock()
+        self._held = HeldFrames()
+        self._waiting: dict[int, _Waiting] = {}
+        self._link: Link | None = None
+        self._linked = asyncio.Event()
+        self._connecting: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._token = b""
+        self._seq = 0
+        self._answered = 0
+        self._pause_until = 0.0
+        self._told: ClockEstimate | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ----- asking
+
+    async def ask(
+        self, observation: Observation, frames: Mapping[str, NamedFrame], timeout_s: float
+    ) -> tuple[ActionChunk, Observation, float, float]:
+        """The chunk, the observation as it was last sent, the round trip in ms, and how much was outside the gateway.
+
+        Raises:
+            TaktlineError: every refusal; `gateway_unreachable` where nothing answers within budget and `timeout_s`.
+            NoStream: the gateway does not speak streams.
+        """
+        self._check_pause()
+        waiting = _Waiting(observation, observation, frames, asyncio.get_running_loop().create_future())
+        self._seq = max(self._seq, waiting.seq)
+        self._waiting[waiting.seq] = waiting
+        try:
+            await self._send(waiting, timeout_s)
+            chunk, outside_ms = await asyncio.wait_for(waiting.answer, timeout_s)
+        except (Timeout, asyncio.CancelledError) as error:
+            self._cancel(waiting)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise _unreachable(self._uri, "did not answer in time") from error
+        finally:
+            self._waiting.pop(waiting.seq, None)
+        return chunk, waiting.stamped, 1e3 * (time.monotonic() - waiting.sent_at), outside_ms
+
+    async def connect(self, timeout_s: float) -> Welcome:
+        """Opens the connection where it is not; what the gateway said. Raises as `ask`."""
+        return (await self._wait_linked(timeout_s)).welcome
+
+    async def close(self) -> None:
+        """Says bye, so that the robot id is free at once, and closes."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        link, self._link = self._link, None
+        if link is not None:
+            with contextlib.suppress(ConnectionClosed, OSError):
+                await self._put(link, Bye())
+            await link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _check_pause(self) -> None:
+        pause_s = self._pause_until - time.monotonic()
+        if pause_s > 0:
+            self._metrics.pauses += 1
+            raise TaktlineError(
+                ErrorCode.OVERLOADED,
+                "the gateway asked this robot to pause, as the policy's workers cannot keep up",
+                "keep executing the buffer or hold; send a fresh observation after the hint",
+                retry_after_ms=round(1e3 * pause_s, 1),
+            )
+
+    async def _send(self, waiting: _Waiting, timeout_s: float) -> None:
+        """Sends an observation, with what is left of its budget, over the connection as soon as there is one."""
+        reserved_s = (waiting.observation.actuate_ms + waiting.observation.network_ms) / 1e3
+        while True:
+            link = await self._wait_linked(min(timeout_s, max(0.05, waiting.left_s(time.monotonic()))))
+            now = time.monotonic()
+            left_s = waiting.left_s(now)
+            if waiting.sends and left_s <= reserved_s:
+                raise TaktlineError(
+                    ErrorCode.DEADLINE_EXPIRED,
+                    "the budget was spent while the connection was away",
+                    "hold, and send a fresh observation",
+                )
+            whole, unchanged, say = self._held.split(waiting.frames, waiting.observation.instruction)
+            waiting.stamped = stamped = msgspec.structs.replace(
+                waiting.observation, sent_at=now, budget_ms=max(0.0, 1e3 * left_s)
+            )
+            waiting.link, waiting.sent_at = link, now
+            waiting.sends += 1
+            # Said before the await: whatever is sent behind this message may refer to its frames.
+            self._held.sent(waiting.frames, waiting.observation.instruction)
+            try:
+                await self._tell_clock(link, now)
+                await self._put(link, to_observe(stamped, whole, unchanged, instruction=say))
+            except (ConnectionClosed, OSError):
+                continue  # the reader notices, too, and a new connection is under way
+            self._count(waiting, whole, unchanged)
+            return
+
+    def _count(self, waiting: _Waiting, whole: Mapping[str, object], unchanged: Mapping[str, object]) -> None:
+        metrics = self._metrics
+        metrics.cameras_whole += len(whole)
+        metrics.cameras_referenced += len(unchanged)
+        metrics.deltas += bool(unchanged)
+        metrics.keyframes += not unchanged
+        metrics.resent += waiting.sends > 1
+
+    def _cancel(self, waiting: _Waiting) -> None:
+        link = waiting.link
+        answered = waiting.answer.done() and not waiting.answer.cancelled()
+        if link is not None and not link.gone and not answered:
+            self._spawn(self._quietly(link, Cancel(waiting.seq)))
+
+    # ----- the connection
+
+    async def _wait_linked(self, timeout_s: float) -> Link:
+        link = self._link
+        if link is not None and not link.gone and not link.leaving:
+            return link
+        self._reconnect()
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                await asyncio.wait_for(self._linked.wait(), max(0.0, end - time.monotonic()))
+            except Timeout as error:
+                raise self._failure or _unreachable(self._uri, "cannot be reached") from error
+            if self._link is not None and not self._link.gone:
+                return self._link
+            failure = self._failure
+            self._linked.clear()
+            if failure is not None and self._connecting is None:
+                raise failure
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        if self._connecting is None and not self._closed:
+            self._failure = None
+            self._linked.clear()
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def _connect(self) -> None:
+        backoff_s = BACKOFF_S
+        try:
+            while True:
+                try:
+                    link = await open_link(self._uri, self._access, self._hello())
+                except TaktlineError as error:
+                    self._failure = error
+                    if error.code not in _RETRIED:
+                        return
+                    hint_s = (error.retry_after_ms or 0.0) / 1e3
+                    # Many robots lose one gateway at one moment; they must not come back at one moment.
+                    await asyncio.sleep(max(hint_s, backoff_s) * random.uniform(0.5, 1.0))
+                    backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
+                except NoStream as error:
+                    self._failure = error
+                    return
+                else:
+                    self._failure = None
+                    self._begin(link)
+                    return
+        finally:
+            self._connecting = None
+            self._linked.set()
+
+    def _hello(self) -> Hello:
+        return Hello(VERSIONS, self._robot_id, self._session_id, self._seq, self._answered, self._token, _CLIENT)
+
+    def _begin(self, link: Link) -> None:
+        """A connection is open: take over what the gateway holds, and send again what it has not."""
+        welcome = link.welcome
+        self._metrics.connects += 1
+        self._metrics.resumed += welcome.resumed
+        self._token = welcome.token
+        self._held.begin(welcome.held)
+        self.clock.reset()
+        self._told = None
+        self._link = link
+        lost = [
+            w for w in self._waiting.values() if w.sends and (w.link is None or w.link.gone) and not w.answer.done()
+        ]
+        for waiting in lost:
+            if waiting.seq in welcome.pending:
+                waiting.link = link
+        again = [w for w in lost if w.link is not link]
+        newest = max((w.seq for w in again), default=0)
+        for waiting in again:
+            if waiting.seq == newest:
+                self._spawn(self._resend(waiting))
+            else:
+                waiting.answer.set_exception(
+                    TaktlineError(
+                        ErrorCode.SUPERSEDED,
+                        f"the connection was lost, and observation {newest} was sent again instead",
+                        "use the chunk of the newer observation",
+                    )
+                )
+        self._spawn(self._read(link))
+        self._spawn(self._ping(link))
+
+    async def _resend(self, waiting: _Waiting) -> None:
+        try:
+            if waiting.sends > MAX_RESENDS:
+                raise _unreachable(self._uri, "lost its connection again and again")
+            await self._send(waiting, BACKOFF_MAX_S + max(0.0, waiting.left_s(time.monotonic())))
+        except (TaktlineError, NoStream) as error:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+
+    async def _read(self, link: Link) -> None:
+        try:
+            while True:
+                body = await link.receive()
+                self._metrics.bytes_received += len(body)
+                self._hear(link, decode_from_gateway(body), time.monotonic())
+        except (ConnectionClosed, OSError):
+            pass
+        except TaktlineError as error:
+            # Not a gateway, or one of another make: nothing that follows can be trusted.
+            self._failure = error
+        finally:
+            await self._lost(link)
+
+    async def _lost(self, link: Link) -> None:
+        link.gone = True
+        await link.close()
+        if self._link is link:
+            self._link = None
+        fatal = link.goodbye
+        if fatal is not None and fatal.code not in _RETRIED and fatal.code is not ErrorCode.INVALID_BODY:
+            for waiting in list(self._waiting.values()):
+                if waiting.link is link and not waiting.answer.done():
+                    waiting.answer.set_exception(fatal)
+            return
+        # Also where nothing waits: the next observation should find a connection.
+        if self._link is None:
+            self._reconnect()
+
+    async def _ping(self, link: Link) -> None:
+        sent = 0
+        with contextlib.suppress(ConnectionClosed, OSError):
+            while not link.gone:
+                now = time.monotonic()
+                if now - link.heard_at > DEAD_S:
+                    link.abort()
+                    return
+                await self._put(link, Ping(now))
+                sent += 1
+                await asyncio.sleep(FIRST_PING_S if sent < FIRST_PINGS else PING_S)
+
+    async def _put(self, link: Link, frame: FromRobot) -> None:
+        body = encode_frame(frame)
+        self._metrics.bytes_sent += len(body)
+        await link.send(body)
+
+    async def _quietly(self, link: Link, frame: FromRobot) -> None:
+        with contextlib.suppress(ConnectionClosed, OSError):
+            await self._put(link, frame)
+
+    async def _tell_clock(self, link: Link, now: float) -> None:
+        found, told = self.clock.estimate(now), self._told
+        if found is None:
+            return
+        self._metrics.clock = found
+        if told is not None:
+            moved = abs(found.offset_s - told.offset_s) > 0.5 * told.error_s
+            ratio = found.error_s / max(told.error_s, 1e-9)
+            if not moved and 0.7 < ratio < 1.5:
+                return
+        self._told = found
+        await self._put(link, Clock(found.offset_s, found.error_s))
+
+    # ----- what the gateway says
+
+    def _hear(self, link: Link, frame: FromGateway, now: float) -> None:
+        link.heard_at = now
+        if isinstance(frame, Answer):
+            self._answer(frame, now)
+        elif isinstance(frame, Refusal):
+            self._refusal(link, frame, now)
+        elif isinstance(frame, Pong):
+            self.clock.note(frame.ping_sent_at, frame.received_at, frame.sent_at, now)
+        elif isinstance(frame, Backpressure):
+            if frame.pause_ms > 0 and math.isfinite(frame.pause_ms):
+                self._pause_until = now + min(frame.pause_ms, 60_000.0) / 1e3
+        elif isinstance(frame, Goodbye):
+            link.goodbye = _typed(frame)
+            if link.goodbye.code is ErrorCode.DRAINING:
+                self._leave(link)
+            link.leaving = True
+
+    def _leave(self, link: Link) -> None:
+        """The next connection is made beside this one, over which the unanswered are still answered."""
+        link.leaving = True
+        if self._link is link:
+            self._reconnect()
+
+    def _answer(self, frame: Answer, now: float) -> None:
+        waiting = self._waiting.get(frame.seq)
+        self._answered = max(self._answered, frame.seq)
+        if waiting is None or waiting.answer.done():
+            return  # given up, or answered before a resume
+        self._note_trip(waiting, frame, now)
+        outside_ms = 1e3 * max(0.0, (now - waiting.sent_at) - (frame.sent_at - frame.received_at))
+        try:
+            waiting.answer.set_result((to_chunk(frame, self._policy, self._robot_id), outside_ms))
+        except TaktlineError as error:
+            waiting.answer.set_exception(error)
+
+    def _refusal(self, link: Link, frame: Refusal, now: float) -> None:
+        if not frame.held:
+            self._held.forget()
+        waiting = self._waiting.get(frame.seq)
+        if waiting is None or waiting.answer.done():
+            return
+        self._note_trip(waiting, frame, now)
+        error = _typed(frame)
+        if error.code is ErrorCode.DRAINING:  # may come ahead of the goodbye
+            self._leave(link)
+        again = (ErrorCode.KEYFRAME_NEEDED, ErrorCode.DRAINING)
+        if error.code in again and waiting.sends < MAX_RESENDS and waiting.left_s(now) > 0:
+            self._spawn(self._resend(waiting))
+            return
+        self._answered = max(self._answered, frame.seq)
+        waiting.answer.set_exception(error)
+
+    def _note_trip(self, waiting: _Waiting, frame: Answer | Refusal, now: float) -> None:
+        if waiting.link is self._link:
+            self.clock.note(waiting.sent_at, frame.received_at, frame.sent_at, now)
+
+    def _spawn(self, work) -> None:  # type: ignore[no-untyped-def]
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _typed(frame: Refusal | Goodbye) -> TaktlineError:
+    return error_from_body(
+        ErrorBody(
+            code=frame.code,
+            message=frame.message,
+            next_step=frame.next_step,
+            retry_after_ms=frame.retry_after_ms,
+        )
+    )
+
+
+def _websocket(url: str) -> str:
+    scheme, separator, rest = url.rstrip("/").partition("://")
+    return {"http": "ws", "https": "wss"}.get(scheme, scheme) + separator + rest
+
+
+def _unreachable(uri: str, what: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.GATEWAY_UNREACHABLE,
+        f"the gateway at {uri} {what}",
+        "check the URL and that the gateway runs: GET /healthz",
+    )

@@ -1,0 +1,141 @@
+"""One WebSocket connection of a stream, from its opening to the gateway's welcome."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.codecs import ANSWER_LIMITS, MediaType, decode_error, error_from_body
+from taktline_protocol.messages import ErrorBody
+from taktline_protocol.stream import Goodbye, Hello, Welcome
+from taktline_protocol.stream_codec import decode_from_gateway, encode_frame
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+
+from taktline.access import Access
+
+Timeout = asyncio.TimeoutError
+"""What asyncio raises; a class of its own on Python 3.10."""
+OPEN_S = 5.0
+CLOSE_S = 1.0
+# How servers that know no WebSocket at this path say so.
+_NO_STREAM = frozenset({400, 403, 404, 405, 426, 501})
+
+
+class NoStream(Exception):
+    """What answers at the address does not speak streams."""
+
+
+class Link:
+    """An open connection.
+
+    Attributes:
+        welcome: what the gateway said at its start.
+        leaving: the gateway takes no more observations here.
+        goodbye: why.
+        gone: the connection is lost or closed.
+        heard_at: when the last frame came.
+    """
+
+    def __init__(self, connection: ClientConnection, welcome: Welcome) -> None:
+        self._connection = connection
+        self.welcome = welcome
+        self.leaving = False
+        self.goodbye: TaktlineError | None = None
+        self.gone = False
+        self.heard_at = time.monotonic()
+
+    async def send(self, body: bytes) -> None:
+        """Sends one frame. Raises ConnectionClosed."""
+        await self._connection.send(body)
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises ConnectionClosed, or TaktlineError `invalid_body` for a text message."""
+        return _binary(await self._connection.recv())
+
+    async def close(self) -> None:
+        """Closes the connection, without waiting long for the other side."""
+        self.gone = True
+        await self._connection.close()
+
+    def abort(self) -> None:
+        """Cuts a connection whose other side is silent."""
+        self._connection.transport.abort()
+
+
+async def open_link(uri: str, access: Access, hello: Hello) -> Link:
+    """Connects and says hello.
+
+    Raises:
+        TaktlineError: why the gateway refused, or `gateway_unreachable`.
+        NoStream: there is no stream at this address.
+    """
+    try:
+        connection = await connect(
+            uri,
+            additional_headers=access.headers(),
+            ssl=access.tls() if uri.startswith("wss:") else None,
+            compression=None,
+            max_size=ANSWER_LIMITS.body_bytes,
+            ping_interval=None,  # the stream has its own
+            open_timeout=OPEN_S,
+            close_timeout=CLOSE_S,
+        )
+    except InvalidStatus as error:
+        raise _refused(uri, error) from error
+    except (OSError, InvalidHandshake, InvalidURI, Timeout, EOFError) as error:
+        raise _unreachable(uri, "cannot be reached") from error
+    try:
+        await connection.send(encode_frame(hello))
+        first = decode_from_gateway(_binary(await asyncio.wait_for(connection.recv(), OPEN_S)))
+    except (ConnectionClosed, OSError, Timeout) as error:
+        await _drop(connection)
+        raise _unreachable(uri, "broke the connection") from error
+    except BaseException:
+        await _drop(connection)
+        raise
+    if isinstance(first, Welcome):
+        return Link(connection, first)
+    await _drop(connection)
+    if isinstance(first, Goodbye):
+        body = ErrorBody(code=first.code, message=first.message, next_step=first.next_step)
+        typed = error_from_body(body)
+        typed.retry_after_ms = first.retry_after_ms
+        raise typed
+    raise _unreachable(uri, f"said {type(first).__name__} instead of Welcome")
+
+
+async def _drop(connection: ClientConnection) -> None:
+    with contextlib.suppress(ConnectionClosed, OSError):
+        await connection.close()
+
+
+def _binary(message: str | bytes) -> bytes:
+    if isinstance(message, bytes):
+        return message
+    raise TaktlineError(
+        ErrorCode.INVALID_BODY, "a text message came over the stream", "check that the address is a Taktline gateway"
+    )
+
+
+def _refused(uri: str, error: InvalidStatus) -> TaktlineError | NoStream:
+    """The typed error in a refused handshake; else whether it means that there is no stream."""
+    response = error.response
+    with contextlib.suppress(TaktlineError, ValueError):
+        media = MediaType(response.headers.get("content-type", ""))
+        typed = error_from_body(decode_error(bytes(response.body or b""), media))
+        if typed.code is not ErrorCode.NOT_FOUND:
+            return typed
+    if response.status_code in _NO_STREAM:
+        return NoStream(f"{uri} answered {response.status_code} to a WebSocket")
+    return _unreachable(uri, f"answered {response.status_code}")
+
+
+def _unreachable(uri: str, what: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.GATEWAY_UNREACHABLE,
+        f"the gateway at {uri} {what}",
+        "check the URL and that the gateway runs: GET /healthz",
+    )

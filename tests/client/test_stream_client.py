@@ -1,0 +1,297 @@
+"""The SDK over the stream when things go wrong: cuts, restarts, drains, evictions, crowds, servers without a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import taktline
+from taktline_protocol.codecs import MediaType, encode
+
+from tests.client.cut_proxy import CutProxy
+from tests.client.test_robot import OneShotServer, _http
+
+FRAME = np.zeros((8, 8, 3), dtype=np.uint8)
+IMAGES = {"front": FRAME, "wrist": FRAME}
+STATE = np.zeros(6)
+BUDGET_MS = 20_000.0
+
+
+def until(condition, what, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{what} did not happen")
+
+
+@pytest.fixture
+def bare(tmp_path):
+    spec = importlib.util.spec_from_file_location(
+        "taktline_test_stack", Path(__file__).parents[1] / "gateway" / "conftest.py"
+    )
+    module = sys.modules.get(spec.name)
+    if module is None:
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    made = module.Stack(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def proxy(stack):
+    made = CutProxy(stack.url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def robot(proxy, request):
+    with taktline.Robot(proxy.url, "scripted", f"arm-{request.node.name}") as made:
+        yield made
+
+
+def test_unchanged_cameras_travel_as_references(robot, proxy):
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    before = proxy.up
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    assert proxy.up - before < 1000, "two raw frames have 384 bytes each, two pings, a clock and a state the rest"
+    moved = {**IMAGES, "wrist": FRAME + 1}
+    robot.act(moved, STATE, "go", BUDGET_MS)
+    metrics = robot.metrics
+    assert (metrics.keyframes, metrics.deltas) == (1, 2)
+    assert (metrics.cameras_whole, metrics.cameras_referenced) == (3, 3)
+    assert metrics.chunks == 3
+    assert metrics.bytes_sent < proxy.up
+
+
+def test_the_clock_is_known_within_its_bound(robot):
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    until(lambda: robot.clock is not None and robot.clock.error_s < 0.1, "an estimate")
+    # Gateway and robot read the same clock here.
+    assert abs(robot.clock.offset_s) <= robot.clock.error_s
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    assert robot.metrics.clock is not None, "and the gateway was told"
+
+
+def test_a_cut_connection_costs_no_answer(robot, proxy):
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    answer = robot.ask(IMAGES, STATE, "slow 300", BUDGET_MS)
+    time.sleep(0.1)
+    proxy.cut()
+    chunk = answer.result(10)
+    assert np.all(chunk.actions == 2.0)
+    assert (robot.metrics.connects, robot.metrics.resumed) == (2, 1)
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    assert robot.metrics.deltas >= 2, "the session went on with what the gateway held"
+    assert robot.metrics.errors == {}
+
+
+def test_a_connection_away_for_a_while_is_waited_for_within_the_budget(robot, proxy):
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    proxy.accepting = False
+    proxy.cut()
+    with pytest.raises(taktline.TaktlineError) as caught:
+        robot.act(IMAGES, STATE, "go", 150.0)
+    assert caught.value.code is taktline.ErrorCode.GATEWAY_UNREACHABLE
+    answer = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
+    time.sleep(0.1)
+    assert not answer.done()
+    proxy.accepting = True
+    assert answer.result(10).seq == 3
+
+
+def test_a_killed_gateway_is_replaced_by_the_next_one(bare):
+    bare.write_routes(bare.start_worker())
+    bare.start_gateway()
+    bare.wait_workers(1)
+    proxy = CutProxy(bare.url)
+    with taktline.Robot(proxy.url, "scripted", "arm") as robot:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        answer = robot.ask(IMAGES, STATE, "slow 500", BUDGET_MS)
+        time.sleep(0.1)
+        bare.gateway.send_signal(signal.SIGKILL)
+        bare.gateway.wait()
+        bare.start_gateway()
+        bare.wait_workers(1)
+        proxy.target = bare.url
+        assert answer.result(20).seq == 2
+        assert robot.metrics.resent == 1
+        assert robot.metrics.resumed == 0, "nobody kept the session"
+        assert robot.act(IMAGES, STATE, "go", BUDGET_MS).seq == 3
+    proxy.close()
+
+
+def test_a_drain_is_felt_by_no_robot(bare, tmp_path):
+    bare.write_routes(bare.start_worker(), bare.start_worker())
+    bare.start_gateway()
+    bare.wait_workers(2)
+    proxy = CutProxy(bare.url)
+    stop = threading.Event()
+    chunks: list[int] = []
+
+    def drive(robot):
+        while not stop.is_set():
+            chunks.append(robot.act(IMAGES, STATE, "slow 20", BUDGET_MS).seq)
+
+    with taktline.Robot(proxy.url, "scripted", "arm") as robot:
+        driver = threading.Thread(target=drive, args=(robot,))
+        driver.start()
+        until(lambda: len(chunks) > 3, "the first chunks")
+        old = bare.gateway
+        bare.start_gateway()
+        bare.wait_workers(2)
+        proxy.target = bare.url
+        old.send_signal(signal.SIGTERM)
+        assert old.wait(timeout=20) == 0
+        count = len(chunks)
+        until(lambda: len(chunks) > count + 3, "chunks after the drain")
+        stop.set()
+        driver.join()
+        assert chunks == list(range(1, len(chunks) + 1)), "none lost, none twice"
+        assert robot.metrics.errors == {}
+        assert robot.metrics.connects == 2
+    proxy.close()
+
+
+def test_frames_that_the_gateway_had_to_let_go_are_sent_again_unasked(bare):
+    bare.write_routes(bare.start_worker())
+    bare.start_gateway("--stream-held-mib", "0")
+    bare.wait_workers(1)
+    with taktline.Robot(bare.url, "scripted", "one") as one, taktline.Robot(bare.url, "scripted", "two") as two:
+        for _ in range(3):
+            one.act(IMAGES, STATE, "go", BUDGET_MS)
+            two.act(IMAGES, STATE, "go", BUDGET_MS)
+        assert one.metrics.errors == two.metrics.errors == {}
+        assert one.metrics.resent == two.metrics.resent == 2
+    assert bare.metric("taktline_requests_total", code="keyframe_needed") == 4
+
+
+def test_several_at_once_and_the_newest_wins(robot):
+    first = robot.ask(IMAGES, STATE, "slow 200", BUDGET_MS)
+    time.sleep(0.05)
+    second = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
+    third = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
+    assert first.result(10).seq == 1
+    assert third.result(10).seq == 3
+    with pytest.raises(taktline.TaktlineError) as caught:
+        second.result(10)
+    assert caught.value.code is taktline.ErrorCode.SUPERSEDED
+
+
+def test_a_frame_may_be_overwritten_once_it_was_asked_with(robot):
+    frame = FRAME.copy()
+    answer = robot.ask({"front": frame, "wrist": FRAME}, STATE, "go", BUDGET_MS)
+    frame[:] = 255
+    answer.result(10)
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    assert robot.metrics.cameras_referenced == 2, "what was sent is what the frame held when asked"
+
+
+def test_cancelling_takes_a_queued_observation_out(bare):
+    bare.write_routes(bare.start_worker())
+    bare.start_gateway()
+    bare.wait_workers(1)
+
+    async def scene():
+        async with (
+            taktline.AsyncRobot(bare.url, "scripted", "blocker") as blocker,
+            taktline.AsyncRobot(bare.url, "scripted", "arm") as arm,
+        ):
+            blocking = asyncio.create_task(blocker.act(IMAGES, STATE, "slow 300", BUDGET_MS))
+            await asyncio.sleep(0.1)
+            asking = asyncio.create_task(arm.act(IMAGES, STATE, "go", BUDGET_MS))
+            await asyncio.sleep(0.1)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await blocking
+
+    asyncio.run(scene())
+    assert bare.metric("taktline_requests_total", code="cancelled") == 1
+    assert [batch["robots"] for batch in bare.batches()] == [["blocker"]]
+
+
+def test_a_pause_asked_for_is_kept_without_asking_again(bare):
+    bare.write_routes(bare.start_worker())
+    bare.start_gateway("--max-queued", "1")
+    bare.wait_workers(1)
+    robots = [taktline.Robot(bare.url, "scripted", f"arm-{n}") for n in range(3)]
+    answers = []
+    for robot in robots[:2]:
+        answers.append(robot.ask(IMAGES, STATE, "slow 400", BUDGET_MS))
+        time.sleep(0.1)
+    for _ in range(2):
+        with pytest.raises(taktline.TaktlineError) as caught:
+            robots[2].act(IMAGES, STATE, "go", BUDGET_MS)
+        assert caught.value.code is taktline.ErrorCode.OVERLOADED
+        assert caught.value.retry_after_ms > 0
+        until(lambda: robots[2]._robot._stream._pause_until > 0, "the pause")
+    assert robots[2].metrics.pauses == 1
+    assert bare.metric("taktline_requests_total", code="overloaded") == 1
+    for answer in answers:
+        answer.result(10)
+    for robot in robots:
+        robot.close()
+
+
+def test_a_closed_robot_frees_its_name_at_once(stack):
+    for _ in range(3):
+        with taktline.Robot(stack.url, "scripted", "same name") as robot:
+            assert robot.act(IMAGES, STATE, "go", BUDGET_MS).seq == 1
+
+
+def test_two_robots_of_one_name_are_told(stack):
+    with taktline.Robot(stack.url, "scripted", "twin") as robot, taktline.Robot(stack.url, "scripted", "twin") as other:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        with pytest.raises(taktline.TaktlineError) as caught:
+            other.act(IMAGES, STATE, "go", BUDGET_MS)
+        assert caught.value.code is taktline.ErrorCode.ROBOT_CONFLICT
+        assert caught.value.retry_after_ms > 0
+
+
+def test_where_there_is_no_stream_http_is_spoken_and_said(stack, caplog):
+    chunk = stack.http.post(
+        f"{stack.url}/v1/policies/scripted/act",
+        content=encode(stack.observation(robot="arm", seq=1), MediaType.MSGPACK),
+        headers={"content-type": MediaType.MSGPACK.value},
+    ).content
+    server = OneShotServer([_http("404 Not Found", b"", "text/plain"), _http("200 OK", chunk, MediaType.MSGPACK.value)])
+    with taktline.Robot(server.url, "scripted", "arm") as robot:
+        assert robot.act(IMAGES, STATE, "go", BUDGET_MS).actions.shape == (10, 6)
+        assert robot.metrics.transport == "http"
+        assert "404" in robot.metrics.fallback
+    assert any("speaks HTTP" in record.message for record in caplog.records)
+
+
+def test_where_only_the_stream_will_do_its_absence_is_an_error():
+    server = OneShotServer([_http("404 Not Found", b"", "text/plain")])
+    robot = taktline.Robot(server.url, "p", "arm", transport="stream")
+    with robot, pytest.raises(taktline.TaktlineError) as caught:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    assert caught.value.code is taktline.ErrorCode.GATEWAY_UNREACHABLE
+    assert "transport" in caught.value.next_step
+
+
+def test_a_policy_that_does_not_exist_is_named(stack):
+    with taktline.Robot(stack.url, "nobody", "arm") as robot:
+        for _ in range(2):
+            with pytest.raises(taktline.TaktlineError) as caught:
+                robot.act(IMAGES, STATE, "go", BUDGET_MS)
+            assert caught.value.code is taktline.ErrorCode.UNKNOWN_POLICY
+
+
+def test_a_blocking_robot_on_its_own_loop_says_so(robot):
+    async def wrong():
+        return robot.act(IMAGES, STATE, "go", BUDGET_MS)
+
+    with pytest.raises(RuntimeError, match="AsyncRobot"):
+        robot._loop.run(wrong())
