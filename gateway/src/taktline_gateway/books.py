@@ -176,6 +176,9 @@ class Books:
                 queue_ms=round(timings.queue_ms, 3),
                 inference_ms=round(timings.inference_ms, 3),
                 actuate_ms=round(timings.actuate_ms, 3),
+                # The host's monotonic clock, so that lines of several processes fall on one line of time.
+                received_at_s=received_at,
+                answered_at_s=now,
                 worker=served.worker,
                 batch_size=served.batch_size,
                 trace_id=_trace_id(trace) or None,
