@@ -25,6 +25,7 @@ from taktline_gateway.http_io import (
 )
 from taktline_gateway.lane import ClientGone, Pending, Served
 from taktline_gateway.logs import log
+from taktline_gateway.phases import next_observation_at_ms
 from taktline_gateway.service import Gateway
 
 _logger = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class ActEndpoint:
             plan=served.plan,
             rtc=served.rtc,
             degraded=served.degraded,
+            next_observation_at_ms=next_observation_at_ms(observation, served.next_at, time.monotonic()),
         )
 
     def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:

@@ -9,20 +9,23 @@ from contextlib import asynccontextmanager
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import encode, error_body
 from taktline_protocol.messages import PolicyInfo, PolicyList
 
+from taktline_gateway.access.http import AccessGate, principal_of
 from taktline_gateway.act import ActEndpoint
+from taktline_gateway.admission_endpoint import admission_route
 from taktline_gateway.compat.gateway_service import GatewayService
 from taktline_gateway.compat.kserve import kserve_routes
 from taktline_gateway.compat.listeners import client_listeners
 from taktline_gateway.http_io import exchange_of, internal_error
+from taktline_gateway.live.routes import live_routes
 from taktline_gateway.logs import log
 from taktline_gateway.openapi import document
-from taktline_gateway.live.routes import live_routes
 from taktline_gateway.service import Gateway
+from taktline_gateway.stream.endpoint import STREAM_PATH, Streams
 from taktline_gateway.tracing.endpoint import timeline_route
 
 ACT_PATH = "/v1/policies/{policy}/act"
@@ -32,10 +35,13 @@ _logger = logging.getLogger(__name__)
 def build_app(gateway: Gateway) -> FastAPI:
     """The ASGI application of one gateway; its lifespan starts and closes the gateway."""
 
+    streams = Streams(gateway)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
-        async with client_listeners(GatewayService(gateway), gateway.settings.client_ports):
+        listeners = client_listeners(GatewayService(gateway), gateway.settings.client_ports, gateway.tls)
+        async with listeners, streams.running():
             yield
         await gateway.close()
 
@@ -49,17 +55,21 @@ def build_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
     )
     app.router.routes.append(Route(ACT_PATH, endpoint=ActEndpoint(gateway), methods=["POST"]))
+    app.router.routes.append(WebSocketRoute(STREAM_PATH, endpoint=streams))
     app.router.routes.extend(kserve_routes(GatewayService(gateway), gateway.settings.body_timeout_s))
-    app.router.routes.extend([timeline_route(gateway), *live_routes(gateway)])
+    app.router.routes.extend([admission_route(gateway), timeline_route(gateway), *live_routes(gateway)])
+
+    def visible(request: Request) -> list[PolicyInfo]:
+        may = principal_of(request.scope).may
+        return [lane.info() for policy, lane in sorted(gateway.lanes.items()) if may("read", policy)]
 
     @app.get("/v1/policies")
     async def policies(request: Request) -> Response:
-        infos = tuple(lane.info() for _, lane in sorted(gateway.lanes.items()))
-        return _reply(request, PolicyList(policies=infos))
+        return _reply(request, PolicyList(policies=tuple(visible(request))))
 
     @app.get("/v1/policies/{policy}")
     async def policy(request: Request, policy: str) -> Response:
-        return _reply(request, gateway.lane(policy).info())
+        return _reply(request, gateway.lane(policy, principal_of(request.scope)).info())
 
     @app.get("/healthz")
     async def healthz(request: Request) -> Response:
@@ -75,11 +85,15 @@ def build_app(gateway: Gateway) -> FastAPI:
         text, media = gateway.telemetry.exposition(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": media, "vary": "accept"})
 
+    @app.get("/measurements")
+    async def measurements(request: Request) -> Response:
+        return Response(msgspec.json.encode(gateway.trials.measured()), media_type="application/json")
+
     @app.get("/openapi.json")
     async def openapi(request: Request) -> Response:
-        infos: list[PolicyInfo] = [lane.info() for _, lane in sorted(gateway.lanes.items())]
-        return Response(msgspec.json.encode(document(infos)), media_type="application/json")
+        return Response(msgspec.json.encode(document(visible(request))), media_type="application/json")
 
+    app.add_middleware(AccessGate, access=gateway.access)
     app.add_exception_handler(TaktlineError, _typed)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, _internal)

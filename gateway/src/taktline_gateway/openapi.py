@@ -13,8 +13,17 @@ from typing import Any
 import msgspec
 from taktline_protocol.codecs import MediaType
 from taktline_protocol.errors import HTTP_STATUS, ErrorCode
-from taktline_protocol.messages import ActionChunk, ErrorBody, Observation, PolicyInfo, PolicyList
+from taktline_protocol.messages import (
+    ActionChunk,
+    AdmissionAnswer,
+    AdmissionQuestion,
+    ErrorBody,
+    Observation,
+    PolicyInfo,
+    PolicyList,
+)
 
+from taktline_gateway.admission_endpoint import CODES, EXAMPLE
 from taktline_gateway.openapi_kserve import kserve_paths, kserve_schemas
 
 EXAMPLE_SIDE = 32
@@ -35,7 +44,8 @@ _ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT + _STREAM_
 def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
     """OpenAPI 3.1 of the gateway that serves `policies`."""
     schemas, components = msgspec.json.schema_components(
-        (Observation, ActionChunk, ErrorBody, PolicyInfo, PolicyList), ref_template=_REF
+        (Observation, ActionChunk, ErrorBody, PolicyInfo, PolicyList, AdmissionQuestion, AdmissionAnswer),
+        ref_template=_REF,
     )
     del schemas
     return {
@@ -47,6 +57,7 @@ def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
         },
         "paths": {
             "/v1/policies/{policy}/act": {"post": _act(policies)},
+            "/v1/policies/{policy}/admission": {"post": _admission(policies)},
             "/v1/policies": {"get": _get("List the policies served here", "listPolicies", "PolicyList")},
             "/v1/policies/{policy}": {
                 "get": {
@@ -126,6 +137,24 @@ def _act(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
         "responses": {
             "200": {"description": "the action chunk, with its five latency terms and margin", "content": chunk},
             **_errors(_ACT_CODES),
+        },
+    }
+
+
+def _admission(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
+    content: dict[str, Any] = _both("AdmissionQuestion")
+    content[MediaType.JSON.value]["examples"] = {"arm": {"summary": "two observations a second", "value": EXAMPLE}}
+    return {
+        "summary": "Ask whether one more robot can be served in time",
+        "operationId": "admission",
+        "parameters": [_policy_parameter(policies), _request_id_parameter()],
+        "requestBody": {"required": True, "content": content},
+        "responses": {
+            "200": {
+                "description": "whether there is room, and what it would take",
+                "content": _both("AdmissionAnswer"),
+            },
+            **_errors(CODES),
         },
     }
 

@@ -9,6 +9,7 @@ import numpy as np
 from taktline_protocol import ErrorCode, worker_pb2
 from taktline_protocol.messages import Array, Degraded, PlanReport, RtcReport
 from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor
+from taktline_protocol.rpc_encoding import Chunks
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.refusals import worker_failed
@@ -23,6 +24,7 @@ class Served:
     """What a worker made of one observation, with the instants (monotonic, s) and durations around it.
 
     Attributes:
+        next_at: when the robot's next observation should arrive.
         phases_ms: preprocess, engine and postprocess of its batch, as the worker measured them.
     """
 
@@ -38,6 +40,7 @@ class Served:
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
     degraded: Degraded | None = None
+    next_at: float | None = None
 
 
 class ClientGone(Exception):
@@ -52,6 +55,7 @@ class Pending(Ticket):
         policy: the policy that was asked.
         lane: the lane that has it.
         flights: batches in flight that it is a member of; two where it was hedged.
+        item, images: what the worker gets, the camera frames apart from the rest.
     """
 
     policy: str = ""
@@ -60,6 +64,7 @@ class Pending(Ticket):
     trace: RequestTrace | None = None
     flights: int = 0
     item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
+    images: Chunks = ()
     result: asyncio.Future[Served] = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )

@@ -16,7 +16,7 @@ from taktline_protocol.limits import (
     check_structure_json,
     check_structure_msgpack,
 )
-from taktline_protocol.messages import ActionChunk, ErrorBody, Observation, PolicyInfo, PolicyList
+from taktline_protocol.messages import ActionChunk, AdmissionQuestion, ErrorBody, Observation, PolicyInfo, PolicyList
 
 T = TypeVar("T")
 
@@ -103,6 +103,7 @@ _chunks = Decoder(ActionChunk)
 _errors = Decoder(ErrorBody)
 _policies = Decoder(PolicyList)
 _policy = Decoder(PolicyInfo)
+_questions = Decoder(AdmissionQuestion)
 
 
 def decode_observation(body: bytes, media: MediaType, limits: Limits = DEFAULT_LIMITS) -> Observation:
@@ -114,6 +115,11 @@ def decode_observation(body: bytes, media: MediaType, limits: Limits = DEFAULT_L
     observation = _observations.decode(body, media, limits)
     check_observation(observation, limits)
     return observation
+
+
+def decode_admission_question(body: bytes, media: MediaType, limits: Limits = DEFAULT_LIMITS) -> AdmissionQuestion:
+    """Decodes a robot's question for a place. Raises TaktlineError `invalid_body` or `body_too_large`."""
+    return _questions.decode(body, media, limits)
 
 
 def decode_chunk(body: bytes, media: MediaType) -> ActionChunk:

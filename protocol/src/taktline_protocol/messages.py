@@ -300,6 +300,37 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cheaper: tuple[CheaperLevel, ...] = ()
 
 
+class AdmissionQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a robot will ask for: observations a second, and the budget of each.
+
+    A robot of f actions a second with chunks of H that asks again after k of them has a rate of f / k and a budget of
+    (H - k) / f.
+    """
+
+    robot_id: Name
+    rate_hz: Annotated[float, Meta(gt=0, le=10_000)]
+    budget_ms: Annotated[float, Meta(gt=0, le=600_000)]
+
+
+class AdmissionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the workers can serve one more robot in time, beside those they have.
+
+    Attributes:
+        admissible: there is room; the place is kept for 15 s.
+        utilisation: share of the workers' time that would be promised.
+        batch: size of the batches that this takes; 0 where no size meets the budget.
+        worst_ms: what an answer takes at worst then.
+        spare: how many more such robots would fit.
+    """
+
+    admissible: bool
+    reason: str
+    utilisation: float
+    batch: int
+    worst_ms: float
+    spare: int
+
+
 class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of GET /v1/policies."""
 

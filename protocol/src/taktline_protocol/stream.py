@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from taktline_protocol.messages import ActionChunk, Name, Observation, PolicyInfo
+from taktline_protocol.messages import (
+    ActionChunk,
+    AdmissionAnswer,
+    AdmissionQuestion,
+    Name,
+    Observation,
+    PolicyInfo,
+)
 
 VERSION = 1
 """The stream version of this release; a frame of one version only ever gets new elements at its end."""
@@ -102,6 +109,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
         answered: highest sequence number whose answer the robot has got.
         token: of the session to resume; empty for a new one.
         client: name and version of the client, for the log.
+        asks: what the robot will ask for, where it wants to know whether there is room for it.
     """
 
     versions: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], Meta(min_length=1, max_length=16)]
@@ -111,6 +119,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     answered: Seq = 0
     token: Annotated[bytes, Meta(max_length=64)] = b""
     client: Annotated[str, Meta(max_length=128)] = ""
+    asks: AdmissionQuestion | None = None
 
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -196,6 +205,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=16):
         held: camera -> name of the frame that the gateway holds.
         pending: observations of before the drop that are still being served: their answers will come on this stream.
         sent_at: gateway clock, s.
+        admission: the answer to what Hello asked; the stream is open whatever it says.
     """
 
     version: int
@@ -206,6 +216,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=16):
     limits: StreamLimits
     policy: PolicyInfo
     sent_at: float
+    admission: AdmissionAnswer | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=17):

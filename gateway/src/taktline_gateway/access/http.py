@@ -41,6 +41,8 @@ def need_of(path: str) -> Need:
         rest = parts[3:]
         if rest in (["act"], ["stream"]):
             return Need("act", parts[2], counted=False)
+        if rest == ["admission"]:
+            return Need("act", parts[2])
         return Need("read", parts[2]) if not rest else Need("observe", parts[2])
     if parts[:2] == ["v2", "models"] and len(parts) >= 3:
         rest = parts[5:] if parts[3:4] == ["versions"] else parts[3:]

@@ -257,6 +257,7 @@ class Conversation:
                     limits=self._limits(),
                     policy=info,
                     sent_at=time.monotonic(),
+                    admission=self._streams.admission(self.policy, principal, hello),
                 )
             )
         )

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 from taktline_protocol import ErrorCode, PolicyInfo, TaktlineError
 from taktline_protocol.limits import Limits
+from taktline_protocol.messages import AdmissionAnswer
 from taktline_protocol.stream import Hello
 
 from taktline_gateway.access.control import Credential
@@ -140,6 +142,18 @@ class Streams:
             )
         self._gateway.robots.arrive(principal.robot(hello.robot_id), hello.session_id, seq, now)
         return info
+
+    def admission(self, policy: str, principal: Principal, hello: Hello) -> AdmissionAnswer | None:
+        """Whether there is room for the robot; None where it did not ask, or no worker has told its times yet."""
+        if hello.asks is None:
+            return None
+        try:
+            return self._gateway.lane(policy, principal).admission(
+                msgspec.structs.replace(hello.asks, robot_id=hello.robot_id), principal.tenant
+            )
+        except TaktlineError:
+            # Without a worker there is no answer yet; the robot asks again with POST .../admission.
+            return None
 
     async def resume(self, policy: str, robot: str, hello: Hello) -> tuple[Session | None, str]:
         """The session that a hello names, if any, and how it counts: new, resumed or lost."""

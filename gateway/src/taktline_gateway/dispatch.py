@@ -1,0 +1,251 @@
+"""Batches of one policy on their way: sends what the scheduler decides, delivers answers, hedges, retries, gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
+from taktline_protocol.rpc_encoding import encode_request
+
+from taktline_gateway.deadline_queue import Priority, Ticket
+from taktline_gateway.degrade import Levels, degraded
+from taktline_gateway.logs import log
+from taktline_gateway.pending import Pending, Served, read_result
+from taktline_gateway.phases import PhasePlanner
+from taktline_gateway.refusals import SHED, advised, worker_failed
+from taktline_gateway.scheduler import Batch, Refused, Scheduler
+from taktline_gateway.telemetry import Telemetry
+from taktline_gateway.tracing.requests import begin_batch, end_batch
+from taktline_gateway.worker_link import WorkerLink
+
+MAX_ATTEMPTS = 2
+RETRIED = frozenset({ErrorCode.WORKER_UNAVAILABLE, ErrorCode.OVERLOADED})
+"""What a worker says of an observation that it did not look at; another worker may take it."""
+SUSPEND_S = 0.25
+SUSPEND_MAX_S = 8.0
+_logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """The loop around one scheduler.
+
+    Attributes:
+        seats: worker name of the scheduler -> its link; a worker with replicas has one seat for each.
+        levels: link name -> the qualities below full that its worker may be asked for.
+        in_flight: observations on workers; one that was hedged counts twice.
+        dt_s: control period of the policy; 0 until a worker has told.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        scheduler: Scheduler,
+        telemetry: Telemetry,
+        phases: PhasePlanner,
+        refuse: Callable[[Refused, float], None],
+    ) -> None:
+        """`refuse` is told of each observation that left the queue unserved."""
+        self.seats: dict[str, WorkerLink] = {}
+        self.levels: dict[str, Levels] = {}
+        self.in_flight = 0
+        self.dt_s = 0.0
+        self._policy = policy
+        self._scheduler = scheduler
+        self._telemetry = telemetry
+        self._phases = phases
+        self._refuse = refuse
+        self._poll_soon = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` beside the loop; `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def stop(self) -> None:
+        """No more decisions."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def close(self) -> None:
+        """Waits for what is in flight; its channels are closed, so that it ends at once."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def poll_later(self) -> None:
+        """Decides soon: one decision for all arrivals of this turn of the event loop."""
+        if not self._poll_soon:
+            self._poll_soon = True
+            asyncio.get_running_loop().call_soon(self._poll)
+
+    def _poll(self) -> None:
+        self._poll_soon = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = time.monotonic()
+        plan = self._scheduler.poll(now)
+        for refused in plan.refused:
+            if not self.elsewhere(refused.ticket):
+                self._refuse(refused, now)
+        for silent in plan.silent:
+            self._hedge(silent, now)
+        for batch in plan.batches:
+            self.in_flight += len(batch.tickets)
+            for ticket in batch.tickets:
+                if isinstance(ticket, Pending):
+                    ticket.flights += 1
+            link = self.seats[batch.worker]
+            self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
+            self.spawn(self._run(link, batch, now))
+        if plan.wake_at is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
+
+    async def _run(self, link: WorkerLink, batch: Batch, sent_at: float) -> None:
+        size = len(batch.tickets)
+        members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
+        steps = self._steps(link, batch)
+        request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision, solver_steps=steps)
+        for member in members:
+            member.item.budget_ms = 1e3 * (member.deadline - sent_at)
+        body = encode_request(request, [(member.item, member.images) for member in members])
+        traces = [member.trace for member in members]
+        try:
+            response = await link.infer(body, batch.hangs_at - sent_at, begin_batch(traces, sent_at, link.name))
+        except grpc.aio.AioRpcError as error:
+            end_batch(traces, error.code().name)
+            self._batch_failed(link, batch, members, f"{error.code().name}: {error.details() or 'no details'}"[:300])
+            return
+        except asyncio.CancelledError:
+            self._batch_failed(link, batch, members, "the channel was closed")
+            raise
+        finally:
+            self.in_flight -= size
+        end_batch(traces)
+        link.failures = 0
+        seconds = time.monotonic() - sent_at
+        self._scheduler.finished(batch.worker, size, seconds, response.total_ms / 1e3)
+        rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
+        revision = response.revision or link.revision
+        self._telemetry.batch_finished(
+            self._policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
+        )
+        self._deliver(link, members, response, sent_at, batch)
+        self._poll()
+
+    def _deliver(
+        self, link: WorkerLink, members: list[Pending], response: worker_pb2.InferResponse, sent_at: float, batch: Batch
+    ) -> None:
+        steps = self._steps(link, batch)
+        results = {result.request_id: result for result in response.results}
+        returned_at = time.monotonic()
+        for member in members:
+            member.flights -= 1
+            if member.result.done():
+                continue
+            try:
+                actions, plan, rtc = read_result(results.get(member.request_id), link.name)
+            except TaktlineError as error:
+                if error.code in RETRIED and self._again(member, returned_at):
+                    continue
+                if error.code is ErrorCode.WORKER_FAILED and self.elsewhere(member):
+                    continue
+                self._scheduler.cancel(member)
+                self.fail(member, error)
+                continue
+            self._scheduler.cancel(member)  # a hedged copy may still be queued
+            member.result.set_result(
+                Served(
+                    actions=actions,
+                    revision=response.revision or link.revision,
+                    worker=link.name,
+                    pool=link.target.pool,
+                    batch_size=len(members),
+                    sent_at=sent_at,
+                    returned_at=returned_at,
+                    inference_s=response.total_ms / 1e3,
+                    phases_ms=(response.preprocess_ms, response.engine_ms, response.postprocess_ms),
+                    plan=plan,
+                    rtc=rtc,
+                    next_at=self._next_at(member, batch.worker, returned_at),
+                    degraded=degraded(steps, self._policy if member.policy != self._policy else ""),
+                )
+            )
+
+    def _steps(self, link: WorkerLink, batch: Batch) -> int:
+        return self.levels[link.name].steps[batch.level - 1] if batch.level else 0
+
+    def _next_at(self, member: Pending, seat: str, now: float) -> float | None:
+        """When the robot's next observation should arrive here, so that the fleet fills batches evenly."""
+        times = self._scheduler.times(seat)
+        if times is None or member.priority > Priority.PRODUCTION or member.policy != self._policy:
+            return None
+        slack_s = member.deadline - member.arrived_at - 2.0 * times.tail[times.max_batch]
+        return self._phases.next_at(member.source, now, slack_s, times, len(self.seats))
+
+    def _batch_failed(self, link: WorkerLink, batch: Batch, members: list[Pending], reason: str) -> None:
+        link.failures += 1
+        now = time.monotonic()
+        pause = min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1))
+        self._scheduler.failed(batch.worker, len(batch.tickets), now + pause)
+        log(
+            _logger,
+            logging.ERROR,
+            "batch_failed",
+            policy=self._policy,
+            worker=link.name,
+            reason=reason,
+            members=[ticket.robot for ticket in batch.tickets],
+            pause_s=pause,
+        )
+        for member in members:
+            member.flights -= 1
+            if not member.result.done() and not self.elsewhere(member) and not self._again(member, now):
+                self.fail(member, worker_failed(link.name, reason, SUSPEND_S))
+        self._poll()
+
+    def _again(self, member: Pending, now: float) -> bool:
+        """Queues a member once more where it may still be served in time; false where it has had its chances."""
+        return member.attempts + 1 < MAX_ATTEMPTS and self._scheduler.resubmit(member, now)
+
+    def _hedge(self, batch: Batch, now: float) -> None:
+        """The worker of a batch has gone silent: its members may go to another one; the first answer counts."""
+        hedged = [
+            ticket.robot
+            for ticket in batch.tickets
+            if isinstance(ticket, Pending)
+            and not ticket.result.done()
+            and ticket.attempts + 1 < MAX_ATTEMPTS
+            and self._scheduler.resubmit(ticket, now, avoid=batch.worker)
+        ]
+        log(
+            _logger,
+            logging.WARNING,
+            "worker_silent",
+            policy=self._policy,
+            worker=batch.worker,
+            overdue_ms=round(1e3 * (now - batch.tail), 1),
+            members=[ticket.robot for ticket in batch.tickets],
+            hedged=hedged,
+        )
+        if hedged:
+            self.poll_later()
+
+    def elsewhere(self, ticket: Ticket) -> bool:
+        """Whether another copy of it is queued or in flight, so that its answer may still come."""
+        return ticket in self._scheduler.queue or (isinstance(ticket, Pending) and ticket.flights > 0)
+
+    def fail(self, ticket: Ticket, error: TaktlineError) -> None:
+        """Answers one that gets no chunk."""
+        if isinstance(ticket, Pending) and not ticket.result.done():
+            ticket.result.set_exception(self.advised(ticket, error, time.monotonic()))
+
+    def advised(self, ticket: Ticket, error: TaktlineError, now: float) -> TaktlineError:
+        """The error, with what is safe to do where the robot was shed."""
+        return advised(error, ticket.deadline, now, self.dt_s) if error.code in SHED else error

@@ -1,0 +1,205 @@
+"""Hints that spread a fleet, and the test whether one more robot fits: simulated clocks, then through the gateway."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from taktline_gateway.admissions import PROMISE_S, Admissions
+from taktline_gateway.phases import DEAF_AFTER, PhasePlanner, grid_for, next_observation_at_ms
+from taktline_gateway.schedulability import TARGET_LOAD, Demand, schedulable
+from taktline_protocol import Observation
+from taktline_protocol.messages import AdmissionQuestion
+
+from benchmarks.gateway.closed_loop import Taktline, fleet, run
+from benchmarks.gateway.times import ENGINES
+from tests.gateway.simulated_clock import service_times
+
+SLACK_S = 10.0
+
+
+def rhythm(planner, robots, *, rounds, period_s, follow, start=0.0):
+    """Robots in step; returns each round's arrivals in time order."""
+    times, coming, seen = service_times(), dict.fromkeys(range(robots), start), []
+    for _ in range(rounds):
+        arrivals = []
+        for robot, at in sorted(coming.items(), key=lambda item: item[1]):
+            planner.arrived(("", str(robot)), at)
+            hint = planner.next_at(("", str(robot)), at + 0.012, SLACK_S, times, 1)
+            coming[robot] = hint if follow and hint is not None else at + period_s
+            arrivals.append(at)
+        seen.append(sorted(arrivals))
+    return seen
+
+
+# ----- hints
+
+
+def test_a_fleet_in_step_is_spread_over_its_period():
+    """20 robots, one observation a second each: together worth 2% of the worker if they came one by one."""
+    before, *_, after = rhythm(PhasePlanner(), 20, rounds=30, period_s=1.0, follow=True)
+    assert max(before) - min(before) < 1e-9
+    gaps = [later - earlier for earlier, later in itertools.pairwise(after)]
+    assert sorted(gaps)[2] >= 0.009, "hardly two within one batch of one, which takes 10 ms"
+
+
+def test_the_rhythm_is_kept_on_average():
+    rounds = rhythm(PhasePlanner(), 20, rounds=60, period_s=1.0, follow=True)
+    mean = (sum(rounds[-1]) - sum(rounds[9])) / 20 / 50
+    assert mean == pytest.approx(1.0, abs=0.07)
+
+
+def test_a_lone_robot_gets_no_hint():
+    planner = PhasePlanner()
+    for turn in range(5):
+        planner.arrived(("", "arm"), turn * 1.0)
+        assert planner.next_at(("", "arm"), turn + 0.01, SLACK_S, service_times(), 1) is None
+
+
+def test_who_does_not_listen_is_left_alone():
+    planner = PhasePlanner()
+    times, hints = service_times(), []
+    for turn in range(DEAF_AFTER + 6):
+        for robot, offset in (("deaf", 0.0), ("other", 0.003)):
+            planner.arrived(("", robot), turn + offset)
+        hints.append(planner.next_at(("", "deaf"), turn + 0.02, SLACK_S, times, 1))
+    # Whatever it was told, it came by its own clock; where that happens to be a slot it is no disobedience.
+    assert hints[1] is not None
+    if any(abs(hint - turn - 1) > 0.02 for turn, hint in enumerate(hints) if hint is not None):
+        assert hints[-1] is None
+
+
+def test_without_slack_nobody_is_told_to_come_later():
+    planner, times = PhasePlanner(), service_times()
+    for turn in range(3):
+        for robot in range(8):
+            planner.arrived(("", str(robot)), turn * 1.0)
+    for robot in range(8):
+        hint = planner.next_at(("", str(robot)), 2.1, 0.0, times, 1)
+        assert hint is None or hint <= 3.0 + 1e-9
+
+
+@pytest.mark.parametrize(("demand_hz", "batch"), [(10, 1), (80, 1), (100, 2), (200, 4), (260, 8), (1000, None)])
+def test_groups_are_as_small_as_the_load_allows(demand_hz, batch):
+    """Back to back: 95/s in batches of one, 159 in two, 238 in four, 317 in eight, each needing 10% of room."""
+    grid = grid_for(service_times(), 1, demand_hz)
+    assert (grid.batch if grid else None) == batch
+
+
+def test_capture_is_before_arrival_by_what_lies_between():
+    observation = Observation(
+        robot_id="a", seq=1, captured_at=5.0, sent_at=5.010, budget_ms=1.0, network_ms=8.0, images={}, state=[],
+        instruction="go",
+    )  # fmt: skip
+    assert next_observation_at_ms(observation, 100.1, 100.0) == pytest.approx(100.0 - 10.0 - 4.0)
+    assert next_observation_at_ms(observation, 100.005, 100.0) == 0.0
+    assert next_observation_at_ms(observation, None, 100.0) is None
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.floats(0.05, 2.0), st.floats(0, 1.0)), min_size=1, max_size=12),
+    st.lists(st.booleans(), min_size=1, max_size=40),
+)
+def test_books_of_demand_always_balance(robots, steps):
+    planner, times, now = PhasePlanner(), service_times(), 0.0
+    for turn, listens in enumerate(steps):
+        for number, (period_s, phase) in enumerate(robots):
+            now = max(now, turn * period_s + phase)
+            planner.arrived(("", str(number)), now)
+            hint = planner.next_at(("", str(number)), now, SLACK_S, times, 1)
+            assert hint is None or hint >= now
+            if listens and hint is not None:
+                now = max(now, hint)
+        assert planner.demand_hz == pytest.approx(
+            sum(planner.rate_hz(("", str(number))) for number in range(len(robots))), rel=1e-6, abs=1e-6
+        )
+
+
+def test_hints_save_a_fleet_that_started_in_step():
+    """The benchmark's simulation at small size: 20 robots at 50 Hz with 100 ms in their buffers when they ask."""
+    robots, engine = fleet(20, 50.0, 25, 30, in_step=True), ENGINES[0]
+    without = run(robots, Taktline(engine, hints=False), engine, warm_s=4.0, measure_s=4.0)
+    told = run(robots, Taktline(engine, hints=True), engine, warm_s=4.0, measure_s=4.0)
+    assert told.share > without.share + 0.2
+    assert told.share >= 0.99
+
+
+# ----- one more robot
+
+
+def test_room_by_rate():
+    """Batches of eight: 333/s, of which 80% may be promised."""
+    promised = TARGET_LOAD * 8 / 0.024
+    new = Demand(10.0, 1.0)
+    assert schedulable(new, promised - 10.1, 1.0, [service_times()]).admissible
+    refused = schedulable(new, promised - 9.9, 1.0, [service_times()])
+    assert (refused.admissible, refused.reason, refused.spare) == (False, "rate", 0)
+    empty = schedulable(new, 0.0, 1.0, [service_times()])
+    assert (empty.batch, empty.spare) == (8, int(promised / 10.0) - 1)
+
+
+def test_room_by_budget():
+    """A batch of one just begun and its own: 20 ms at least; of four 32 ms, of eight 48."""
+    verdicts = {ms: schedulable(Demand(1.0, ms / 1e3), 0.0, 9.0, [service_times()]) for ms in (19, 21, 33, 49)}
+    assert {ms: verdict.batch for ms, verdict in verdicts.items()} == {19: 0, 21: 1, 33: 4, 49: 8}
+    assert (verdicts[19].admissible, verdicts[19].reason) == (False, "budget")
+
+
+def test_a_tight_robot_costs_the_others_their_large_batches():
+    others = 0.7 * 8 / 0.024
+    assert schedulable(Demand(1.0, 1.0), others, 1.0, [service_times()]).admissible
+    tight = schedulable(Demand(1.0, 0.021), others, 1.0, [service_times()])
+    assert (tight.admissible, tight.reason) == (False, "rate")
+
+
+def test_every_worker_counts():
+    one = schedulable(Demand(10.0, 1.0), 300.0, 1.0, [service_times()])
+    two = schedulable(Demand(10.0, 1.0), 300.0, 1.0, [service_times(), service_times()])
+    assert (one.admissible, two.admissible) == (False, True)
+
+
+def test_a_place_is_kept_until_the_robot_comes_or_its_time_is_over():
+    planner = PhasePlanner()
+    admissions, workers = Admissions(planner), [service_times()]
+
+    def ask(robot, now):
+        question = AdmissionQuestion(robot_id=robot, rate_hz=100.0, budget_ms=1000.0)
+        return admissions.ask(("", robot), question, now, 1.0, workers)
+
+    assert [ask(name, 0.0).admissible for name in "abc"] == [True, True, False]
+    assert ask("a", 0.0).admissible, "asking again is not asking twice"
+    assert ask("c", PROMISE_S + 0.1).admissible
+    for turn in range(3):  # it has come, and asks for less than it said
+        planner.arrived(("", "c"), PROMISE_S + turn * 1.0)
+    assert ask("d", PROMISE_S + 2.1).utilisation == pytest.approx((100.0 + 1.0) / (8 / 0.024), rel=0.01)
+
+
+# ----- through the gateway
+
+
+def test_admission_and_hints_over_http(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker())
+    stack.start_gateway()
+    stack.wait_workers(1)
+    url = f"{stack.url}/v1/policies/scripted/admission"
+    answer = stack.http.post(url, json={"robot_id": "a", "rate_hz": 5.0, "budget_ms": 500.0}).json()
+    assert answer["admissible"] is True
+    assert answer["spare"] > 10
+    tight = stack.http.post(url, json={"robot_id": "b", "rate_hz": 5.0, "budget_ms": 5.0}).json()
+    assert (tight["admissible"], tight["batch"]) == (False, 0)
+    assert "tightest budget" in tight["reason"]
+    wrong = stack.http.post(url, json={"robot_id": "b", "rate_hz": 0, "budget_ms": 5.0})
+    assert (wrong.status_code, wrong.json()["code"]) == (400, "invalid_body")
+    assert stack.http.post(url.replace("scripted", "none"), json={}).status_code in (400, 404)
+    hints = []
+    for _ in range(4):
+        for robot in ("a", "b"):
+            status, chunk = stack.act(robot=robot)
+            assert status == 200
+            hints.append(chunk.next_observation_at_ms)
+    assert hints[0] is None, "its rhythm is not known yet"
+    assert any(hint is not None and 0 <= hint < 1000.0 for hint in hints)
