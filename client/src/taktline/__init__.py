@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline_protocol import ErrorCode, TaktlineError
-    from taktline_protocol.messages import Search
+    from taktline_protocol.messages import Rtc, Search
 
     from taktline.access import Access
+    from taktline.action_buffer import ActionBuffer
     from taktline.chunk import Chunk
     from taktline.planning import PlannedStep, plan_and_move
+    from taktline.player import Player
     from taktline.robot import AsyncRobot, Robot
+    from taktline.robot_metrics import RobotMetrics
 
 __all__ = [
     "Access",
+    "ActionBuffer",
     "AsyncRobot",
     "Chunk",
     "ErrorCode",
     "PlannedStep",
+    "Player",
     "Robot",
+    "RobotMetrics",
+    "Rtc",
     "Search",
     "TaktlineError",
     "plan_and_move",
@@ -30,11 +37,15 @@ __all__ = [
 
 _HOMES = {
     "Access": "taktline.access",
+    "ActionBuffer": "taktline.action_buffer",
     "AsyncRobot": "taktline.robot",
     "Chunk": "taktline.chunk",
     "ErrorCode": "taktline_protocol",
     "PlannedStep": "taktline.planning",
+    "Player": "taktline.player",
     "Robot": "taktline.robot",
+    "RobotMetrics": "taktline.robot_metrics",
+    "Rtc": "taktline_protocol.messages",
     "Search": "taktline_protocol.messages",
     "TaktlineError": "taktline_protocol",
     "plan_and_move": "taktline.planning",

@@ -30,7 +30,8 @@ class GatewayClock:
 
     With t0 sent and t3 received by the robot's clock, t1 received and t2 sent by the gateway's, the offset is
     ((t1 - t0) + (t2 - t3)) / 2, and whatever the two ways took of the delay (t3 - t0) - (t2 - t1), the true offset is
-    within half of that delay (Mills, RFC 5905, section 8). A sample's bound grows with its age, counted from t0, by the clocks' drift.
+    within half of that delay (Mills, RFC 5905, section 8). A sample's bound grows with its age, counted from t0, by
+    the clocks' drift.
     """
 
     def __init__(self, window_s: float = WINDOW_S, drift: float = DRIFT) -> None:

@@ -132,6 +132,36 @@ class AsyncRobot:
         self.metrics.margins_ms.append(chunk.margin_ms)
         return chunk
 
+    def ask(
+        self,
+        images: Mapping[str, Frame],
+        state: State,
+        instruction: str,
+        budget_ms: float,
+        *,
+        captured_at: float | None = None,
+        actuate_ms: float = 0.0,
+        seed: int | None = None,
+        search: Search | None = None,
+        rtc: Rtc | None = None,
+        priority: PriorityName = "production",
+    ) -> asyncio.Task[Chunk]:
+        """As `act`, as a task. Arrays are copied, so a camera's buffer may be used again."""
+        return asyncio.get_running_loop().create_task(
+            self.act(
+                copied(images),
+                np.array(state, dtype=np.float64),
+                instruction,
+                budget_ms,
+                captured_at=time.monotonic() if captured_at is None else captured_at,
+                actuate_ms=actuate_ms,
+                seed=seed,
+                search=search,
+                rtc=rtc,
+                priority=priority,
+            )
+        )
+
     async def info(self) -> PolicyInfo:
         """What the policy reads and returns. Raises TaktlineError."""
         return await self._over_http().info()
@@ -297,10 +327,9 @@ class Robot:
         priority: PriorityName = "production",
     ) -> Future[Chunk]:
         """As `act`, at once: the chunk comes as a future. Arrays are copied, so a camera's buffer may be used again."""
-        copied = {camera: f.copy() if isinstance(f, np.ndarray) else f for camera, f in images.items()}
         return self._loop.start(
             self._robot.act(
-                copied,
+                copied(images),
                 np.array(state, dtype=np.float64),
                 instruction,
                 budget_ms,
@@ -342,6 +371,11 @@ class Robot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
+    """The frames, arrays copied: a camera may write into its own while they are still being encoded."""
+    return {camera: frame.copy() if isinstance(frame, np.ndarray) else frame for camera, frame in images.items()}
 
 
 def list_policies(url: str, access: Access | None = None) -> PolicyList:

@@ -1,0 +1,211 @@
+"""Closed-loop control with a chunk policy: executes the chunk at hand while the next one is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.messages import Rtc
+
+from taktline.action_buffer import ActionBuffer, Mark
+from taktline.chunk import Chunk
+from taktline.observing import Frame, State
+
+RETRY_S = 0.1
+"""Pause after a refusal that names no time for a retry."""
+# No later observation can fare better; the caller must hear of it.
+_FATAL = frozenset(
+    {
+        ErrorCode.UNKNOWN_POLICY,
+        ErrorCode.CAMERA_MISSING,
+        ErrorCode.CAMERA_UNKNOWN,
+        ErrorCode.IMAGE_TOO_LARGE,
+        ErrorCode.STATE_INVALID,
+        ErrorCode.INSTRUCTION_INVALID,
+        ErrorCode.INVALID_BODY,
+        ErrorCode.RTC_INVALID,
+        ErrorCode.SEARCH_INVALID,
+        ErrorCode.UNAUTHENTICATED,
+        ErrorCode.FORBIDDEN,
+        ErrorCode.CONFIG_INVALID,
+    }
+)
+
+Answer = Future[Chunk] | asyncio.Future[Chunk]
+
+
+class Asker(Protocol):
+    """What starts an observation without waiting: `Robot.ask`, or an AsyncRobot's `act` wrapped in a task."""
+
+    def __call__(
+        self,
+        images: Mapping[str, Frame],
+        state: State,
+        instruction: str,
+        budget_ms: float,
+        *,
+        captured_at: float | None = None,
+        actuate_ms: float = 0.0,
+        seed: int | None = None,
+        rtc: Rtc | None = None,
+    ) -> Answer:
+        """Starts one observation; the chunk comes as a future."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    mark: Mark
+    answer: Answer
+
+
+class Player:
+    """Keeps a robot's action buffer filled. Call `wants_observation` and `next_action` once each control period:
+
+        while running:
+            if player.wants_observation():
+                player.observe(cameras(), joints(), "reach the red block")
+            action = player.next_action()      # None: hold still
+            ...sleep until the next control period
+
+    Args:
+        ask: `robot.ask` of a `taktline.Robot`.
+        dt_s: control period; the policy's own is `robot.info().dt_s`.
+        replan_rows: ask for the next chunk when so many rows of the current one have been executed; 0 asks at once.
+        ensemble: temporal ensembling, see `ActionBuffer`.
+        rtc: send the unexecuted rows along; for policies whose `robot.info().rtc` is not empty.
+        standing_budget_ms: budget of an observation made while the buffer is empty.
+        actuate_ms: the robot's own L_actuate.
+        in_flight: observations that may be unanswered at once; beyond the first they are sent every `replan_rows`.
+    """
+
+    def __init__(
+        self,
+        ask: Asker,
+        dt_s: float,
+        *,
+        replan_rows: int = 1,
+        ensemble: float | None = None,
+        rtc: bool = False,
+        standing_budget_ms: float = 1000.0,
+        actuate_ms: float = 0.0,
+        in_flight: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.buffer = ActionBuffer(dt_s, ensemble=ensemble)
+        self.errors: Counter[str] = Counter()
+        self.last: Chunk | None = None
+        self._ask = ask
+        self._replan_rows = replan_rows
+        self._rtc = rtc
+        self._standing_budget_ms = standing_budget_ms
+        self._actuate_ms = actuate_ms
+        self._in_flight = in_flight
+        self._clock = clock
+        self._asked: list[_Asked] = []
+        self._asked_step: int | None = None
+        self._retry_at = 0.0
+        self._ticked_at: float | None = None
+
+    def wants_observation(self) -> bool:
+        """Whether to read the cameras now. Raises the TaktlineError that no later observation can avoid."""
+        self._collect()
+        if len(self._asked) >= self._in_flight or self._clock() < self._retry_at:
+            return False
+        if not self.buffer.rows_left or self._asked_step is None:
+            return not self._asked
+        since_asked = self.buffer.step - self._asked_step
+        return min(self.buffer.rows_taken, since_asked) >= self._replan_rows
+
+    def observe(
+        self,
+        images: Mapping[str, Frame],
+        state: State,
+        instruction: str,
+        *,
+        captured_at: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Asks for the next chunk, with the time until the buffer runs dry as its budget. Does not wait."""
+        now = self._clock()
+        answer = self._ask(
+            images,
+            state,
+            instruction,
+            self.budget_ms(now),
+            captured_at=now if captured_at is None else captured_at,
+            actuate_ms=self._actuate_ms,
+            seed=seed,
+            rtc=self.buffer.rtc() if self._rtc else None,
+        )
+        self._asked.append(_Asked(self.buffer.mark(), answer))
+        self._asked_step = self.buffer.step
+
+    def budget_ms(self, now: float) -> float:
+        """Time until the hand-off deadline: when the buffer, and the row being executed, have run out."""
+        left = self.buffer.rows_left
+        if not left:
+            return self._standing_budget_ms
+        period_s = self.buffer.dt_s
+        # The row handed out last fills the rest of its own period before the buffered ones begin.
+        running_s = 0.0 if self._ticked_at is None else max(0.0, period_s - (now - self._ticked_at))
+        return 1e3 * (running_s + left * period_s)
+
+    def next_action(self) -> NDArray[np.float32] | None:
+        """The action of this control period, float32 (D,); None where there is none: hold still.
+
+        Raises the TaktlineError that no later observation can avoid.
+        """
+        self._collect()
+        self._ticked_at = self._clock()
+        return self.buffer.next_action()
+
+    def reset(self) -> None:
+        """A new episode: what was asked before it is dropped."""
+        for asked in self._asked:
+            asked.answer.cancel()
+        self._asked.clear()
+        self._asked_step = None
+        self._retry_at = 0.0
+        self.buffer.reset()
+
+    def metrics(self) -> dict[str, Any]:
+        """What the buffer went through, for a log line."""
+        return {
+            "hand_offs": self.buffer.hand_offs,
+            "dry_events": self.buffer.dry_events,
+            "late_chunks": self.buffer.late_chunks,
+            "largest_seam": round(self.buffer.largest_seam, 6),
+            "expected_delay": self.buffer.expected_delay,
+            "errors": dict(self.errors),
+        }
+
+    def _collect(self) -> None:
+        """Takes what has been answered over into the buffer."""
+        for asked in [asked for asked in self._asked if asked.answer.done()]:
+            self._asked.remove(asked)
+            if asked.answer.cancelled():
+                continue
+            try:
+                chunk = asked.answer.result()
+            except TaktlineError as error:
+                self._refused(error)
+                continue
+            self.last = chunk
+            self.buffer.add(chunk, asked.mark)
+
+    def _refused(self, error: TaktlineError) -> None:
+        self.errors[error.code.value] += 1
+        if error.code in _FATAL:
+            raise error
+        if error.code is not ErrorCode.SUPERSEDED:
+            hint_ms = error.retry_after_ms
+            self._retry_at = self._clock() + (RETRY_S if hint_ms is None else hint_ms / 1e3)
+            self._asked_step = None  # ask anew as soon as the hint allows

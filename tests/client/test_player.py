@@ -1,0 +1,257 @@
+"""The action buffer and the loop around it, on a simulated clock: rows, deadlines, hand-offs, ensembles, refusals."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from taktline import ActionBuffer, Chunk, ErrorCode, Player, TaktlineError
+from taktline_protocol.messages import Timings
+
+DT_S = 0.05
+
+
+def chunk(rows, dt_s=DT_S) -> Chunk:
+    actions = np.asarray(rows, dtype=np.float32).reshape(len(rows), -1)
+    times = Timings(observe_ms=0.0, transfer_ms=0.0, queue_ms=0.0, inference_ms=1.0, actuate_ms=0.0)
+    return Chunk(actions, dt_s, 0.0, len(rows) * dt_s, times, 1.0, 1, "p", "r", "w", 1, "id")
+
+
+def executed(buffer: ActionBuffer, steps: int) -> list[float | None]:
+    return [None if row is None else float(row[0]) for row in (buffer.next_action() for _ in range(steps))]
+
+
+@pytest.fixture
+def buffer() -> ActionBuffer:
+    return ActionBuffer(DT_S)
+
+
+def test_a_chunk_that_was_waited_for_begins_at_its_first_row(buffer):
+    mark = buffer.mark()
+    assert executed(buffer, 3) == [None] * 3
+    assert buffer.add(chunk([1, 2, 3]), mark)
+    assert buffer.rows_left == 3
+    assert buffer.left_ms == pytest.approx(150.0)
+    assert executed(buffer, 4) == [1, 2, 3, None]
+    assert buffer.dry_events == 1
+
+
+def test_rows_that_were_due_while_a_chunk_was_made_are_dropped(buffer):
+    buffer.add(chunk([1, 2, 3, 4, 5]), buffer.mark())
+    executed(buffer, 1)
+    mark = buffer.mark()
+    assert executed(buffer, 2) == [2, 3]
+    buffer.add(chunk([12, 13, 14, 15, 16]), mark)
+    assert executed(buffer, 3) == [14, 15, 16]
+    assert buffer.expected_delay == 2
+    assert buffer.largest_seam == pytest.approx(10.0)
+
+
+def test_a_chunk_that_comes_when_all_its_rows_are_past_changes_nothing(buffer):
+    buffer.add(chunk(range(10)), buffer.mark())
+    mark = buffer.mark()
+    executed(buffer, 3)
+    assert not buffer.add(chunk([7, 8, 9]), mark)
+    assert buffer.late_chunks == 1
+    assert executed(buffer, 1) == [3]
+
+
+def test_an_answer_that_was_overtaken_is_not_taken(buffer):
+    buffer.add(chunk(range(10)), buffer.mark())
+    older = buffer.mark()
+    executed(buffer, 1)
+    newer = buffer.mark()
+    assert buffer.add(chunk(range(100, 110)), newer)
+    assert not buffer.add(chunk(range(50, 60)), older)
+    assert executed(buffer, 1) == [100]
+
+
+def test_what_is_asked_in_one_episode_is_not_executed_in_the_next(buffer):
+    mark = buffer.mark()
+    buffer.reset()
+    assert not buffer.add(chunk([1, 2]), mark)
+    assert executed(buffer, 1) == [None]
+
+
+def test_the_delay_is_the_median_of_what_hand_offs_really_took(buffer):
+    assert buffer.expected_delay is None
+    buffer.add(chunk(range(100)), buffer.mark())
+    for delay in (30, 2, 3, 2, 2):
+        mark = buffer.mark()
+        executed(buffer, delay)
+        buffer.add(chunk(range(100)), mark)
+    assert buffer.expected_delay == 2, "one slow start does not inflate it"
+
+
+def test_rtc_sends_the_rows_not_executed_yet(buffer):
+    assert buffer.rtc() is None
+    buffer.add(chunk([[1, 10], [2, 20], [3, 30]]), buffer.mark())
+    executed(buffer, 1)
+    rtc = buffer.rtc(execution_horizon=2)
+    assert rtc.tail.to_numpy().tolist() == [[2, 20], [3, 30]]
+    assert (rtc.delay, rtc.execution_horizon) == (None, 2)
+    mark = buffer.mark()
+    executed(buffer, 1)
+    buffer.add(chunk([[2, 0], [3, 0], [4, 0], [5, 0]]), mark)
+    assert buffer.rtc().tail.to_numpy()[:, 0].tolist() == [3, 4, 5]
+    assert buffer.rtc().delay == 1
+
+
+def test_temporal_ensembling_weighs_the_oldest_most():
+    buffer = ActionBuffer(DT_S, ensemble=0.5)
+    buffer.add(chunk([0, 0, 0, 0]), buffer.mark())
+    executed(buffer, 1)
+    buffer.add(chunk([3, 3, 3, 3]), buffer.mark())
+    executed(buffer, 1)
+    buffer.add(chunk([9, 9, 9, 9]), buffer.mark())
+    weights = np.exp(-0.5 * np.arange(3))
+    expected = (weights * [0, 3, 9]).sum() / weights.sum()
+    assert executed(buffer, 4) == [
+        pytest.approx(expected),
+        pytest.approx(expected),
+        pytest.approx((weights[:2] * [3, 9]).sum() / weights[:2].sum()),
+        9,
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 8), st.integers(0, 4)), max_size=20))
+def test_each_step_executes_the_row_that_was_meant_for_it(turns):
+    """Chunks whose row for step s is s itself: whatever the lengths and delays, what is executed is the step."""
+    buffer = ActionBuffer(DT_S)
+    done: list[tuple[int, float]] = []
+
+    def run(steps):
+        for _ in range(steps):
+            step, row = buffer.step, buffer.next_action()
+            if row is not None:
+                done.append((step, float(row[0])))
+
+    for length, delay, pause in turns:
+        mark = buffer.mark()
+        run(delay)
+        start = buffer.step if mark.standing else mark.step
+        buffer.add(chunk(range(start, start + length)), mark)
+        assert buffer.rows_left >= 0
+        run(pause)
+    assert all(step == value for step, value in done)
+
+
+# ----- the loop
+
+
+class Robot:
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.futures: list[Future] = []
+
+    def ask(self, images, state, instruction, budget_ms, **more):
+        self.asked.append({"budget_ms": budget_ms, **more})
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+class Loop:
+    """A control loop on a simulated clock."""
+
+    def __init__(self, **options) -> None:
+        self.now = 100.0
+        self.robot = Robot()
+        self.player = Player(self.robot.ask, DT_S, clock=lambda: self.now, **options)
+
+    def tick(self) -> float | None:
+        if self.player.wants_observation():
+            self.player.observe({}, [0.0], "go")
+        action = self.player.next_action()
+        self.now += DT_S
+        return None if action is None else float(action[0])
+
+
+def test_the_budget_is_the_time_until_the_buffer_runs_dry():
+    loop = Loop(replan_rows=2, standing_budget_ms=700.0)
+    assert loop.tick() is None
+    assert loop.robot.asked[0]["budget_ms"] == 700.0
+    assert loop.tick() is None
+    assert len(loop.robot.asked) == 1, "one at a time"
+    loop.robot.futures[0].set_result(chunk([1, 2, 3, 4, 5]))
+    assert [loop.tick(), loop.tick()] == [1, 2]
+    assert len(loop.robot.asked) == 1
+    assert loop.tick() == 3
+    # Asked before the third row was handed out: three rows, 50 ms each, were left.
+    assert loop.robot.asked[1]["budget_ms"] == pytest.approx(150.0)
+    assert loop.tick() == 4
+    loop.robot.futures[1].set_result(chunk([13, 14, 15, 16, 17]))
+    assert [loop.tick(), loop.tick(), loop.tick(), loop.tick()] == [15, 16, 17, None]
+    assert loop.player.metrics()["dry_events"] == 1
+
+
+def test_the_row_being_executed_counts_towards_the_budget():
+    loop = Loop()
+    loop.tick()
+    loop.robot.futures[0].set_result(chunk([1, 2, 3]))
+    loop.tick()
+    loop.now -= DT_S / 2  # in the middle of the first row's period
+    assert loop.player.budget_ms(loop.now) == pytest.approx(1e3 * (2.5 * DT_S))
+
+
+def test_a_refusal_with_a_hint_is_waited_for_and_the_buffer_goes_on():
+    loop = Loop(replan_rows=1)
+    loop.tick()
+    loop.robot.futures[0].set_result(chunk([1, 2, 3, 4, 5, 6]))
+    assert [loop.tick(), loop.tick()] == [1, 2]
+    error = TaktlineError(ErrorCode.DEADLINE_UNREACHABLE, "m", "n", retry_after_ms=120.0)
+    loop.robot.futures[1].set_exception(error)
+    assert [loop.tick(), loop.tick()] == [3, 4]
+    assert len(loop.robot.asked) == 2
+    assert [loop.tick(), loop.tick()] == [5, 6]
+    assert len(loop.robot.asked) == 3
+    assert loop.player.errors == {"deadline_unreachable": 1}
+
+
+def test_an_error_that_cannot_pass_is_raised():
+    loop = Loop()
+    loop.tick()
+    loop.robot.futures[0].set_exception(TaktlineError(ErrorCode.CAMERA_MISSING, "m", "n"))
+    with pytest.raises(TaktlineError, match="camera_missing"):
+        loop.tick()
+
+
+def test_several_in_flight_are_spaced_and_the_newest_wins():
+    loop = Loop(replan_rows=2, in_flight=3)
+    loop.tick()
+    loop.robot.futures[0].set_result(chunk(range(1, 20)))
+    for _ in range(7):
+        loop.tick()
+    assert len(loop.robot.asked) == 4, "at rows 2, 4 and 6"
+    loop.robot.futures[3].set_result(chunk(range(300, 320)))
+    loop.robot.futures[2].set_exception(TaktlineError(ErrorCode.SUPERSEDED, "m", "n"))
+    assert loop.tick() >= 300
+    assert loop.player.errors == {"superseded": 1}
+    loop.robot.futures[1].set_result(chunk(range(100, 120)))
+    assert loop.tick() >= 300
+
+
+def test_rtc_travels_with_the_observation():
+    loop = Loop(rtc=True, replan_rows=1)
+    loop.tick()
+    assert loop.robot.asked[0]["rtc"] is None
+    loop.robot.futures[0].set_result(chunk([1, 2, 3]))
+    loop.tick()
+    loop.tick()
+    assert loop.robot.asked[1]["rtc"].tail.to_numpy()[:, 0].tolist() == [2, 3]
+
+
+def test_reset_drops_what_was_asked():
+    loop = Loop()
+    loop.tick()
+    loop.player.reset()
+    assert loop.robot.futures[0].cancelled()
+    loop.tick()
+    assert len(loop.robot.asked) == 2
+    loop.robot.futures[1].set_result(chunk([5]))
+    assert loop.tick() == 5
