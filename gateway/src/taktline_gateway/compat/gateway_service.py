@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 from taktline_protocol import ActionChunk, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.checks import check_observation, check_policy_fit
 from taktline_protocol.deployment import ClientMapping, ClientProtocol
 from taktline_protocol.limits import Limits
 
-from taktline_gateway.act import CLIENT_GONE, ActEndpoint
+from taktline_gateway.access.control import Credential
+from taktline_gateway.access.rights import OPEN, Principal
+from taktline_gateway.act import ActEndpoint
 from taktline_gateway.compat.service import Caller
+from taktline_gateway.demand import Way
 from taktline_gateway.http_io import Exchange, internal_error
-from taktline_gateway.lane import Lane, Pending, Served
+from taktline_gateway.lane import ClientGone, Pending, Served
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway
 
 _logger = logging.getLogger(__name__)
 _NO_MAPPING = ClientMapping()
+
+Withdraw = Callable[[TaktlineError | None], None]
+"""Takes an observation out of the queue, answering it with the error, or with nothing; too late for one in a batch."""
 
 
 class GatewayService:
@@ -39,9 +47,19 @@ class GatewayService:
         """True once this gateway is going away."""
         return self._gateway.draining
 
-    def policies(self) -> list[str]:
-        """Names of the policies served, sorted."""
-        return sorted(self._gateway.lanes)
+    async def identify(self, caller: Caller) -> Caller:
+        """The caller with its principal. Raises TaktlineError `unauthenticated`."""
+        principal = await self._gateway.access.authenticate(_credential(caller))
+        return caller if principal is caller.principal else dataclasses.replace(caller, principal=principal)
+
+    def check_may_act(self, caller: Caller, policy: str) -> None:
+        """Raises TaktlineError `forbidden` where an identified caller may not ask this policy."""
+        self._gateway.access.authorise(caller.principal, _credential(caller), "act", policy, robot=caller.robot_id)
+
+    def policies(self, caller: Caller | None = None) -> list[str]:
+        """Names of the policies served, sorted; with a caller those that it may ask."""
+        served = sorted(self._gateway.lanes)
+        return served if caller is None else [policy for policy in served if caller.principal.may("act", policy)]
 
     def info(self, policy: str) -> PolicyInfo:
         """Facts of one policy. Raises TaktlineError `unknown_policy`."""
@@ -53,26 +71,82 @@ class GatewayService:
 
     async def submit(self, caller: Caller, policy: str, observation: Observation) -> ActionChunk:
         """Serves one observation. Raises TaktlineError; cancelling the call takes the observation out of the queue."""
-        received_at = time.monotonic()
         exchange = Exchange({"headers": ()})
-        request_id = exchange.request_id
+        access = self._gateway.access
+        credential = _credential(caller)
+        try:
+            # Again for each observation: a key may have been revoked while its connection lives.
+            principal = await access.authenticate(credential)
+            about = {"robot": observation.robot_id, "request_id": exchange.request_id}
+            access.authorise(principal, credential, "act", policy, **about)
+        except TaktlineError as error:
+            self._books.refused(policy, exchange, observation, error)
+            raise
+        return await self.serve(policy, observation, exchange, protocol=caller.protocol, principal=principal)
+
+    async def serve(
+        self,
+        policy: str,
+        observation: Observation,
+        exchange: Exchange,
+        *,
+        protocol: str,
+        principal: Principal = OPEN,
+        received_at: float | None = None,
+        checked: bool = False,
+        admitted: Callable[[Withdraw], None] | None = None,
+    ) -> ActionChunk:
+        """Serves one observation, whichever protocol brought it.
+
+        Args:
+            exchange: carries the request id.
+            principal: who asks; it has the right to act on this policy, and pays for the observation.
+            received_at: monotonic instant from which the budget runs, s; now where None.
+            checked: `check_observation` has been called.
+            admitted: hears when the observation is in the queue, and gets what takes it out again.
+
+        Raises:
+            TaktlineError: every refusal; counted and logged.
+            ClientGone: it was withdrawn without a reason.
+        """
+        received_at = time.monotonic() if received_at is None else received_at
         gateway = self._gateway
         gateway.requests += 1
+        reason: TaktlineError | None = None
         try:
             gateway.check_open()
-            lane = gateway.lane(policy)
-            check_observation(observation, self.limits)
+            gateway.access.admit(principal, sum(len(image.data) for image in observation.images.values()))
+            gateway.lane(policy, principal)
+            if not checked:
+                check_observation(observation, self.limits)
+            lane = gateway.trials.way(policy, observation)
             info = lane.info()
             if info.cameras:  # unknown until a first worker has told; without one, the lane refuses
                 check_policy_fit(observation, info)
-            gateway.robots.arrive(observation.robot_id, observation.session_id, observation.seq, time.monotonic())
-            served, pending = await _through(lane, request_id, observation, received_at)
-            gateway.robots.touch(observation.robot_id, time.monotonic())
-            return self._books.chunk(request_id, observation, info, served, pending, received_at)
+            robot = principal.robot(observation.robot_id)
+            gateway.robots.arrive(robot, observation.session_id, observation.seq, time.monotonic())
+            pending = _queue(lane, exchange.request_id, observation, received_at, principal)
+            gateway.books.queued(policy, exchange, observation, pending)
+            if admitted is not None:
+
+                def withdraw(error: TaktlineError | None) -> None:
+                    nonlocal reason
+                    reason = error
+                    lane.leave(pending)
+
+                admitted(withdraw)
+            served = await _through(lane, pending)
+            gateway.robots.touch(robot, time.monotonic())
+            return self._books.chunk(exchange.request_id, observation, info, served, pending, received_at)
         except asyncio.CancelledError:
-            # Only the wait for an answer can be cancelled, so the policy is one that is served.
-            gateway.telemetry.refused(policy, CLIENT_GONE, missed=False)
+            gateway.books.gone(policy, exchange, observation)
             raise
+        except ClientGone:
+            if reason is None:
+                gateway.books.gone(policy, exchange, observation)
+                raise
+            self._books.refused(policy, exchange, observation, reason)
+            raise reason from None
         except TaktlineError as error:
             self._books.refused(policy, exchange, observation, error)
             raise
@@ -82,10 +156,10 @@ class GatewayService:
                 logging.ERROR,
                 "internal",
                 exc_info=True,
-                request_id=request_id,
+                request_id=exchange.request_id,
                 policy=policy,
-                robot=caller.robot_id,
-                protocol=caller.protocol,
+                robot=observation.robot_id,
+                protocol=protocol,
             )
             internal = internal_error()
             self._books.refused(policy, exchange, observation, internal)
@@ -93,18 +167,28 @@ class GatewayService:
         finally:
             gateway.requests -= 1
 
+    def refuse(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
+        """Counts and logs a request that its protocol had to refuse before it could be served."""
+        self._books.refused(policy, exchange, observation, error)
+
     def leave(self, caller: Caller) -> None:
         """The caller's connection has closed; its robot id is free."""
-        self._gateway.robots.leave(caller.robot_id, caller.session_id)
+        self._gateway.robots.leave(caller.principal.robot(caller.robot_id), caller.session_id)
 
 
-async def _through(lane: Lane, request_id: str, observation: Observation, received_at: float) -> tuple[Served, Pending]:
-    """Queue, batch and worker."""
+def _credential(caller: Caller) -> Credential:
+    return Credential(caller.protocol, caller.peer, caller.api_key)
+
+
+def _queue(lane: Way, request_id: str, observation: Observation, received_at: float, principal: Principal) -> Pending:
     reserved_ms = observation.actuate_ms + observation.network_ms
-    deadline = received_at + (observation.budget_ms - reserved_ms) / 1e3
-    pending = lane.submit(request_id, observation, deadline)
+    return lane.submit(request_id, observation, received_at + (observation.budget_ms - reserved_ms) / 1e3, principal)
+
+
+async def _through(lane: Way, pending: Pending) -> Served:
+    """Queue, batch and worker."""
     try:
-        return await pending.result, pending
+        return await pending.result
     finally:
         # Where this wait was cancelled the observation may still be queued; elsewhere this finds nothing to do.
         lane.leave(pending)
