@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import Future
 
 import numpy as np
@@ -244,6 +245,34 @@ def test_rtc_travels_with_the_observation():
     loop.tick()
     loop.tick()
     assert loop.robot.asked[1]["rtc"].tail.to_numpy()[:, 0].tolist() == [2, 3]
+
+
+def hinted(rows, at) -> Chunk:
+    return dataclasses.replace(chunk(rows), next_observation_at=at)
+
+
+def test_the_gateways_wish_is_followed_where_the_buffer_allows():
+    loop = Loop(replan_rows=1)
+    loop.tick()
+    loop.robot.futures[0].set_result(hinted(range(20), loop.now + 5.5 * DT_S))
+    for _ in range(6):
+        loop.tick()
+    assert len(loop.robot.asked) == 1
+    loop.tick()
+    assert len(loop.robot.asked) == 2, "at the first tick after the wish"
+    loop.robot.futures[1].set_result(hinted(range(20), loop.now + 60.0))
+    loop.tick()
+    loop.tick()
+    assert len(loop.robot.asked) == 3, "a wish beyond the buffer's end is none"
+
+
+def test_the_gateways_wish_may_be_ignored():
+    loop = Loop(replan_rows=1, follow_hints=False)
+    loop.tick()
+    loop.robot.futures[0].set_result(hinted(range(20), loop.now + 5.5 * DT_S))
+    loop.tick()
+    loop.tick()
+    assert len(loop.robot.asked) == 2
 
 
 def test_reset_drops_what_was_asked():

@@ -59,7 +59,7 @@ CHUNK = ActionChunk(
 @pytest.mark.parametrize(
     ("frame", "wire"),
     [
-        (Hello((1,), "arm-1", "s1"), "98 01 91 01 a5 61 72 6d 2d 31 a2 73 31 00 00 c4 00 a0"),
+        (Hello((1,), "arm-1", "s1"), "99 01 91 01 a5 61 72 6d 2d 31 a2 73 31 00 00 c4 00 a0 c0"),
         (stream.Cancel(7), "92 03 07"),
         (stream.Ping(1.5), "92 04 cb 3f f8 00 00 00 00 00 00"),
         (stream.Clock(-0.5, 0.25), "93 05 cb bf e0 00 00 00 00 00 00 cb 3f d0 00 00 00 00 00 00"),

@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from taktline_protocol.messages import ActionChunk, Observation, PlanReport, Timings
+from taktline_protocol.messages import ActionChunk, Observation, PlanReport, RtcReport, Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,9 @@ class Chunk:
         valid_until: robot clock, s; there are no rows beyond it.
         timings: the five terms in ms; their sum is L_critical as the robot measured it.
         margin_ms: control margin; negative means that the chunk came after the hand-off deadline.
+        rtc: what was made of the unexecuted rows that were sent along.
+        next_observation_at: robot clock, s: when the gateway would like to see the next observation, so that a fleet
+            fills its batches evenly; None where any time is as good.
         plan: of planners: predicted states and energies; `actions` is then the whole plan, row 0 is to be executed.
     """
 
@@ -37,6 +40,8 @@ class Chunk:
     batch_size: int
     request_id: str
     plan: PlanReport | None = None
+    rtc: RtcReport | None = None
+    next_observation_at: float | None = None
 
 
 def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float) -> tuple[Chunk, float]:
@@ -62,5 +67,15 @@ def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float
         batch_size=answer.batch_size,
         request_id=answer.request_id,
         plan=answer.plan,
+        rtc=answer.rtc,
+        next_observation_at=_when(answer, observation, round_trip_ms),
     )
     return chunk, unseen_ms
+
+
+def _when(answer: ActionChunk, observation: Observation, round_trip_ms: float) -> float | None:
+    hint_ms = answer.next_observation_at_ms
+    if hint_ms is None:
+        return None
+    sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
+    return sent_at + (round_trip_ms + hint_ms) / 1e3

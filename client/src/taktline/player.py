@@ -83,6 +83,7 @@ class Player:
         rtc: send the unexecuted rows along; for policies whose `robot.info().rtc` is not empty.
         standing_budget_ms: budget of an observation made while the buffer is empty.
         actuate_ms: the robot's own L_actuate.
+        follow_hints: ask when the gateway would like to be asked, where the buffer allows it, not by `replan_rows`.
         in_flight: observations that may be unanswered at once; beyond the first they are sent every `replan_rows`.
     """
 
@@ -97,6 +98,7 @@ class Player:
         standing_budget_ms: float = 1000.0,
         actuate_ms: float = 0.0,
         in_flight: int = 1,
+        follow_hints: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.buffer = ActionBuffer(dt_s, ensemble=ensemble)
@@ -108,6 +110,7 @@ class Player:
         self._standing_budget_ms = standing_budget_ms
         self._actuate_ms = actuate_ms
         self._in_flight = in_flight
+        self._follow_hints = follow_hints
         self._clock = clock
         self._asked: list[_Asked] = []
         self._asked_step: int | None = None
@@ -121,8 +124,23 @@ class Player:
             return False
         if not self.buffer.rows_left or self._asked_step is None:
             return not self._asked
+        hint = self._hint()
+        if hint is not None:
+            return self._clock() >= hint
         since_asked = self.buffer.step - self._asked_step
         return min(self.buffer.rows_taken, since_asked) >= self._replan_rows
+
+    def _hint(self) -> float | None:
+        """When the gateway would like to see the next observation; None where that would be too late, or long ago."""
+        hint = None if self.last is None else self.last.next_observation_at
+        if hint is None or not self._follow_hints or self._asked:
+            return None
+        # Twice what the last hand-offs took must be left in the buffer then.
+        delay = self.buffer.expected_delay
+        reserve_s = self.buffer.dt_s * (2 * (1 if delay is None else delay) + 1)
+        now = self._clock()
+        dry_at = now + self.budget_ms(now) / 1e3
+        return hint if hint + reserve_s <= dry_at else None
 
     def observe(
         self,
