@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,8 @@ def test_bad_table_is_refused(text: str) -> None:
 def test_packaged_tables_name_known_kernels() -> None:
     from importlib import resources
 
+    import taktline_kernels.ops.frames  # noqa: F401  # registers the operations of the planners
+
     for file in resources.files("taktline_kernels").joinpath("tables").iterdir():
         if file.name.endswith(".toml"):
             for rule in parse_table(file.read_text(encoding="utf-8")):
@@ -82,6 +85,20 @@ def test_an_input_to_differentiate_runs_the_reference() -> None:
     op.run({"m": 2}, x, x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('[[rule]]\nop = "probe"\nkernel = "mine"\nmeasured = "1 us"')
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    gpu = torch.device("cuda", 0)
+    choice = KernelSelector().choose("probe", {"m": 1}, torch.float32, gpu)
+    assert (choice.kernel, choice.reason) == ("mine", f"table {path}: 1 us")
+    assert KernelSelector().choose("other", {"m": 1}, torch.float32, gpu).kernel == "torch"
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(tmp_path / "gone.toml"))
+    with pytest.raises(FileNotFoundError):
+        KernelSelector().choose("probe", {"m": 1}, torch.float32, gpu)
 
 
 def test_missing_module_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 REFERENCE = "torch"
+
+# A table file that replaces the shipped ones, as `taktline kernels tune` writes it.
+TABLE_VARIABLE = "TAKTLINE_KERNEL_TABLE"
 
 # Substring of the device name that the driver reports -> table file. The first match wins.
 GPU_TABLES: tuple[tuple[str, str], ...] = (("H200", "h200"),)
@@ -121,6 +125,12 @@ class KernelSelector:
         return Choice(REFERENCE, f"no rule of table {name} covers it")
 
     def _rules(self, device: torch.device) -> tuple[str, tuple[Rule, ...]]:
+        own = os.environ.get(TABLE_VARIABLE, "")
+        if own:
+            if own not in self._tables:
+                with open(own, encoding="utf-8") as file:
+                    self._tables[own] = parse_table(file.read())
+            return own, self._tables[own]
         gpu = torch.cuda.get_device_name(device)
         table = self._device_table.get(gpu)
         if table is None:

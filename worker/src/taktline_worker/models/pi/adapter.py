@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from taktline_worker.devices import choose_device
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
+from taktline_worker.models.pi.profile import PiProfile
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
 from taktline_worker.models.pi.tokenizer import BOS_ID
@@ -154,6 +155,26 @@ class PiAdapter:
         for bucket in buckets:
             self.guided.run(self._collate([row] * bucket))
 
+    def profile(self, *, views: int = 0, prompt_tokens: int = 0) -> PiProfile:
+        """The engine as what is measured; 0 takes all cameras and the longest prompt."""
+        conventions = self.processor.conventions
+        cameras = sum(1 for slot in conventions.slots if slot.names)
+        if views > cameras or prompt_tokens > conventions.prompt_tokens:
+            raise _config_error(
+                f"{views} cameras and {prompt_tokens} prompt tokens are asked for; the policy has {cameras} and"
+                f" {conventions.prompt_tokens}",
+                "ask for no more than the policy has",
+            )
+        return PiProfile(
+            self.runner,
+            self.processor.architecture,
+            conventions.horizon,
+            conventions.solver_steps,
+            views or cameras,
+            prompt_tokens or conventions.prompt_tokens,
+            self.description.precision,
+        )
+
     def caches(self) -> dict[str, tuple[int, int]]:
         """Hits and misses: `frame_pixels` of decoded frames, `frame_features` of frames behind the vision tower."""
         seen = {"frame_pixels": self.processor.seen, "frame_features": getattr(self.runner, "seen", None)}
@@ -213,6 +234,7 @@ def load(config: EngineConfig) -> PiAdapter:
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
     runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets, config.engine.precision)
+    processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
     same_kernels = device.type == "cpu" or (rtc is not None and rtc.mode == "guided" and not rtc.exact)
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
@@ -254,9 +276,8 @@ def make_runner(
     views = sum(1 for slot in conventions.slots if slot.names)
     prompts = sorted({min(_PROMPT_SLOTS, conventions.prompt_tokens), conventions.prompt_tokens})
     shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
-    runner = GraphRunner(
-        weights, architecture, conventions.horizon, shapes, "fp8" if precision == "fp8" else "bf16"
-    )
+    number_format: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
+    runner = GraphRunner(weights, architecture, conventions.horizon, shapes, number_format, conventions.resize)
     runner.capture()
     return runner
 

@@ -44,6 +44,7 @@ class PiRow:
         state: π0: fp32 (action width,), normalised and zero-padded; None for π0.5.
         rtc: the tail of the robot's last chunk; None without one.
         frames: the key of each camera's frame (`frames.frame_key`); empty where the pixels come from no frame.
+        raw: each camera's frame, uint8 (H, W, 3), for a runner that resizes them itself; `pixels` is (cameras, 0) then.
     """
 
     pixels: Tensor
@@ -52,6 +53,7 @@ class PiRow:
     state: Tensor | None
     rtc: RtcRow | None = None
     frames: tuple[bytes, ...] = ()
+    raw: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class PiBatch:
         state: fp32 (B, action width), or None.
         rtc: the tails of the rows that have one; None where no row has.
         frames: the key of each image's frame; None where a row has no keys.
+        raw: each image's frame, uint8 (H, W, 3); `pixels` is (N, 0) then.
     """
 
     pixels: Tensor
@@ -77,6 +80,7 @@ class PiBatch:
     state: Tensor | None
     rtc: RtcBatch | None = None
     frames: tuple[bytes, ...] | None = None
+    raw: tuple[Tensor, ...] | None = None
 
     def to(self, device: torch.device) -> PiBatch:
         """The same batch on `device`."""
@@ -126,6 +130,7 @@ def collate(
         state=None if rows[0].state is None else torch.stack([row.state for row in rows if row.state is not None]),
         rtc=None if rtc is None else collate_rtc([row.rtc for row in rows], rtc, *rows[0].noise.shape),
         frames=tuple(key for row in rows for key in row.frames) if all(row.frames for row in rows) else None,
+        raw=None if rows[0].raw is None else tuple(frame for row in rows for frame in row.raw or ()),
     )
 
 
@@ -182,8 +187,12 @@ class PiRunner:
     @torch.no_grad()
     def encode(self, batch: PiBatch) -> None:
         """Fills `prefix`, `keys` and `values` from cameras, prompt and (π0) state."""
+        self.encode_prefix(batch, self.encode_images(batch))
+
+    @torch.no_grad()
+    def encode_prefix(self, batch: PiBatch, images: Tensor) -> None:
+        """Fills the same from image features (N, T, W) that `encode_images` returned."""
         a = self.architecture
-        images = self._image_features(batch)
         text = modules.text_features(self.weights.embedding, batch.tokens)
         self.prefix = modules.assemble_prefix(images, text, batch.source)
         self._reserve(batch.source.shape[0], batch.source.shape[1] + 1)
@@ -249,7 +258,8 @@ class PiRunner:
             self.seen = FrameCache(limit_bytes)
         return self.seen is not None
 
-    def _image_features(self, batch: PiBatch) -> Tensor:
+    @torch.no_grad()
+    def encode_images(self, batch: PiBatch) -> Tensor:
         """(N, T, W) of the batch's images; those of frames seen before come from the cache."""
         heads, vision = self.architecture.vision_heads, self.weights.vision
         if self.seen is None or batch.frames is None:

@@ -1,0 +1,1 @@
+"""What the worker adds to the `taktline` command: profile, bench and kernels."""

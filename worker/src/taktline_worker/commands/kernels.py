@@ -1,0 +1,184 @@
+"""`taktline kernels`: which kernel each operation of a policy gets and why, and how a table for a GPU is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from taktline_worker.commands.options import (
+    DeviceOption,
+    PolicyArgument,
+    PrecisionOption,
+    PromptOption,
+    ViewsOption,
+    open_profile,
+    progress,
+    read_batches,
+)
+
+if TYPE_CHECKING:
+    from taktline_kernels.selector import Choice
+
+    from taktline_worker.profiling.kernels import Recorded
+    from taktline_worker.profiling.tuning import Tuned
+
+app = typer.Typer(help="Look at and measure the kernels of an engine.", no_args_is_help=True)
+
+
+@app.callback()
+def kernels() -> None:
+    """Look at and measure the kernels of an engine."""
+
+
+@app.command()
+def explain(
+    policy: PolicyArgument,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the request that is looked at.")] = 1,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "",
+    views: ViewsOption = 0,
+    prompt_tokens: PromptOption = 0,
+    table: Annotated[str, typer.Option(help="Say what the GPU of this shipped table would run, such as h200.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Run one request of POLICY and list each kind of operation with its kernel and the reason.
+
+    On a CPU every operation runs its torch reference. `--table` then tells what a GPU would run for the same shapes;
+    the operations that a GPU's engine fuses (attention over the cache, gated feed-forward) are only seen on a GPU.
+    """
+    with progress() as say:
+        say(f"loading {policy}")
+        subject = open_profile(policy, (batch,), device, precision, views, prompt_tokens, 0, 0)
+        from taktline_worker.profiling.kernels import choice_by, packaged_table, record
+
+        rules = packaged_table(table) if table else ()
+        say(f"one request of {batch} row(s)")
+        calls = record(subject, batch)
+    choices = [choice_by(rules, table, call) if table else call.choice for call in calls]
+    if as_json:
+        import json
+
+        typer.echo(json.dumps([_entry(call, choice) for call, choice in zip(calls, choices, strict=True)], indent=1))
+        return
+    _print_choices(calls, choices)
+
+
+@app.command()
+def tune(
+    policy: PolicyArgument,
+    batches: Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32",
+    precision: PrecisionOption = "",
+    views: ViewsOption = 0,
+    prompt_tokens: PromptOption = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="Table to write; default: the GPU's name, here.")] = None,
+    runs: Annotated[int, typer.Option("--runs", min=3, help="Replays of each candidate.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every candidate's time as JSON.")] = False,
+) -> None:
+    """Measure every kernel that could run each operation of POLICY on this GPU; write the winners as a table.
+
+    Use the table with TAKTLINE_KERNEL_TABLE=FILE, or put it among the shipped ones. A candidate whose result strays
+    from what runs now is refused. Needs an NVIDIA GPU that nothing else uses.
+    """
+    import torch
+    from taktline_protocol import ErrorCode, TaktlineError
+
+    if not torch.cuda.is_available():
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "kernels are measured on the GPU that is to run them, and no CUDA device is visible here",
+            "run this on a machine of the pool; taktline kernels explain works anywhere",
+        )
+    from taktline_worker.profiling import tuning
+    from taktline_worker.profiling.kernels import Key, record
+    from taktline_worker.profiling.timing import capture, measure
+
+    sizes = read_batches(batches)
+    gpu, target = torch.cuda.get_device_name(), torch.device("cuda")
+    with progress() as say:
+        say(f"loading {policy}")
+        subject = open_profile(policy, sizes, "cuda", precision, views, prompt_tokens, 0, 0)
+        calls: dict[Key, Recorded] = {}
+        for batch in sorted(set(sizes)):
+            say(f"one request of {batch} row(s)")
+            for call in record(subject, batch):
+                calls.setdefault(call.key, call)
+
+        def time_us(call: Any) -> float:
+            return 1e3 * measure(capture(call, target), target, runs=runs).median_ms
+
+        results = tuning.tune(list(calls.values()), time_us, say)
+    path = out or Path(f"{gpu.lower().replace('nvidia', '').strip().replace(' ', '-')}.toml")
+    shape = ", ".join(f"{name} {value}" for name, value in subject.shape.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        tuning.table(results, gpu, f"{subject.policy} {subject.precision}, batches {batches}, {shape}"),
+        encoding="utf-8",
+    )
+    if as_json:
+        import json
+
+        typer.echo(json.dumps([_tuned_entry(result) for result in results], indent=1))
+    else:
+        _print_tuned(results)
+        typer.echo(f"written: {path}; use it with TAKTLINE_KERNEL_TABLE={path}")
+
+
+def _entry(call: Recorded, choice: Choice) -> dict[str, Any]:
+    return {
+        "op": call.name,
+        "shape": call.shape,
+        "dtype": str(call.dtype).removeprefix("torch."),
+        "calls": call.calls,
+        "kernel": choice.kernel,
+        "config": dict(choice.config),
+        "reason": choice.reason,
+    }
+
+
+def _tuned_entry(result: Tuned) -> dict[str, Any]:
+    candidates = [
+        {"kernel": each.kernel, "config": dict(each.config), "us": each.us, "refused": each.reason}
+        for each in result.candidates
+    ]
+    return _entry(result.call, result.call.choice) | {"candidates": candidates}
+
+
+def _print_choices(calls: Sequence[Recorded], choices: Sequence[Choice]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("operation")
+    table.add_column("calls", justify="right")
+    for name in ("shape", "dtype", "kernel", "why"):
+        table.add_column(name, overflow="fold")
+    for call, choice in zip(calls, choices, strict=True):
+        shape = " ".join(f"{name}={value}" for name, value in call.shape.items())
+        settings = " ".join(f"{name}={value}" for name, value in choice.config.items())
+        kernel = f"{choice.kernel} ({settings})" if settings else choice.kernel
+        table.add_row(call.name, str(call.calls), shape, str(call.dtype).removeprefix("torch."), kernel, choice.reason)
+    Console().print(table, markup=False)
+
+
+def _print_tuned(results: Sequence[Tuned]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("operation", "shape", "best", "us", "before", "refused"):
+        table.add_column(name, overflow="fold")
+    for result in results:
+        shape = " ".join(f"{name}={value}" for name, value in result.call.shape.items())
+        refused = sum(each.us is None for each in result.candidates)
+        table.add_row(
+            result.call.name,
+            shape,
+            result.best.label,
+            f"{result.best.us:.2f}",
+            result.call.choice.kernel,
+            f"{refused} of {len(result.candidates)}" if refused else "",
+        )
+    Console().print(table, markup=False)

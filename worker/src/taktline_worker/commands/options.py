@@ -1,0 +1,81 @@
+"""Arguments that the measuring commands share, and how they talk while they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from taktline_worker.adapter import Profile
+
+PolicyArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="POLICY",
+        help="A checkpoint folder, a worker's engine.json, or random:pi05 / random:pi0 for a full-size policy with "
+        "random weights.",
+    ),
+]
+BatchesOption = Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+PrecisionOption = Annotated[str, typer.Option(help="fp32, bf16 or fp8; default: the config's on a GPU, fp32 on a CPU.")]
+ViewsOption = Annotated[int, typer.Option(help="Cameras a row; 0 takes the policy's.")]
+PromptOption = Annotated[int, typer.Option("--prompt-tokens", help="Prompt tokens a row; 0 takes the longest prompt.")]
+StepsOption = Annotated[int, typer.Option("--steps", help="Solver steps; 0 takes the checkpoint's.")]
+HorizonOption = Annotated[int, typer.Option("--horizon", help="Actions a chunk; 0 takes the checkpoint's.")]
+RunsOption = Annotated[int, typer.Option("--runs", min=3, help="Runs of each measurement.")]
+LimitOption = Annotated[
+    float, typer.Option("--limit-s", min=0.0, help="Seconds after which a measurement ends with the runs it has.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON, and nothing else, to stdout.")]
+
+
+def read_batches(text: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers. Raises typer.BadParameter for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of batch sizes; write 1,2,4", param_hint="--batches") from None
+
+
+def open_profile(
+    policy: str,
+    batches: tuple[int, ...],
+    device: str,
+    precision: str,
+    views: int,
+    prompt_tokens: int,
+    steps: int,
+    horizon: int,
+) -> Profile:
+    """The policy, loaded; torch is imported here. Raises TaktlineError where it is refused."""
+    from taktline_worker.profiling.subject import Request, check_batches, open_subject
+
+    return open_subject(
+        Request(
+            policy=policy,
+            batches=check_batches(batches),
+            device=device,
+            precision=precision,
+            views=views,
+            prompt_tokens=prompt_tokens,
+            solver_steps=steps,
+            action_horizon=horizon,
+        )
+    )
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """One line on stderr that says what is being done; plain lines where stderr is no terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(text, markup=False, highlight=False)
+        return
+    with console.status("loading") as status:
+        yield status.update

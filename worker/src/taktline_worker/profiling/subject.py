@@ -1,0 +1,137 @@
+"""What is measured: a checkpoint folder, an engine config, or a full-size policy with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
+
+from taktline_worker.adapter import HasProfile, Profile
+from taktline_worker.devices import choose_device
+
+RANDOM = "random:"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for; None and 0 keep the policy's own value.
+
+    Attributes:
+        policy: checkpoint folder, engine.json, or `random:pi05` and `random:pi0`.
+        batches: batch sizes to prepare.
+        views: cameras a row.
+        prompt_tokens: prompt tokens a row.
+    """
+
+    policy: str
+    batches: tuple[int, ...]
+    device: str = "auto"
+    precision: str = ""
+    views: int = 0
+    prompt_tokens: int = 0
+    solver_steps: int = 0
+    action_horizon: int = 0
+
+
+def open_subject(request: Request) -> Profile:
+    """Loads the policy.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID or CHECKPOINT_INVALID with the reason and the next step.
+    """
+    if request.policy.startswith(RANDOM):
+        return _random(request)
+    path = Path(request.policy)
+    if path.is_file():
+        config = _read(path)
+    elif path.is_dir():
+        config = EngineConfig(
+            policy=path.name or "policy", model=ModelConfig(family=_family(path), path=str(path), revision="profile")
+        )
+    else:
+        raise _invalid(
+            f"{request.policy!r} is no checkpoint folder and no engine.json",
+            f"give a folder, the engine.json of a worker, or {RANDOM}pi05",
+        )
+    from taktline_worker.models.registry import load_adapter
+
+    adapter = load_adapter(msgspec.structs.replace(config, engine=_options(config.engine, request)))
+    if not isinstance(adapter, HasProfile):
+        raise _invalid(
+            f"the engine of {config.model.family} does not tell its phases",
+            "read T_sync of its workers from GET /v1/policies/{policy}",
+        )
+    return adapter.profile(views=request.views, prompt_tokens=request.prompt_tokens)
+
+
+def _options(engine: EngineOptions, request: Request) -> EngineOptions:
+    device = choose_device(request.device if request.device != "auto" else engine.device)
+    precision = request.precision or (engine.precision if device.type == "cuda" else "fp32")
+    return msgspec.structs.replace(
+        engine,
+        device=device.type,
+        precision=precision,
+        buckets=request.batches,
+        solver_steps=request.solver_steps or engine.solver_steps,
+        action_horizon=request.action_horizon or engine.action_horizon,
+        control_period_ms=engine.control_period_ms or 50.0,  # the rate of the robot costs the engine nothing
+        cheaper_steps=(),
+    )
+
+
+def _random(request: Request) -> Profile:
+    from taktline_worker.models.pi.adapter import make_runner
+    from taktline_worker.models.pi.profile import PiProfile
+    from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
+    from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, pack_weights
+
+    known = {"pi05": PI05, "pi0": PI0}
+    name = request.policy.removeprefix(RANDOM)
+    if name not in known:
+        raise _invalid(f"there is no random policy {name!r}", f"choose {' or '.join(RANDOM + each for each in known)}")
+    device = choose_device(request.device)
+    precision = request.precision or ("bf16" if device.type == "cuda" else "fp32")
+    policies = {"fp32": FP32, "bf16": BF16_VISION if device.type == "cuda" else BF16, "fp8": BF16_VISION}
+    views, prompt = request.views or 3, request.prompt_tokens or 200
+    plan = conventions(views, request.action_horizon or 50, request.solver_steps or 10)
+    plan = dataclasses.replace(plan, prompt_tokens=prompt)
+    architecture = known[name]
+    weights = pack_weights(random_tensors(architecture, device), architecture, plan, policies[precision], device)
+    runner = make_runner(weights, architecture, plan, request.batches, precision)
+    return PiProfile(runner, architecture, plan.horizon, plan.solver_steps, views, prompt, precision)
+
+
+def _family(path: Path) -> str:
+    """Family of a folder, read off its tensors; planners and others are named in an engine.json."""
+    from taktline_worker.models.pi.folder import open_folder
+
+    return open_folder(path).family
+
+
+def _read(path: Path) -> EngineConfig:
+    from taktline_worker.lifecycle import read_config
+
+    return read_config(path)
+
+
+def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
+    """Ascending batch sizes without repeats. Raises TaktlineError CONFIG_INVALID for none, or one below 1."""
+    found = tuple(sorted(set(batches)))
+    if not found or found[0] < 1 or found[-1] > 1024:
+        raise _invalid(f"batch sizes {list(batches)} cannot be measured", "give sizes from 1 to 1024, as 1,2,4")
+    return found
+
+
+def device_of(profile: Profile) -> torch.device:
+    """Where it runs."""
+    return torch.device(profile.device)
+
+
+def _invalid(message: str, next_step: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)
