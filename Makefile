@@ -14,6 +14,7 @@ setup: ## install everything into .venv (uv itself too, by pip, where it is abse
 	@tools/find-uv >/dev/null || tools/install-uv
 	@$(UV) sync --all-packages --frozen --quiet
 	@tools/install-rendering
+	@tools/install-redis
 	@tools/install-browser
 	@tools/install-prometheus >/dev/null
 
