@@ -59,6 +59,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             horizon=10,
             dt_s=0.05,
             replicas=self.arguments.replicas,
+            rtc=self.arguments.rtc,
+            rtc_max_delay=self.arguments.rtc_max_delay,
             t_sync=bucket_times(self.times),
             cheaper=[
                 worker_pb2.CheaperLevel(solver_steps=steps, t_sync=bucket_times(times))
@@ -116,6 +118,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 "seeds": [item.seed if item.HasField("seed") else None for item in request.items],
                 "rpc_deadline_s": context.time_remaining(),
                 "in_flight": self.in_flight,
+                "delays": [item.rtc.delay if item.rtc.HasField("delay") else None for item in request.items],
             }
             with open(self.arguments.record, "a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -129,6 +132,8 @@ async def main() -> None:
     parser.add_argument("--failing", type=int, default=0, help="1 fails every batch")
     parser.add_argument("--offset", type=float, default=0.0, help="added to every action")
     parser.add_argument("--replicas", type=int, default=1, help="batches that run at a time")
+    parser.add_argument("--rtc", default="", help="guided or trained: observations with a tail are served")
+    parser.add_argument("--rtc-max-delay", type=int, default=0)
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
     parser.add_argument("--cheaper", action="append", default=[], help="STEPS=TABLE of one cheaper level")
     parser.add_argument("--record")

@@ -18,6 +18,7 @@ from taktline_gateway.logs import log
 from taktline_gateway.pending import Pending, Served, read_result
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.refusals import SHED, advised, worker_failed
+from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.telemetry import Telemetry
 from taktline_gateway.tracing.requests import begin_batch, end_batch
@@ -114,6 +115,8 @@ class Dispatch:
         request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision, solver_steps=steps)
         for member in members:
             member.item.budget_ms = 1e3 * (member.deadline - sent_at)
+            if member.outside_s is not None:
+                estimate_delay(member.item, link.info, member.outside_s + batch.predicted - member.arrived_at)
         body = encode_request(request, [(member.item, member.images) for member in members])
         traces = [member.trace for member in members]
         try:

@@ -24,6 +24,7 @@ from taktline_gateway.pending import ClientGone, Pending, Served
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.priorities import priority_of
 from taktline_gateway.refusals import refused_error, superseded, unavailable
+from taktline_gateway.rtc_delay import needs_delay, seconds_outside
 from taktline_gateway.scheduler import Refusal, Refused, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry, WorkerLevel
@@ -174,6 +175,7 @@ class Lane:
             request_id=request_id,
             item=to_item(request_id, observation, 0.0, images=False),
             images=image_chunks(observation.images),
+            outside_s=seconds_outside(observation) if needs_delay(observation) else None,
         )
         if pending.priority <= Priority.PRODUCTION:
             self._phases.arrived(pending.source, now)

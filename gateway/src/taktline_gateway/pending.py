@@ -56,6 +56,7 @@ class Pending(Ticket):
         lane: the lane that has it.
         flights: batches in flight that it is a member of; two where it was hedged.
         item, images: what the worker gets, the camera frames apart from the rest.
+        outside_s: of a tail without a delay, the part of its way that is not seen here; None where there is none.
     """
 
     policy: str = ""
@@ -65,6 +66,7 @@ class Pending(Ticket):
     flights: int = 0
     item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
     images: Chunks = ()
+    outside_s: float | None = None
     result: asyncio.Future[Served] = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
