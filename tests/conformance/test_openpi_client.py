@@ -77,7 +77,7 @@ def test_conventions_by_uri(fleet, openpi_client, kind, cameras, optional, state
     first = openpi_client.run("openpi_robot.py", "act", uri, kind)["answers"][0]["first"]
     assert first[: len(state)] == state
     assert first[len(state) : len(state) + len(pixels) + 1] == [*pixels, 2.0]
-    assert '"robot": "arm-7"' in fleet.log.read_text()
+    assert '"robot":"arm-7"' in fleet.log.read_text()
 
 
 def test_mapping_of_the_route(fleet, openpi_client):

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import Target
 from taktline_protocol.messages import PolicyInfo
-from taktline_protocol.rpc import CHANNEL_OPTIONS, policy_info
+from taktline_protocol.rpc import CHANNEL_OPTIONS, SERVICE_NAME, policy_info
 
 from taktline_gateway.logs import log
 from taktline_gateway.tls import WorkerTls
@@ -82,15 +82,15 @@ class WorkerLink:
 
     async def infer(
         self,
-        request: worker_pb2.InferRequest,
+        request: bytes,
         timeout_s: float,
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> worker_pb2.InferResponse:
-        """Runs one batch. Raises grpc.aio.AioRpcError."""
+        """Runs one batch, encoded by `rpc_encoding.encode_request`. Raises grpc.aio.AioRpcError."""
         self._calls += 1
         self.idle.clear()
         try:
-            response: worker_pb2.InferResponse = await self._worker.Infer(request, timeout=timeout_s, metadata=metadata)
+            response: worker_pb2.InferResponse = await self._infer(request, timeout=timeout_s, metadata=metadata)
         finally:
             self._calls -= 1
             if not self._calls:
@@ -104,6 +104,9 @@ class WorkerLink:
         else:
             self._channel = self._tls.channel(address, CHANNEL_OPTIONS)
         self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._infer = self._channel.unary_unary(
+            f"/{SERVICE_NAME}/Infer", response_deserializer=worker_pb2.InferResponse.FromString
+        )
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def _renew(self) -> None:

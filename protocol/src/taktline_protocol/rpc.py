@@ -54,8 +54,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 """For the worker's server."""
 
 
-def to_item(request_id: str, observation: Observation, budget_ms: float) -> worker_pb2.InferItem:
-    """One member of a batch; `budget_ms` is what is left when the batch is sent. Image bytes stay encoded."""
+def to_item(
+    request_id: str, observation: Observation, budget_ms: float, *, images: bool = True
+) -> worker_pb2.InferItem:
+    """One member of a batch; `budget_ms` is what is left when the batch is sent. Image bytes stay encoded.
+
+    Without `images` they are left to `rpc_encoding.image_chunks`, which spares copies.
+    """
     state = observation.state if isinstance(observation.state, Array) else _list_array(observation.state)
     item = worker_pb2.InferItem(
         request_id=request_id,
@@ -70,7 +75,7 @@ def to_item(request_id: str, observation: Observation, budget_ms: float) -> work
         item.search.CopyFrom(_to_search(observation.search))
     if observation.rtc is not None:
         item.rtc.CopyFrom(_to_rtc(observation.rtc))
-    for camera, image in observation.images.items():
+    for camera, image in observation.images.items() if images else ():
         wire = item.images[camera]
         wire.encoding = image.encoding
         wire.data = image.data

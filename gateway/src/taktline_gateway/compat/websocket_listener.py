@@ -23,6 +23,7 @@ from websockets.http11 import Request, Response
 from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, PolicyService
+from taktline_gateway.frame_reader import read_in_chunks
 from taktline_gateway.logs import log
 from taktline_gateway.tls import ServerTls
 
@@ -51,10 +52,13 @@ class FencedConnection(ServerConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        read_in_chunks(self.protocol)
         self.caller: Caller | None = None
         """Who it is, once its handshake has been read."""
         self.overtaken: asyncio.Future[None] = self.loop.create_future()
         self._unanswered = False
+        self._held: bytes | None = None
+        """A ping that waits for the answer behind it; None where nothing is held back."""
         self._fence: Awaitable[float] | None = None
 
     def process_event(self, event: Any) -> None:
@@ -68,10 +72,34 @@ class FencedConnection(ServerConnection):
 
     async def answer(self, message: bytes | str) -> None:
         """Sends the answer to the last message. Raises ConnectionClosed."""
+        self._held = b""  # ping and answer leave in one write
         self._fence = await self.ping()
         self._unanswered = False
         if not self.overtaken.done():
             await self.send(message)
+        elif self._held:
+            ping, self._held = self._held, None
+            self.transport.write(ping)
+
+    def send_data(self) -> None:
+        """Writes what is to be sent; a ping that goes ahead of an answer is held back for it."""
+        if self._held is None:
+            super().send_data()
+            return
+        data = self.protocol.data_to_send()
+        if not self._held and len(data) == 1 and data[0]:
+            self._held = data[0]
+            return
+        ping, self._held = self._held, None
+        if all(data):
+            self.transport.write(b"".join((ping, *data)))
+            return
+        # The connection is being closed meanwhile: the empty piece stands for its end.
+        self.transport.write(ping + b"".join(data))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
 
 Converse = Callable[[FencedConnection, Arrival], Awaitable[None]]

@@ -5,7 +5,11 @@ ASGI knows only closes that wait until the robot has taken what was sent, which 
 
 from __future__ import annotations
 
+from typing import Any
+
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from taktline_gateway.frame_reader import read_in_chunks
 
 ABORT = "taktline.abort"
 """Key of the ASGI scope under which the way to cut the connection is found."""
@@ -13,6 +17,10 @@ ABORT = "taktline.abort"
 
 class StreamTransport(WebSocketsSansIOProtocol):
     """Reads no further message before the last one was taken, so that read-ahead is bounded too."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        read_in_chunks(self.conn)
 
     async def run_asgi(self) -> None:
         """Runs the application for this connection."""
