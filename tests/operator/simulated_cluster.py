@@ -92,6 +92,10 @@ class Cluster:
             trial = self.trial(found, (self.now - began).total_seconds())
         return (PolicyMeasurement(policy=policy, trial=trial),)
 
+    async def all(self) -> tuple[Any, ...]:
+        """No gateway counts demand here."""
+        return ()
+
     async def reconcile(self, passes: int = 1) -> None:
         """As the queue does after an event; a killed process starts anew."""
         for _ in range(passes):

@@ -35,6 +35,12 @@ def changed(base: Json, path: str, value: object) -> Json:
 
 
 # (what it is about, field, a value that is right, a value that is wrong, what the message says)
+SCALED = {
+    "model": {"family": "pi05", "source": {"path": "/srv/x"}},
+    "pools": [{"name": "p", "accelerator": "a40", "maxReplicas": 4}],
+    "slo": {"controlBudgetMs": 100},
+    "scaling": {},
+}
 RULES = [
     ("name length", "metadata.name", "a" * 40, "a" * 41, "at most 40 lower-case letters"),
     ("name letters", "metadata.name", "pick-2", "Pick_2", "lower-case letters, digits and dashes"),
@@ -68,6 +74,22 @@ RULES = [
     ("agreement", "spec.rollout.parity.minAgreement", 1, 0, "must lie above 0"),
     ("ascending steps", "spec.rollout.steps", [5, 100], [50, 5, 100], "steps must be strictly ascending"),
     ("whole rollout", "spec.rollout.steps", [100], [5, 50], "end with 100"),
+    (
+        "cost",
+        "spec.pools",
+        [{"name": "p", "accelerator": "a40", "costPerHour": 0}],
+        [{"name": "p", "accelerator": "a40", "costPerHour": -1}],
+        "costPerHour must not be negative",
+    ),
+    ("one scaler", "spec", SCALED, SCALED | {"replicas": 3}, "let no other autoscaler set them"),
+    (
+        "one scaler in pools",
+        "spec",
+        SCALED,
+        SCALED | {"pools": [{"name": "p", "accelerator": "a40", "maxReplicas": 4, "replicas": 2}]},
+        "let no other autoscaler",
+    ),
+    ("room", "spec", SCALED, SCALED | {"pools": [{"name": "p", "accelerator": "a40"}]}, "needs room"),
     ("wait", "spec.batching", {"maxWaitMs": 0}, {"maxWaitMs": -1}, "must not be negative"),
     (
         "minimum and maximum",

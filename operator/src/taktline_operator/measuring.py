@@ -70,8 +70,8 @@ class Gateways:
         """Close all connections."""
         await self._session.close()
 
-    async def of_policy(self, policy: str) -> tuple[PolicyMeasurement, ...] | None:
-        """What each gateway that answers says of a policy; None where no gateway answers.
+    async def all(self) -> tuple[GatewayMeasurements, ...]:
+        """The answers of all gateways, not older than `FRESH_S`.
 
         Raises:
             ApiError: the gateways' pods could not be listed.
@@ -80,14 +80,18 @@ class Gateways:
             if self._asked_at is None or self._monotonic() - self._asked_at >= FRESH_S:
                 self._answers = await self._ask()
                 self._asked_at = self._monotonic()
-        if not self._answers:
-            return None
-        return tuple(found for answer in self._answers for found in answer.policies if found.policy == policy)
-
-    @property
-    def answers(self) -> tuple[GatewayMeasurements, ...]:
-        """The last answers of all gateways."""
         return self._answers
+
+    async def of_policy(self, policy: str) -> tuple[PolicyMeasurement, ...] | None:
+        """What each gateway that answers says of a policy; None where no gateway answers.
+
+        Raises:
+            ApiError: the gateways' pods could not be listed.
+        """
+        answers = await self.all()
+        if not answers:
+            return None
+        return tuple(found for answer in answers for found in answer.policies if found.policy == policy)
 
     async def _ask(self) -> tuple[GatewayMeasurements, ...]:
         pods = await self._api.list("Pod", self._namespace, naming.GATEWAY_SELECTOR)

@@ -8,9 +8,24 @@ from typing import Any, NamedTuple
 import msgspec
 from taktline_protocol.deployment import Route
 from taktline_protocol.measurements import Trial as Measured
+from taktline_protocol.messages import BucketTime
 
-from taktline_operator import diff, lineup, naming, revisions, rollout, routing, status, surge, trials, workload
+from taktline_operator import (
+    diff,
+    lineup,
+    monitors,
+    naming,
+    revisions,
+    rollout,
+    routing,
+    sizing,
+    status,
+    surge,
+    trials,
+    workload,
+)
 from taktline_operator.lineup import Line, Lineup
+from taktline_operator.scaling import Demand
 from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
@@ -48,7 +63,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         children: objects of the names and labels this PolicyDeployment uses, whoever made them.
         pods: its worker pods.
         trials: what each gateway that answered measures of a candidate; None where none answered, or none was asked.
+        demand: what robots ask for; None where it is not known, or nothing scales by it.
+        tables: T_sync by pool, as the gateways measure it.
         name_owner: the (namespace, name) that owns this policy name at the gateway; None when it is this one.
+        monitoring: kinds of the Prometheus operator that the cluster has; None where nobody looked.
         now: RFC 3339 time.
     """
 
@@ -57,7 +75,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     children: Mapping[Ref, Json] = {}
     pods: Sequence[Json] = ()
     trials: Sequence[Measured] | None = None
+    demand: Demand | None = None
+    tables: Mapping[str, Sequence[BucketTime]] = {}
     name_owner: tuple[str, str] | None = None
+    monitoring: frozenset[str] | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +146,8 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         message = f"policy name {policy.name!r} is taken by the older PolicyDeployment {other}; choose another name"
         return _refusal(policy, observed, "PolicyNameTaken", message)
     children = list(observed.children.values())
-    trial = trials.of(policy, observed.live, children, observed.pods, observed.trials, observed.now)
+    size = sized(policy, observed)
+    trial = trials.of(policy, observed.live, children, observed.pods, observed.trials, size.replicas, observed.now)
     lines = trial.lines
     counts = [_count(line, observed.pods, settings) for line in lines.serving]
     strategies = {
@@ -133,6 +155,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         for line, count in zip(lines.serving, counts, strict=True)
     }
     desired = desired_objects(policy, settings, strategies, lines, trial.numbers)
+    desired += tuple(diff.stamped(found) for found in monitors.objects(policy, observed.monitoring or frozenset()))
     ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
     foreign = [ref for ref, owned in ownership.items() if owned == "foreign"]
     if foreign:
@@ -152,7 +175,12 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         observed.now,
         surge.note(counts, list(strategies.values())),
         trial,
+        size,
     )
+    if observed.monitoring is not None:
+        monitored = {monitors.CONDITION: monitors.condition(observed.monitoring)}
+        previous = observed.live.get("status", {}).get("conditions", [])
+        new_status["conditions"] += status.conditions(previous, monitored, policy.generation, observed.now)
     return Plan(
         desired=desired,
         writes=tuple(
@@ -164,8 +192,14 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
-        again_s=trial.again_s,
+        again_s=0.0 if size.moved else trial.again_s,
     )
+
+
+def sized(policy: PolicyDeployment, observed: Observed) -> sizing.Sizing:
+    """Workers by pool."""
+    deployments = [child for ref, child in observed.children.items() if ref.kind == "Deployment"]
+    return sizing.of(policy, observed.live, observed.pods, deployments, observed.demand, observed.tables, observed.now)
 
 
 def _count(line: Line, pods: Sequence[Json], settings: Settings) -> status.PoolCount:

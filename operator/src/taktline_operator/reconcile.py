@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -11,11 +12,12 @@ from typing import Any, Protocol
 import msgspec
 from taktline_protocol.deployment import Route
 from taktline_protocol.errors import TaktlineError
-from taktline_protocol.measurements import PolicyMeasurement, Trial
+from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement, Trial
 
-from taktline_operator import diff, events, naming, revisions, routing, spec
+from taktline_operator import diff, events, monitors, naming, revisions, routing, spec
+from taktline_operator.demand import DemandTracker
 from taktline_operator.kube import ApiError
-from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse
+from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
 from taktline_operator.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ class Api(Protocol):
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Json]: ...  # noqa: D102
 
+    async def kinds(self, group_version: str) -> frozenset[str]: ...  # noqa: D102
+
     async def apply(self, desired: Json, subresource: str = "") -> Json: ...  # noqa: D102
 
     async def annotate(self, kind: str, namespace: str, name: str, annotations: dict[str, str]) -> None: ...  # noqa: D102
@@ -47,6 +51,8 @@ class Measurements(Protocol):
     """The part of `measuring.Gateways` that reconciliation uses."""
 
     async def of_policy(self, policy: str) -> tuple[PolicyMeasurement, ...] | None: ...  # noqa: D102
+
+    async def all(self) -> tuple[GatewayMeasurements, ...]: ...  # noqa: D102
 
 
 def utc_now() -> str:
@@ -77,6 +83,7 @@ class Controller:
         """
         self.queue: WorkQueue[Key] = WorkQueue()
         self.listed = False  # whether all PolicyDeployments are known, so that the table may be written
+        self.monitoring: frozenset[str] | None = None  # kinds of the Prometheus operator that the cluster has
         self.statuses: dict[Key, Json] = {}  # metadata and status of each PolicyDeployment as last seen, for metrics
         self._api = api
         self._settings = settings
@@ -87,6 +94,8 @@ class Controller:
         self._routes: dict[Key, Route | None] = {}
         self._table: dict[str, Route] = {}  # the table as last read
         self._parsed: dict[Key, tuple[tuple[str, int], spec.PolicyDeployment]] = {}
+        self._demand = DemandTracker()
+        self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
 
     def serves(self, namespace: str) -> bool:
         """Whether PolicyDeployments of this namespace are ours."""
@@ -107,6 +116,9 @@ class Controller:
         if not self.listed:
             namespace = self._settings.gateway_namespace
             self._table = routing.read_table(await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME))
+        monitoring = (await self._api.kinds(monitors.API_VERSION)) & frozenset(monitors.KINDS)
+        everything = everything or monitoring != self.monitoring
+        self.monitoring = monitoring
         found = {_key(live): str(live["metadata"].get("creationTimestamp", "")) for live in policies}
         for key in self._created.keys() - found.keys():
             self._forget(key)
@@ -151,8 +163,12 @@ class Controller:
             known = self._table.get(name)
             route = msgspec.structs.replace(known, targets=routing.targets(pods)) if known else None
         else:
-            result = plan(policy, await self._observe(policy, live), self._settings)
+            observed = await self._observe(policy, live)
+            result = plan(policy, observed, self._settings)
             route = result.route
+            self._sized.pop(key, None)
+            if policy.spec.scaling is not None or policy.spec.placement.mode != "Ordered":
+                self._sized[key] = (policy, observed)
         # The route first: a pod that leaves should leave the table before anything else takes time.
         if key not in self._routes or self._routes[key] != route:
             self._routes[key] = route
@@ -176,7 +192,7 @@ class Controller:
         worker_pods = naming.selector_text(naming.worker_selector(policy.name))
         pods, *lists = await asyncio.gather(
             self._api.list("Pod", policy.namespace, worker_pods),
-            *(self._api.list(kind, policy.namespace, selector) for kind in CHILD_KINDS),
+            *(self._api.list(kind, policy.namespace, selector) for kind in (*CHILD_KINDS, *(self.monitoring or ()))),
         )
         children: dict[Ref, Json] = {ref_of(child): child for found in lists for child in found}
         # A name we want but do not see by label may be taken by a stranger; look before applying over it.
@@ -187,6 +203,7 @@ class Controller:
             for pool in policy.spec.pools
             if policy.spec.rollout.strategy == "Progressive"
         ]
+        names += [ref_of(found) for found in monitors.objects(policy, self.monitoring or frozenset())]
         missing = [ref for ref in names if ref not in children]
         strangers = await asyncio.gather(*(self._api.get(ref.kind, policy.namespace, ref.name) for ref in missing))
         children |= {ref: stranger for ref, stranger in zip(missing, strangers, strict=True) if stranger is not None}
@@ -197,8 +214,27 @@ class Controller:
             children=children,
             pods=pods,
             trials=await self._trials(policy, live),
+            demand=self._demand.of(policy.name, time.monotonic()),
+            tables=self._demand.times(policy.name),
             name_owner=None if owner == policy.key else owner,
+            monitoring=self.monitoring,
         )
+
+    async def look_at_demand(self) -> None:
+        """Ask the gateways, and queue every policy whose number of workers, or their place, is to change.
+
+        Raises:
+            ApiError: the gateways could not be found.
+        """
+        if self._measurements is None or not self._sized:
+            return
+        now = time.monotonic()
+        self._demand.take(await self._measurements.all(), now)
+        for key, (policy, seen) in self._sized.items():
+            demand, tables = self._demand.of(policy.name, now), self._demand.times(policy.name)
+            fresh = msgspec.structs.replace(seen, now=self._clock(), demand=demand, tables=tables)
+            if sized(policy, fresh).differs_from(seen.live.get("status", {})):
+                self.queue.add(key, 0.0)
 
     async def _trials(self, policy: spec.PolicyDeployment, live: Json) -> tuple[Trial, ...] | None:
         """What the gateways measure of a candidate, asked only while there is one."""
@@ -268,6 +304,7 @@ class Controller:
     def _forget(self, key: Key) -> None:
         self._created.pop(key, None)
         self._parsed.pop(key, None)
+        self._sized.pop(key, None)
         self.statuses.pop(key, None)
         if self._routes.pop(key, None) is not None or self.listed:
             self.queue.add(ROUTES, 0.0)

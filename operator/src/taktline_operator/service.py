@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 WORKERS = 8  # reconciliations at a time
+DEMAND_S = 5.0  # between two looks at what robots ask for
 RESYNC_S = 60.0  # list all PolicyDeployments: finds what the watch missed
 FULL_RESYNC_EVERY = 10  # resyncs; then every PolicyDeployment is reconciled, whatever the watch said
 SILENT_S = 4 * RESYNC_S  # without a successful list for this long the process is not alive
@@ -100,6 +101,15 @@ class Service:
                 await self._find_missed()
             except ApiError as error:
                 logger.warning("resync failed", extra={"cause": str(error)})
+
+    async def follow_demand(self) -> None:
+        """Look at what robots ask for at intervals for ever."""
+        while True:
+            await asyncio.sleep(DEMAND_S)
+            try:
+                await self.controller.look_at_demand()
+            except ApiError as error:
+                logger.warning("demand is not known", extra={"cause": str(error)})
 
     async def _list(self, *, everything: bool) -> None:
         self._policies = await self.controller.resync(everything=everything)
@@ -211,7 +221,7 @@ async def _work(
     stop: asyncio.Event,
 ) -> None:
     """Watch and reconcile until `stop` is set or the lease is lost; nothing is written after this returns."""
-    background = [asyncio.create_task(service.resync())]
+    background = [asyncio.create_task(service.resync()), asyncio.create_task(service.follow_demand())]
     background += [asyncio.create_task(service.work()) for _ in range(WORKERS)]
 
     def lost(_: asyncio.Task[None]) -> None:

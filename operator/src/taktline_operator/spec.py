@@ -82,6 +82,8 @@ class Pool(_Struct, frozen=True):
     min_replicas: int = 1
     max_replicas: int | None = None
     replicas: int | None = None
+    cost_per_hour: float = 0.0
+    profile: tuple[PoolTime, ...] = ()
     image: str | None = None
     runtime_class_name: str | None = None
     node_selector: dict[str, str] = {}
@@ -140,6 +142,54 @@ class Rollout(_Struct, frozen=True):
     timeout_minutes: int | None = None
 
 
+class Shift(_Struct, frozen=True):
+    """A time of day in which robots work; `start` and `end` as HH:MM."""
+
+    name: str
+    start: str
+    end: str
+    min_replicas: int
+    days: tuple[str, ...] = ()
+
+
+class ToZero(_Struct, frozen=True):
+    """When the last worker may go."""
+
+    idle_seconds: int = 900
+    cold_start_budget_seconds: int = 60
+
+
+class Scaling(_Struct, frozen=True):
+    """How the number of workers follows demand."""
+
+    target_utilization: int = 70
+    scale_up_step: int = 4
+    scale_down_step: int = 1
+    up_cooldown_seconds: int = 15
+    down_cooldown_seconds: int = 300
+    warm_replicas: int = 0
+    lead_seconds: int = 60
+    to_zero: ToZero | None = None
+    shifts: tuple[Shift, ...] = ()
+    time_zone: str = "UTC"
+
+
+class Placement(_Struct, frozen=True):
+    """In which pools workers run."""
+
+    mode: Literal["Ordered", "Cheapest"] = "Ordered"
+    gain_percent: int = 15
+    hold_seconds: int = 600
+
+
+class PoolTime(_Struct, frozen=True):
+    """A measured batch time of a pool that has no worker yet."""
+
+    batch: int
+    median_ms: float
+    p99_ms: float
+
+
 class ActionPart(_Struct, frozen=True):
     """A named part of the action row."""
 
@@ -181,6 +231,8 @@ class Spec(_Struct, frozen=True):
     engine: Engine = Engine()
     batching: Batching = Batching()
     rollout: Rollout = Rollout()
+    scaling: Scaling | None = None
+    placement: Placement = Placement()
     replicas: int | None = None
     clients: tuple[Client, ...] = ()
 

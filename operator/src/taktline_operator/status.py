@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from taktline_operator import faults, naming, routing
+from taktline_operator.sizing import Sizing, profile_rows
 from taktline_operator.spec import PolicyDeployment
 from taktline_operator.trials import Trial
 
@@ -109,6 +110,7 @@ def observed(
     now: str,
     rollout_note: str,
     trial: Trial,
+    size: Sizing,
 ) -> Json:
     """Status of an accepted PolicyDeployment.
 
@@ -119,6 +121,7 @@ def observed(
         gateway_url: base URL of the gateway inside the cluster.
         rollout_note: what the Progressing condition says besides counts.
         trial: the rollout as it is.
+        size: the decisions on how many workers, and where.
     """
     previous = live.get("status", {})
     settled = all(pool.settled for pool in pools)
@@ -130,7 +133,8 @@ def observed(
     current = revision if settled and ready else previous.get("currentRevision", "")
 
     if desired == 0:
-        available = ("False", "ScaledToZero", "no workers are wanted: every pool's replicas are 0")
+        why = size.scaling.message if size.scaling is not None else "every pool's replicas are 0"
+        available = ("False", "ScaledToZero", f"no workers are wanted: {why}")
     elif ready:
         available = ("True", "WorkersReady", counts)
     else:
@@ -175,13 +179,22 @@ def observed(
         "selector": naming.selector_text(naming.worker_selector(policy.name)),
         "url": f"{gateway_url}/v1/policies/{policy.name}/act",
         "endpoints": endpoints,
-        "pools": [pool.to_status() for pool in pools],
+        "pools": [pool.to_status() | _profile(size, pool.name) for pool in pools],
     }
+    if size.scaling is not None:
+        status["scaling"] = {"desired": size.scaling.desired, **msgspec.to_builtins(size.scaling)}
+    if size.placement is not None:
+        status["placement"] = msgspec.to_builtins(size.placement)
     status["rollout"] = {"phase": trial.after.phase, **msgspec.to_builtins(trial.after)}
     coming = _candidate(trial) if trial.progressive else ""
     if coming or current != revision:
         status["candidateRevision"] = coming or revision
     return status
+
+
+def _profile(size: Sizing, pool: str) -> Json:
+    rows = profile_rows(size.profiles.get(pool, ()))
+    return {"tSync": rows} if rows else {}
 
 
 def _candidate(trial: Trial) -> str:

@@ -96,12 +96,17 @@ def of(
     children: Sequence[Json],
     pods: Sequence[Json],
     measured: Sequence[Measured] | None,
+    replicas: Mapping[str, int],
     now: str,
 ) -> Trial:
-    """The rollout of a policy. `measured` is what each gateway that answered says of it; None where none did."""
+    """The rollout of a policy.
+
+    Args:
+        measured: what each gateway that answered says of it; None where none did.
+        replicas: workers wanted by pool.
+    """
     stored = revisions.read(children)
     wanted = revisions.of_spec(policy.spec)
-    replicas = policy.spec.desired_replicas()
     before = _stored_state(policy, live, children)
     progressive = policy.spec.rollout.strategy == "Progressive"
     if not progressive:

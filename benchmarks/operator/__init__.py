@@ -1,0 +1,1 @@
+"""Measurements of the operator: rollouts under load, scaling over a day of shifts."""
