@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from taktline_local import up
+from taktline_local.stack import split_next_step
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "pi05_tiny" / "lerobot_folder"
@@ -112,6 +113,12 @@ def test_serves_survives_a_dead_worker_and_leaves_nothing(policy_file: Path, tmp
     running.wait_for("tiny-cpu-0 is not ready any more")
     running.wait_for("tiny-cpu-0 is ready again")
 
+    gateway = int(re.search(r"gateway Started: Started process (\d+)", (logs / "events.log").read_text()).group(1))  # type: ignore[union-attr]
+    os.kill(gateway, signal.SIGKILL)
+    running.wait_for("gateway (is not ready any more|died)")
+    running.wait_for(r"gateway (died \(read \S+\) and )?is ready again")
+    assert httpx.get(f"{url}/readyz").status_code == 200
+
     assert len(running_processes(logs)) == 2
     running.process.send_signal(signal.SIGINT)
     assert running.finish() == 0
@@ -156,17 +163,20 @@ def test_port_in_use_is_one_line_with_the_next_step(policy_file: Path, tmp_path:
         assert running.finish() == 1
     assert f"port {port}" in running.said[-1]
     assert "--port" in running.said[-1]
+    assert len(running.said) == 1, "nothing is announced that does not come"
+    assert not (tmp_path / "logs").exists(), "and nothing is left behind"
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("kind: [", "cannot read"),
+        ("kind: [", "is no YAML at line 1, column 8"),
+        ("metadata: {name: tiny}\n spec: 1\n", "(correct that line and try again)"),
         ("", "holds no PolicyDeployment"),
         (POLICY.format(path="missing").replace("pi05", "pi99"), "family"),
         (POLICY.format(path="missing"), "does not exist"),
     ],
-    ids=["no YAML", "empty", "unknown family", "no such folder"],
+    ids=["no YAML", "a wrong indent", "empty", "unknown family", "no such folder"],
 )
 def test_bad_files_are_one_line(content: str, words: str, tmp_path: Path, start: Starter) -> None:
     file = tmp_path / "bad.yaml"
@@ -174,6 +184,7 @@ def test_bad_files_are_one_line(content: str, words: str, tmp_path: Path, start:
     running = start(str(file), "--serve", "--port", "0", "--logs", str(tmp_path / "logs"))
     assert running.finish() == 1
     assert words in running.said[-1]
+    assert len(re.findall(r"\(correct |\(name ", running.said[-1])) <= 1, "one next step"
     assert not any("Traceback" in line for line in running.said)
 
 
@@ -181,6 +192,22 @@ def test_missing_file_is_one_line(start: Starter) -> None:
     running = start("nowhere.yaml")
     assert running.finish() == 1
     assert "".join(running.said).startswith("taktline: config_invalid: there is no file nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("it broke (mend it)", ("it broke", "mend it")),
+        ("f(x) broke (mend f(x) or g)", ("f(x) broke", "mend f(x) or g")),
+        ("it broke", ("it broke", "")),
+        ("it (only) broke", ("it (only) broke", "")),
+        ("(all)", ("(all)", "")),
+        ("never closed) ", ("never closed) ", "")),
+        ("", ("", "")),
+    ],
+)
+def test_a_printed_error_is_taken_apart_again(text: str, parts: tuple[str, str]) -> None:
+    assert split_next_step(text) == parts
 
 
 def test_choice_of_policy() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 
+import grpc
 import numpy as np
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.trace_context import MEMBERS_KEY, TraceContext, format_members
 from taktline_protocol.tracing import Tracing
 from taktline_worker.engine import BatchResult
+from taktline_worker.server import ServeOptions, Worker
 from taktline_worker.tracing import BatchTraces, phases
+
+from tests.gateway.otlp_collector import Collector, attributes
 
 CHUNK = np.zeros((2, 2), np.float32)
 BAD = TaktlineError(ErrorCode.IMAGE_CORRUPT, "no JPEG", "send one")
@@ -75,3 +79,21 @@ def test_metadata_that_names_no_member_writes_no_span(traces, exporter, told):
 def test_without_tracing_nothing_is_even_read():
     BatchTraces(None).batch(None, 0.0, RESULT, "r1")
     BatchTraces(None).close()
+
+
+def test_a_real_worker_exports_its_phases_over_otlp(folders, config_of, tmp_path, monkeypatch):
+    collector = Collector()
+    for name, value in collector.environment.items():
+        monkeypatch.setenv(name, value)
+    config = config_of(folders.lerobot(tmp_path / "policy", "pi05"), solver_steps=1, buckets=(1,))
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0))
+    worker.start()
+    state = worker_pb2.Tensor(dtype="float32", shape=[8], data=bytes(32))
+    request = worker_pb2.InferRequest(policy="tiny", items=[worker_pb2.InferItem(request_id="q", state=state)])
+    with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+        worker_pb2_grpc.WorkerStub(channel).Infer(request, timeout=20, metadata=metadata(m0=True))
+    worker.drain()
+    (span,) = collector.of_trace(f"{1:032x}")["taktline-worker worker"]
+    assert span.parent_span_id.hex() == f"{7:016x}"
+    assert attributes(span)["taktline.code"] == "camera_missing"
+    collector.close()

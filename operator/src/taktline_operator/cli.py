@@ -108,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         settings = Settings(image=options.image, gateway_namespace=options.gateway_namespace)
         if options.command == "plan":
-            bodies = planfile.read_policies(options.file)
+            bodies = planfile.read_policies(
+                options.file, lambda text: print(f"taktline-operator: {text}", file=sys.stderr)
+            )
             planned = planfile.planned_list(bodies, planfile.read_observed(options.observed), settings)
             json.dump(planned, sys.stdout, indent=1)
             sys.stdout.write("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,24 @@ from taktline_operator.plan import Observed, Ref, Settings, plan, ref_of
 Json = dict[str, Any]
 
 
-def read_policies(path: Path) -> list[Json]:
+def read_policies(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Json]:
     """The PolicyDeployments of a YAML file; relative model folders become absolute, counted from the file's folder.
+
+    Args:
+        say: hears how each relative folder was resolved.
 
     Raises:
         TaktlineError: CONFIG_INVALID; the file is absent, no YAML, or holds anything else.
     """
     try:
         documents = [part for part in yaml.safe_load_all(path.read_text()) if part is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID, f"{path} is no YAML{where}: {reason}", "correct that line and try again"
+        ) from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise TaktlineError(
@@ -36,16 +47,20 @@ def read_policies(path: Path) -> list[Json]:
             "see deploy/examples for complete files",
         )
     for document in documents:
-        _resolve_path(document, path.parent)
+        _resolve_path(document, path.parent, say)
     return documents
 
 
-def _resolve_path(document: Json, folder: Path) -> None:
+def _resolve_path(document: Json, folder: Path, say: Callable[[str], None]) -> None:
     found: Any = document
     for name in ("spec", "model", "source"):
         found = found.get(name) if isinstance(found, dict) else None
     if isinstance(found, dict) and isinstance(found.get("path"), str) and found["path"]:
-        found["path"] = str((folder / found["path"]).resolve())
+        given, resolved = found["path"], (folder / found["path"]).resolve()
+        found["path"] = str(resolved)
+        if not Path(given).is_absolute():
+            missing = "" if resolved.is_dir() else "; there is no such folder on this machine"
+            say(f"spec.model.source.path {given} is {resolved}, counted from the folder of the file{missing}")
 
 
 def read_observed(path: Path | None) -> list[Json]:

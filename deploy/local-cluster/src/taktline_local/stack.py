@@ -93,9 +93,24 @@ def run_planner(file: Path, observed: Path | None = None) -> list[Object]:
         words = reply.stderr.strip().splitlines()
         reason = words[-1] if words else f"exit code {reply.returncode}"
         reason = reason.removeprefix("taktline-operator: ").removeprefix(f"{ErrorCode.CONFIG_INVALID.value}: ")
-        raise TaktlineError(ErrorCode.CONFIG_INVALID, reason, f"correct {file}")
+        message, next_step = split_next_step(reason)
+        raise TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step or f"correct {file}")
     items: list[Object] = json.loads(reply.stdout)["items"]
     return items
+
+
+def split_next_step(text: str) -> tuple[str, str]:
+    """A printed TaktlineError, `message (next step)`, as its two parts; the second is empty where there is none."""
+    depth = 0
+    for position in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[position], 0)
+        if depth <= 0:
+            break
+    else:
+        return text, ""
+    if not text.endswith(")") or position == 0:
+        return text, ""
+    return text[:position].rstrip(), text[position + 1 : -1]
 
 
 def planned_pods(items: list[Object], workers: int | None) -> list[Object]:
@@ -310,22 +325,31 @@ class Stack:
         staged.rename(self.routes)
 
     async def _keep_routes(self) -> None:
-        """Follow workers that die and come back, until cancelled."""
-        known = self._ready_workers()
+        """Follow workers and the gateway as they die and come back, until cancelled."""
+        known = self._runs_by_pod()
+        logs = {name: runner.main[0].log for name, runner in self._runners.items()}
         while True:
             self._changed.clear()
             await self._changed.wait()
-            now = self._ready_workers()
-            if now != known:
-                for name in sorted(known - now):
-                    self._say(f"{name} is not ready any more; read {self._runners[name].main[0].log}")
-                for name in sorted(now - known):
-                    self._say(f"{name} is ready again")
-                known = now
+            now = self._runs_by_pod()
+            for name in sorted(known.keys() | now.keys()):
+                if known.get(name) == now.get(name):
+                    continue
+                if name not in now:
+                    self._say(f"{name} is not ready any more, it is started again; read {logs[name]}")
+                    continue
+                # Who dies and comes back while routes are being written was never seen away.
+                died = f" died (read {logs[name]}) and" if name in known else ""
+                self._say(f"{name}{died} is ready again")
+                logs[name] = self._runners[name].main[0].log
+            changed = {name for name in known.keys() | now.keys() if known.get(name) != now.get(name)}
+            known = now
+            if changed - {GATEWAY}:
                 await self._write_routes()
 
-    def _ready_workers(self) -> set[str]:
-        return {name for name, runner in self._runners.items() if name != GATEWAY and runner.main[0].ready}
+    def _runs_by_pod(self) -> dict[str, int]:
+        """The Pods that are ready, each with the number of its run."""
+        return {name: runner.main[0].run_number for name, runner in self._runners.items() if runner.main[0].ready}
 
 
 def last_words(message: str) -> str:

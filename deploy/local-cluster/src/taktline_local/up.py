@@ -42,7 +42,6 @@ def up(
             ErrorCode.CONFIG_INVALID, f"there is no file {file}", "name a PolicyDeployment, see deploy/examples"
         )
     folder = (logs or default_folder()).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     code = asyncio.run(
         run(
             file=file.resolve(),
@@ -87,9 +86,11 @@ async def run(
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    say(f"{file.name} on this machine ({DEVICE_NOTICE}); logs: {folder}")
+    # File, port and policy are checked before anything is announced, or left behind.
     stack = Stack(StackOptions(file=file, folder=folder, port=port, workers=workers), say)
     chosen = choose_policy(stack.policies, policy)
+    folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 (nothing else runs yet)
+    say(f"{file.name} on this machine ({DEVICE_NOTICE}); logs: {folder}")
     with console.status("starting workers and gateway"):
         if not await unless(interrupted, stack.__aenter__()):
             return INTERRUPTED
