@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -26,8 +25,9 @@ from taktline_gateway.compat.gateway_service import GatewayService
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway
 from taktline_gateway.stream.conversation import Conversation
-from taktline_gateway.stream.sessions import Session, Sessions
+from taktline_gateway.stream.sessions import Session, Sessions, belongs
 from taktline_gateway.stream.settings import StreamSettings
+from taktline_gateway.stream.store import SessionStore
 from taktline_gateway.stream.telemetry import StreamTelemetry
 from taktline_gateway.stream.transport import ABORT
 
@@ -54,9 +54,15 @@ class Streams:
         self.settings: StreamSettings = gateway.settings.stream
         self.service = GatewayService(gateway)
         self.sessions = Sessions(self.settings.resume_s, self.settings.held_bytes, time.monotonic)
+        url = self.settings.redis_url
+        self._store = SessionStore(url, self.settings.resume_s) if url else None
         self.telemetry = StreamTelemetry(
-            gateway.telemetry.registry, lambda: gateway.lanes, self._connected, lambda: None
+            gateway.telemetry.registry,
+            lambda: gateway.lanes,
+            self._connected,
+            lambda: None if self._store is None else self._store.up,
         )
+        self._drain_begun = False
         self._conversations: set[Conversation] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,13 +89,18 @@ class Streams:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Housekeeping for as long as the gateway runs."""
-        keeper = asyncio.create_task(self._keep())
+        keepers = [asyncio.create_task(self._keep())]
+        if self._store is not None:
+            await self._store.flush(())  # so that the first hellos find it, if it is there
+            keepers.append(asyncio.create_task(self._keep_stored(self._store)))
         try:
             yield
         finally:
-            keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeper
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            if self._store is not None:
+                await self._store.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -160,7 +171,15 @@ class Streams:
         if not hello.token:
             return None, "new"
         found = self.sessions.resume(policy, robot, hello)
-        return found, "lost" if found is None else "resumed"
+        if found is not None:
+            return found, "resumed"
+        if self._store is not None:
+            moved = await self._store.load(hello.token)
+            if moved is not None and belongs(moved, policy, robot, hello):
+                moved.seq = max(moved.seq, hello.seq)
+                self.sessions.adopt(moved)
+                return moved, "moved"
+        return None, "lost"
 
     def alive(self, session: Session, now: float) -> None:
         """The robot pinged: its id stays its own."""
@@ -171,6 +190,8 @@ class Streams:
         session.link = None
         self.sessions.end(session)
         self._gateway.robots.leave(session.robot, session.session_id)
+        if self._store is not None:
+            self.spawn(self._store.drop(session.token))
 
     # ----- housekeeping
 
@@ -189,13 +210,31 @@ class Streams:
                 log(_logger, logging.ERROR, "internal", exc_info=True, stream=True)
 
     def _look_after(self, now: float, *, tick: bool) -> None:
+        if self._gateway.draining and not self._drain_begun:
+            self._drain_begun = True
+            self.spawn(self._drain())
         for conversation in list(self._conversations):
-            if self._gateway.draining:
-                conversation.drain()
             if tick:
                 conversation.tick(now)
         if tick:
             self.sessions.expire()
+
+    async def _drain(self) -> None:
+        """Writes the sessions down first, so that the next gateway finds them, then says goodbye."""
+        if self._store is not None:
+            await self._store.flush(self.sessions, everything=True)
+        while True:
+            for conversation in list(self._conversations):
+                conversation.drain()
+            await asyncio.sleep(WATCH_S)  # for connections that were being opened
+
+    async def _keep_stored(self, store: SessionStore) -> None:
+        while True:
+            await asyncio.sleep(self.settings.store_every_s)
+            try:
+                await store.flush(self.sessions)
+            except Exception:
+                log(_logger, logging.ERROR, "internal", exc_info=True, stream=True)
 
     def _connected(self) -> Counter[str]:
         return Counter(conversation.policy for conversation in self._conversations)

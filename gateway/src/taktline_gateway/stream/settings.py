@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 
 from taktline_protocol.limits import MIB
 
@@ -20,6 +21,8 @@ class StreamSettings:
         hello_s: a connection that says no hello within this time is closed.
         idle_s: so is one on which nothing came for so long.
         stall_s: so is one whose robot takes no bytes for so long.
+        redis_url: store through which sessions move to other gateways; empty keeps them in this process.
+        store_every_s: how often changed sessions are written there.
         ack_after_s: an observation that has no answer after this time is acknowledged.
     """
 
@@ -31,6 +34,8 @@ class StreamSettings:
     idle_s: float = 30.0
     stall_s: float = 5.0
     ack_after_s: float = 0.02
+    redis_url: str = dataclasses.field(default="", repr=False)
+    store_every_s: float = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stream-resume-s", type=float, default=30.0, metavar="S", help="keep a dropped session")
     group.add_argument("--stream-idle-s", type=float, default=30.0, metavar="S", help="close a silent stream")
     group.add_argument("--stream-stall-s", type=float, default=5.0, metavar="S", help="close one that takes nothing")
+    group.add_argument(
+        "--redis-url",
+        default="",
+        metavar="URL",
+        help="redis:// or rediss:// through which sessions move to other gateways; TAKTLINE_REDIS_URL where not given",
+    )
+    group.add_argument(
+        "--redis-every-s", type=float, default=0.5, metavar="S", help="write changed sessions there so often"
+    )
     group.add_argument(
         "--stream-held-mib", type=float, default=512.0, metavar="MIB", help="camera frames held for all sessions"
     )
@@ -55,4 +69,6 @@ def settings_of(arguments: argparse.Namespace) -> StreamSettings:
         idle_s=arguments.stream_idle_s,
         stall_s=arguments.stream_stall_s,
         held_bytes=int(arguments.stream_held_mib * MIB),
+        redis_url=arguments.redis_url or os.environ.get("TAKTLINE_REDIS_URL", ""),
+        store_every_s=max(0.05, arguments.redis_every_s),
     )
