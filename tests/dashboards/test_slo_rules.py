@@ -213,19 +213,25 @@ class TestPools:
 
 
 class TestWorkersAndRevisions:
-    def predicted(self, values: str) -> dict[str, str]:
-        labels = f'policy="{POLICY}",pool="a",revision="r1",batch="4",quantile="0.5"'
-        return {**STEADY, f"{metrics.T_SYNC_PREDICTED}{{{labels}}}": values}
+    def batches(self, milliseconds: str) -> dict[str, str]:
+        """Sixty batches a minute; `milliseconds` is their summed time."""
+        served = f'policy="{POLICY}",pool="a",revision="r1",batch="4"'
+        return {
+            **STEADY,
+            f'{metrics.T_SYNC_PREDICTED}{{{served},quantile="0.5"}}': "20x300",
+            f"{metrics.T_SYNC}_count{{{served}}}": "0+60x300",
+            f"{metrics.T_SYNC}_sum{{{served}}}": milliseconds,
+        }
 
     def test_a_worker_that_takes_twice_as_long_is_named_and_forgiven(self, story):
-        told = story(self.predicted("20x60 40x60 21x100"))
+        told = story(self.batches("0+1200x60 74400+2400x30 145200+1200x60"))
         assert told.alerts(59, slo.WORKER_SLOWED) == []
-        [found] = told.alerts(70, slo.WORKER_SLOWED)
+        [found] = told.alerts(75, slo.WORKER_SLOWED)
         assert (found["pool"], found["revision"]) == ("a", "r1")
-        assert told.alerts(125, slo.WORKER_SLOWED) == []
+        assert told.alerts(110, slo.WORKER_SLOWED) == []
 
     def test_a_few_percent_are_no_news(self, story):
-        assert story(self.predicted("20x60 26x60")).alerts(80, slo.WORKER_SLOWED) == []
+        assert story(self.batches("0+1200x60 73500+1500x60")).alerts(80, slo.WORKER_SLOWED) == []
 
     def test_the_revision_that_is_worse_is_named(self, story):
         told = story(
@@ -326,7 +332,7 @@ class TestPlatform:
             (
                 slo.ROLLED_BACK,
                 {
-                    f'{metrics.POLICY_ROLLOUT}{{policy="q",namespace="f",phase="RolledBack",reason="ActionsDiffer"}}': (
+                    f'{metrics.POLICY_ROLLOUT}{{policy="q",namespace="f",phase="RolledBack",reason="ParityFailed"}}': (
                         "0x120"
                     )
                 },

@@ -97,6 +97,7 @@ class ApiDouble:
         self.writes: list[tuple[str, str]] = []
         self.calls = 0
         self.fail_at: int | None = None
+        self.monitoring: frozenset[str] = frozenset()  # kinds of the Prometheus operator that are installed
 
     @staticmethod
     def _key(found: Json) -> tuple[str, str, str]:
@@ -124,6 +125,10 @@ class ApiDouble:
             if namespace in (None, found["metadata"]["namespace"])
             and all(found["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
         ]
+
+    async def kinds(self, group_version: str) -> frozenset[str]:
+        self._call()
+        return self.monitoring if group_version == "monitoring.coreos.com/v1" else frozenset()
 
     async def apply(self, desired: Json, subresource: str = "") -> Json:
         self._call()

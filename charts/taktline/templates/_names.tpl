@@ -52,4 +52,8 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+# The Prometheus operator's kinds, where the cluster has them.
+- apiGroups: [monitoring.coreos.com]
+  resources: [prometheusrules, podmonitors]
+  verbs: [get, list, create, patch, delete]
 {{- end }}

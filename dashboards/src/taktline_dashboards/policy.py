@@ -266,12 +266,9 @@ def _workers(found: Page) -> None:
             decimals=0,
         ),
         time_series(
-            "Worker items that failed, by code",
-            "Observations that a worker could not answer, by error code.",
-            Query(
-                rate(metrics.WORKER_ITEMS, metrics.LABEL_CODE, f'{_CHOSEN[:-1]},{metrics.LABEL_CODE}!="ok"}}'),
-                "{{code}}",
-            ),
+            "Observations in the workers, by outcome",
+            "ok, or the error code of what a worker could not answer.",
+            Query(rate(metrics.WORKER_ITEMS, metrics.LABEL_CODE, _CHOSEN), "{{code}}"),
             unit="reqps",
             width=9,
             height=6,

@@ -26,7 +26,7 @@ def of_changes(live: Json, previous: Sequence[Json], current: Sequence[Json], no
     for condition in current:
         kind, status, reason = condition["type"], condition["status"], condition["reason"]
         old = before.get(kind)
-        flipped = status != (old["status"] if old else _BASELINE[kind])
+        flipped = status != (old["status"] if old else _BASELINE.get(kind, status))
         worse = kind == "Degraded" and status == "True" and old is not None and old["reason"] != reason
         if flipped or worse:
             since = old["lastTransitionTime"] if old else ""

@@ -27,6 +27,8 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
     "ControllerRevision": ("/apis/apps/v1", "apps/v1", "controllerrevisions"),
     "PodDisruptionBudget": ("/apis/policy/v1", "policy/v1", "poddisruptionbudgets"),
     "Lease": ("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "leases"),
+    "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "monitoring.coreos.com/v1", "prometheusrules"),
+    "PodMonitor": ("/apis/monitoring.coreos.com/v1", "monitoring.coreos.com/v1", "podmonitors"),
     schema.KIND: (f"/apis/{schema.GROUP}/{schema.VERSION}", f"{schema.GROUP}/{schema.VERSION}", schema.PLURAL),
 }
 
@@ -166,6 +168,16 @@ class KubeApi:
             if not following:
                 return items
             parameters["continue"] = following
+
+    async def kinds(self, group_version: str) -> frozenset[str]:
+        """Kinds that the cluster serves in a group and version, `group/version`; none where it does not know it."""
+        try:
+            found = await self._request("GET", f"/apis/{group_version}")
+        except ApiError as error:
+            if error.status == 404:
+                return frozenset()
+            raise
+        return frozenset(str(resource["kind"]) for resource in found["resources"])
 
     async def apply(self, desired: Json, subresource: str = "") -> Json:
         """Server-side apply with our field manager: our fields win, all others stay."""

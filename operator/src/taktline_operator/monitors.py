@@ -5,22 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 from taktline_operator import naming, slo_rules, workload
-from taktline_operator.slo_windows import DEFAULT_PERIOD_DAYS
 from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
 
 API_VERSION = "monitoring.coreos.com/v1"
 KINDS = ("PrometheusRule", "PodMonitor")
-METRICS_PORT = "metrics"
-"""Name of the worker container's port that a PodMonitor scrapes."""
+CONDITION = "Monitored"
 
 
-def prometheus_rule(
-    policy: PolicyDeployment, *, period_days: int = DEFAULT_PERIOD_DAYS, runbooks: str = slo_rules.RUNBOOKS
-) -> Json:
+def objects(policy: PolicyDeployment, kinds: frozenset[str]) -> list[Json]:
+    """The objects of a policy that a cluster with these kinds gets."""
+    builders = {"PrometheusRule": prometheus_rule, "PodMonitor": pod_monitor}
+    return [builders[kind](policy) for kind in KINDS if kind in kinds]
+
+
+def condition(kinds: frozenset[str]) -> tuple[str, str, str]:
+    """Status, reason and message of the condition that says whether Prometheus is told of the policy."""
+    missing = [kind for kind in KINDS if kind not in kinds]
+    if not missing:
+        return "True", "Applied", "alerts and scraping are set up for the Prometheus operator"
+    return (
+        "False",
+        "KindsAbsent",
+        f"the cluster has no {' and no '.join(missing)} (Prometheus operator); `taktline-operator rules` prints the"
+        " alerts for any Prometheus",
+    )
+
+
+def prometheus_rule(policy: PolicyDeployment) -> Json:
     """The recording rules and alerts of a policy's SLO."""
-    groups = slo_rules.policy_groups(policy, period_days=period_days, runbooks=runbooks)
+    groups = slo_rules.policy_groups(policy)
     return {
         "apiVersion": API_VERSION,
         "kind": "PrometheusRule",
@@ -40,7 +55,7 @@ def pod_monitor(policy: PolicyDeployment) -> Json:
             "podTargetLabels": [naming.LABEL_POOL, naming.LABEL_ACCELERATOR],
             "podMetricsEndpoints": [
                 {
-                    "port": METRICS_PORT,
+                    "port": naming.METRICS_PORT_NAME,
                     "interval": "15s",
                     # The label that queries use, whatever the target label of the pod is called.
                     "relabelings": [

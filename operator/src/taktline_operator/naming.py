@@ -32,6 +32,8 @@ ROUTES_NAME = "taktline-routes"
 ROUTES_FILE = "routes.json"
 ENGINE_FILE = "engine.json"
 WORKER_PORT = 50051
+METRICS_PORT = 9464  # what OpenTelemetry's Prometheus exporters listen on by default
+METRICS_PORT_NAME = "metrics"
 
 GATEWAY_SELECTOR = f"{LABEL_NAME}=taktline-gateway"
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGER},{LABEL_POLICY}"

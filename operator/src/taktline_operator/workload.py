@@ -210,10 +210,15 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             f"{CONFIG_MOUNT}/{naming.ENGINE_FILE}",
             "--listen",
             f"0.0.0.0:{naming.WORKER_PORT}",
+            "--metrics-listen",
+            f"0.0.0.0:{naming.METRICS_PORT}",
         ],
         # Compilers and libraries cache under HOME and TMPDIR; the root file system is read-only.
         "env": [{"name": "HOME", "value": SCRATCH_MOUNT}, {"name": "TMPDIR", "value": SCRATCH_MOUNT}],
-        "ports": [{"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"}],
+        "ports": [
+            {"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"},
+            {"name": naming.METRICS_PORT_NAME, "containerPort": naming.METRICS_PORT, "protocol": "TCP"},
+        ],
         "resources": accelerators.resources(pool.accelerator, pool.resources.requests, pool.resources.limits),
         "startupProbe": probe
         | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": STARTUP_LIMIT_S // STARTUP_PERIOD_S},
