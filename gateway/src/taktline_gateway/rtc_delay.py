@@ -15,7 +15,7 @@ def needs_delay(observation: Observation) -> bool:
 
 
 def seconds_outside(observation: Observation) -> float:
-    """What the gateway does not see of the way from capture to answer: L_observe, and the network by the robot's word."""
+    """What is not seen here of the way from capture to answer: L_observe, and the network by the robot's word."""
     sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
     return sent_at - observation.captured_at + observation.network_ms / 1e3
 
