@@ -11,6 +11,7 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_worker.adapter import Adapter
 
 FAMILIES: dict[str, str] = {
+    "gr00t-n1.7": "taktline_worker.models.groot.adapter",
     "pi0": "taktline_worker.models.pi.adapter",
     "pi05": "taktline_worker.models.pi.adapter",
     "vjepa2-ac": "taktline_worker.models.vjepa2_ac.adapter",

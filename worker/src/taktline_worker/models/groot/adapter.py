@@ -1,0 +1,190 @@
+"""The GR00T adapter: a checkpoint folder and one of its embodiments, behind the interface of all families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig
+from torch import Tensor
+
+from taktline_worker.adapter import Answer, Description
+from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, verify_digests
+from taktline_worker.devices import choose_device
+from taktline_worker.models.groot.config import BACKBONE_FILE, CONFIG_FILE, GrootArchitecture, read_architecture
+from taktline_worker.models.groot.embodiment import Embodiment, read_embodiment
+from taktline_worker.models.groot.processor import GrootProcessor, PendingGrootRow, PreparedRow, open_tokenizer
+from taktline_worker.models.groot.runner import GrootRunner
+from taktline_worker.models.groot.weights import load_weights
+from taktline_worker.observation import EncodedImage, RobotInput
+
+FAMILY = "gr00t-n1.7"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`taktline.json` of a GR00T folder; every field may be left out.
+
+    Attributes:
+        description: one sentence, for people.
+        control_period_ms: time between two action rows; EngineOptions.control_period_ms overrides it.
+    """
+
+    description: str = ""
+    control_period_ms: float | None = None
+
+
+class GrootAdapter:
+    """One loaded policy for one embodiment."""
+
+    def __init__(self, processor: GrootProcessor, runner: GrootRunner, precision: str, control_period_s: float) -> None:
+        self.processor = processor
+        self.runner = runner
+        e = processor.embodiment
+        self.description = Description(
+            family=FAMILY,
+            precision=precision,
+            device=str(runner.device),
+            cameras=processor.cameras,
+            optional_cameras=(),
+            state_dim=e.state_dim,
+            action_dim=e.action_dim,
+            horizon=e.rows,
+            control_period_s=control_period_s,
+        )
+
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingGrootRow:
+        """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
+        return self.processor.begin(observation, pool)
+
+    def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
+        """fp32 (rows, H, action width) on the CPU, normalised units."""
+        del bucket  # eager: padding would only cost time
+        return self.runner.run([prepared.row for prepared in rows])
+
+    def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[Answer | TaktlineError]:
+        """float32 (rows, D) in robot units, or the error of a row that is not finite."""
+        results: list[Answer | TaktlineError] = []
+        for prepared, actions in zip(rows, outputs, strict=True):
+            try:
+                results.append(self.processor.decode(actions, prepared.state))
+            except TaktlineError as error:
+                results.append(error)
+        return results
+
+    def largest_row(self) -> PreparedRow:
+        """Every camera at the checkpoint's own size and an instruction of usual length."""
+        e = self.processor.embodiment
+        height, width = (e.transform.edge, e.transform.edge) if e.transform.edge else e.transform.target
+        frame = EncodedImage("raw", bytes(height * width * 3), (height, width, 3))
+        observation = RobotInput(
+            images=dict.fromkeys(self.processor.cameras, frame),
+            state=np.zeros(e.state_dim),
+            instruction="pick up the object and put it into the box on the left",
+            seed=0,
+        )
+        return self.processor.begin(observation, _Now()).result()
+
+
+class _Now(Executor):
+    """Runs what it is given at once, in the caller's thread."""
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # the base class's own signature
+        """See Executor."""
+        from concurrent.futures import Future
+
+        future: Future[object] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def load(config: EngineConfig) -> GrootAdapter:
+    """Loads the checkpoint that `config` names, after all startup checks.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID or CONFIG_INVALID with the reason and the next step.
+    """
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
+    options = config.engine
+    if options.precision not in _DTYPES:
+        raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
+    if options.parallel.tp != 1 or options.parallel.cfg != 1 or options.parallel.search != 1:
+        raise _config_error("engine.parallel asks for more than dp", "GR00T fits one GPU: use dp, one replica a GPU")
+    if options.rtc.mode not in ("auto", "off"):
+        raise _config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family has no real-time chunking here")
+    verify_digests(folder, config.model.sha256)
+    files = TensorFiles(folder)
+    architecture = _architecture(folder, files, config)
+    embodiment = read_embodiment(folder, config.model.statistics, architecture.head.horizon)
+    embodiment = _shortened(embodiment, options.action_horizon)
+    _check_widths(architecture, embodiment)
+    # Before the weights: a wrong camera name must not cost minutes of loading.
+    processor = GrootProcessor(
+        architecture, embodiment, open_tokenizer(folder), config.model.cameras, options.max_image_pixels
+    )
+    period_s = _control_period_s(folder, options.control_period_ms)
+    device = choose_device(options.device)
+    weights = load_weights(files, architecture, [embodiment.slot], _DTYPES[options.precision], device)
+    return GrootAdapter(processor, GrootRunner(weights, architecture), options.precision, period_s)
+
+
+def _architecture(folder: Path, files: TensorFiles, config: EngineConfig) -> GrootArchitecture:
+    backbone = folder / BACKBONE_FILE
+    found = read_architecture(
+        read_json(folder / CONFIG_FILE), read_json(backbone) if backbone.is_file() else None, files.shapes
+    )
+    steps = config.engine.solver_steps
+    if steps is None:
+        return found
+    if not 1 <= steps <= found.head.time_buckets:
+        raise _config_error(f"engine.solver_steps is {steps}", f"set 1 to {found.head.time_buckets}")
+    return replace(found, head=replace(found.head, solver_steps=steps))
+
+
+def _shortened(embodiment: Embodiment, horizon: int | None) -> Embodiment:
+    if horizon is None:
+        return embodiment
+    if not 1 <= horizon <= embodiment.rows:
+        raise _config_error(
+            f"engine.action_horizon is {horizon}, embodiment {embodiment.tag!r} decodes {embodiment.rows} actions",
+            f"set 1 to {embodiment.rows}",
+        )
+    return replace(embodiment, rows=horizon)
+
+
+def _check_widths(architecture: GrootArchitecture, e: Embodiment) -> None:
+    state = sum(part.model_width for part in e.state)
+    head = architecture.head
+    if state > head.state_width or e.action_dim > head.action_width or not 0 <= e.slot < head.embodiments:
+        raise TaktlineError(
+            ErrorCode.CHECKPOINT_INVALID,
+            f"embodiment {e.tag!r} has {state} state and {e.action_dim} action numbers and slot {e.slot}; the network"
+            f" has {head.state_width}, {head.action_width} and {head.embodiments} slots",
+            "use the processor files and tensors of one checkpoint",
+        )
+
+
+def _control_period_s(folder: Path, stated_ms: float | None) -> float:
+    period_ms = stated_ms
+    if period_ms is None:
+        period_ms = read_sidecar(folder, Sidecar, "docs/groot.md").control_period_ms
+    if period_ms is None:
+        raise _config_error(
+            "the control period is not stated, and no GR00T file holds it",
+            "set spec.engine.controlPeriodMs, or control_period_ms in taktline.json",
+        )
+    if not 0 < period_ms <= 60_000:
+        raise _config_error(f"the control period is {period_ms:g} ms", "set the time between two action rows")
+    return period_ms / 1000.0
+
+
+def _config_error(message: str, next_step: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

@@ -1,0 +1,291 @@
+"""GR00T N1.7 as stateless computation over explicit tensors.
+
+Shapes: N images, B rows, S text slots a row (right-padded: causal layers then need no mask), T action tokens + 1 state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_worker.models.groot.config import (
+    HEAD_NORM_EPS,
+    TAIL_NORM_EPS,
+    VISION_THETA,
+    GrootArchitecture,
+    TextConfig,
+    VisionConfig,
+)
+from taktline_worker.models.groot.weights import (
+    ActionBlock,
+    Attention,
+    GrootWeights,
+    HeadWeights,
+    Merger,
+    Projector,
+    TextLayer,
+    TextWeights,
+    VisionWeights,
+)
+
+
+def patch_order(rows: int, columns: int, merge: int) -> Tensor:
+    """(rows * columns, 2) row and column of each patch, in the order in which patches are kept: block by block."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    grid = torch.stack((row, column), dim=-1).view(rows // merge, merge, columns // merge, merge, 2)
+    return grid.transpose(1, 2).reshape(-1, 2)
+
+
+def vision_positions(table: Tensor, rows: int, columns: int, merge: int) -> Tensor:
+    """(patches, width) fp32: the learned square table read bilinearly at the grid's points, corners on corners."""
+    side = round(table.shape[0] ** 0.5)
+    order = patch_order(rows, columns, merge)
+    floors, weights = [], []
+    for axis, count in ((0, rows), (1, columns)):
+        at = torch.linspace(0, side - 1, count)[order[:, axis]]
+        floors.append(at.int().clamp(max=side - 1).long())
+        weights.append((at - floors[-1])[:, None].to(table.device))
+    below = [(floor + 1).clamp(max=side - 1) for floor in floors]
+    (row, column), (row1, column1) = ([index.to(table.device) for index in pair] for pair in (floors, below))
+    dy, dx = weights
+    return (
+        (1 - dy) * (1 - dx) * table[row * side + column]
+        + (1 - dy) * dx * table[row * side + column1]
+        + dy * (1 - dx) * table[row1 * side + column]
+        + dy * dx * table[row1 * side + column1]
+    )
+
+
+def vision_rope(v: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (patches, head width) fp32: rows turn the first quarter of a head, columns the second."""
+    half = v.width // v.heads // 2
+    frequencies = VISION_THETA ** (-torch.arange(0, half, 2, dtype=torch.float64) / half)
+    angles = patch_order(rows, columns, v.merge).double()[:, :, None] * frequencies
+    angles = angles.flatten(1).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def encode_images(
+    weights: VisionWeights, v: VisionConfig, patches: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Features of N images of one grid.
+
+    Args:
+        patches: (N, P, patch values) in merge order.
+        positions: (P, width) fp32.
+        cos: (P, head width) fp32; `sin` likewise.
+
+    Returns:
+        (N, P / merge^2, text width), and the same of each deepstack block in order.
+    """
+    x = weights.patch(patches) + positions.to(patches.dtype)
+    deep = []
+    for index, block in enumerate(weights.blocks):
+        q, k, value = block.qkv(block.norm1(x)).view(*x.shape[:2], 3, v.heads, -1).unbind(2)
+        q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+        x = x + block.out(attend(q, k, value))
+        x = x + block.fc2(functional.gelu(block.fc1(block.norm2(x)), approximate="tanh"))
+        if index in weights.deepstack:
+            deep.append(merge(weights.deepstack[index], x, v.merge))
+    return merge(weights.merger, x, v.merge), deep
+
+
+def merge(weights: Merger, x: Tensor, side: int) -> Tensor:
+    """(N, P, width) -> (N, P / side^2, text width); neighbours already lie side by side. This GELU is the exact one."""
+    if weights.norm_first:
+        x = weights.norm(x)
+    x = x.reshape(x.shape[0], x.shape[1] // side**2, -1)
+    if not weights.norm_first:
+        x = weights.norm(x)
+    return weights.fc2(functional.gelu(weights.fc1(x)))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotation in fp32, rounded once. x (..., d); cos and sin (..., d) broadcast against it."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """q (B, S, heads, d), k and v (B, T, kv heads, d), mask (B, 1, 1 or S, T) of what is seen -> (B, S, heads * d)."""
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def text_rope(t: TextConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (B, S, head width) fp32 of positions (B, S, 3): time, row, column, interleaved by frequency.
+
+    All frequencies turn by time, except that of every three the second turns by the row and the third by the column,
+    up to three times the axis' section.
+    """
+    half = t.head_dim // 2
+    frequencies = t.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    index = torch.arange(half)
+    axis = torch.zeros(half, dtype=torch.long)
+    for which in (1, 2):
+        axis[(index % 3 == which) & (index < 3 * t.sections[which])] = which
+    angles = positions.double()[..., axis.to(positions.device)] * frequencies.to(positions.device)
+    angles = angles.repeat(1, 1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) rounded to the dtype of x, then times the weight (..., width)."""
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
+    return (normed.float() * weight).to(x.dtype)
+
+
+def encode_text(
+    weights: TextWeights,
+    t: TextConfig,
+    tokens: Tensor,
+    image_slots: Tensor,
+    images: Tensor,
+    deep: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """Features of the last kept layer, before any final norm.
+
+    Args:
+        tokens: int64 (B, S).
+        image_slots: int64 (image tokens,), where in the flattened (B * S) each image token stands.
+        images: (image tokens, width), in that order.
+        deep: features added at the image tokens between layer 0 and 1, 1 and 2, ..., shaped like `images`; what
+            would come behind the last layer is not part of its output.
+        cos: (B, S, head width) fp32; `sin` likewise.
+
+    Returns:
+        (B, S, width); slots behind a row's end hold values that nothing reads.
+    """
+    x = functional.embedding(tokens, weights.embedding)
+    flat = x.view(-1, x.shape[-1])
+    flat[image_slots] = images.to(flat.dtype)
+    for index, layer in enumerate(weights.layers):
+        x = _text_layer(layer, t, x, cos[:, :, None], sin[:, :, None])
+        if index < min(len(deep), len(weights.layers) - 1):
+            flat = x.view(-1, x.shape[-1])
+            flat[image_slots] = flat[image_slots] + deep[index].to(flat.dtype)
+    return x
+
+
+def _text_layer(layer: TextLayer, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    qkv = layer.qkv(rms_norm(x, layer.norm1, t.norm_eps)).view(*x.shape[:2], -1, t.head_dim)
+    q, k, v = qkv[:, :, : t.heads], qkv[:, :, t.heads : -t.kv_heads], qkv[:, :, -t.kv_heads :]
+    q = rotate(rms_norm(q, layer.q_norm, t.norm_eps), cos, sin)
+    k = rotate(rms_norm(k, layer.k_norm, t.norm_eps), cos, sin)
+    x = x + layer.out(attend(q, k, v, causal=True))
+    gate, up = layer.gate_up(rms_norm(x, layer.norm2, t.norm_eps)).chunk(2, dim=-1)
+    return x + layer.down(functional.silu(gate) * up)
+
+
+def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor:
+    """The vision-language self-attention over each row's own tokens.
+
+    The official code lets the padding of a batch into it; a row alone has none, and that is the answer here.
+
+    Args:
+        x: (B, S, width).
+        valid: bool (B, S).
+    """
+    if weights.vl_norm is not None:
+        x = weights.vl_norm(x)
+    for block in weights.refinement:
+        n = block.norm1(x)
+        keys, values = _split(block.attention.kv(n), heads)
+        queries = block.attention.q(n).view(*n.shape[:2], heads, -1)
+        x = x + block.attention.out(attend(queries, keys, values, valid[:, None, None]))
+        x = x + block.fc2(functional.gelu(block.fc1(block.norm2(x)), approximate="tanh"))
+    return x
+
+
+def memory(attention: Attention, heads: int, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, S, heads, d) of a cross-attention block, the same at all solver steps."""
+    return _split(attention.kv(features), heads)
+
+
+def embed_state(projector: Projector, state: Tensor) -> Tensor:
+    """(B, state width) -> (B, width)."""
+    return projector.state2(functional.relu(projector.state1(state)))
+
+
+def embed_actions(projector: Projector, x: Tensor, step: int) -> Tensor:
+    """(B, H, action width) -> (B, H, width) at one solver step."""
+    a = projector.action1(x)
+    h = functional.silu((projector.action2(a) + projector.action_time[step]).to(a.dtype))
+    return (projector.action3(h) + projector.offset).to(a.dtype)
+
+
+def decode_actions(projector: Projector, x: Tensor) -> Tensor:
+    """(B, H, hidden) -> (B, H, action width)."""
+    return projector.decode2(functional.relu(projector.decode1(x)))
+
+
+def action_block(
+    block: ActionBlock, heads: int, x: Tensor, step: int, seen: tuple[Tensor, Tensor, Tensor] | None
+) -> Tensor:
+    """One block of the diffusion transformer on x (B, 1 + H, width).
+
+    Args:
+        seen: keys, values and the mask (B, 1, 1, S) of a cross-attention block; None for self-attention.
+    """
+    n = adaptive_norm(x, block.scale[step], block.shift[step], HEAD_NORM_EPS)
+    queries = block.attention.q(n).view(*n.shape[:2], heads, -1)
+    keys, values, mask = seen if seen is not None else (*_split(block.attention.kv(n), heads), None)
+    x = x + block.attention.out(attend(queries, keys, values, mask))
+    n = functional.layer_norm(x.float(), (x.shape[-1],), eps=HEAD_NORM_EPS).to(x.dtype)
+    return x + block.fc2(functional.gelu(block.fc1(n), approximate="tanh"))
+
+
+def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm without affine, times `scale` (1 is in it), plus `shift`."""
+    return (functional.layer_norm(x.float(), (x.shape[-1],), eps=eps) * scale + shift).to(x.dtype)
+
+
+def velocity(
+    weights: GrootWeights,
+    a: GrootArchitecture,
+    projectors: list[tuple[Tensor, Projector]],
+    state: Tensor,
+    x: Tensor,
+    step: int,
+    seen: list[tuple[Tensor, Tensor, Tensor] | None],
+) -> Tensor:
+    """The velocity of one solver step.
+
+    Args:
+        projectors: (rows of the batch, projector) by embodiment.
+        state: (B, width), embedded.
+        x: (B, H, action width).
+        seen: for each block what `action_block` takes.
+
+    Returns:
+        (B, H, action width).
+    """
+    head = weights.head
+    h = x.new_empty(*x.shape[:2], state.shape[-1])
+    for rows, projector in projectors:
+        h[rows] = embed_actions(projector, x[rows], step)
+    h = torch.cat((state[:, None], h), dim=1)
+    for block, its in zip(head.blocks, seen, strict=True):
+        h = action_block(block, a.head.heads, h, step, its)
+    h = head.tail(adaptive_norm(h[:, 1:], head.tail_scale[step], head.tail_shift[step], TAIL_NORM_EPS))
+    out = x.new_empty(x.shape)
+    for rows, projector in projectors:
+        out[rows] = decode_actions(projector, h[rows])
+    return out
+
+
+def _split(kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    keys, values = kv.view(*kv.shape[:2], 2, heads, -1).unbind(2)
+    return keys, values

@@ -1,0 +1,176 @@
+"""The runner of GR00T N1.7: rows laid out for one call, backbone and memory once, then the solver loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from taktline_worker.models.groot import modules
+from taktline_worker.models.groot.config import GrootArchitecture
+from taktline_worker.models.groot.weights import GrootWeights
+
+StepObserver = Callable[[int, Tensor, Tensor], None]
+"""Called with (step, x before it, velocity), for tests that compare step by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrootRow:
+    """One observation, ready for the network.
+
+    Attributes:
+        patches: for each image fp32 (P, patch values), normalised, in merge order.
+        grids: for each image its rows and columns of patches.
+        tokens: int64 (n,), image tokens included, no padding.
+        state: fp32 (state width,), normalised and zero-padded.
+        noise: fp32 (H, action width), the row's own x at t = 0.
+        embodiment: projector slot.
+    """
+
+    patches: tuple[Tensor, ...]
+    grids: tuple[tuple[int, int], ...]
+    tokens: NDArray[np.int64]
+    state: Tensor
+    noise: Tensor
+    embodiment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The backbone's answer.
+
+    Attributes:
+        backbone: (B, S, width), before the head's own norm.
+        refined: the same after norm and vision-language self-attention.
+        valid: bool (B, S); `image` likewise marks the image tokens.
+    """
+
+    backbone: Tensor
+    refined: Tensor
+    valid: Tensor
+    image: Tensor
+
+
+class GrootRunner:
+    """Runs batches of mixed embodiments, image counts and prompt lengths; a row's answer is the one it gets alone.
+
+    Position tables are kept by image grid: their scope is the checkpoint.
+    """
+
+    def __init__(self, weights: GrootWeights, architecture: GrootArchitecture) -> None:
+        self.weights = weights
+        self.architecture = architecture
+        self.device = weights.text.embedding.device
+        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[GrootRow], observer: StepObserver | None = None) -> Tensor:
+        """fp32 (B, H, action width) on the CPU, normalised units."""
+        a, weights = self.architecture, self.weights
+        features = self.features(rows)
+        slots = torch.tensor([row.embodiment for row in rows])
+        projectors = [
+            ((slots == slot).nonzero()[:, 0].to(self.device), weights.head.projectors[slot])
+            for slot in sorted(set(slots.tolist()))
+        ]
+        given = torch.stack([row.state for row in rows]).to(self.device, weights.dtype)
+        state = given.new_empty(len(rows), a.head.width)
+        for index, projector in projectors:
+            state[index] = modules.embed_state(projector, given[index])
+        seen = self._memories(features)
+        x = torch.stack([row.noise for row in rows]).to(self.device, weights.dtype)
+        dt = 1.0 / a.head.solver_steps
+        for step in range(a.head.solver_steps):
+            velocity = modules.velocity(weights, a, projectors, state, x, step, seen)
+            if observer is not None:
+                observer(step, x, velocity)
+            x = x + dt * velocity
+        return x.float().cpu()
+
+    @torch.inference_mode()
+    def features(self, rows: Sequence[GrootRow]) -> Features:
+        """Vision, text and refinement of a batch."""
+        a, weights = self.architecture, self.weights
+        images, deep = self._images(rows)
+        tokens, valid = _padded([row.tokens for row in rows])
+        is_image = (tokens == a.text.image_token) & valid
+        positions = torch.zeros(*tokens.shape, 3, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            positions[index, : len(row.tokens)] = text_positions(row, a.text.image_token, a.vision.merge)
+        cos, sin = modules.text_rope(a.text, positions.to(self.device))
+        slots = is_image.flatten().nonzero()[:, 0].to(self.device)
+        backbone = modules.encode_text(weights.text, a.text, tokens.to(self.device), slots, images, deep, cos, sin)
+        valid, is_image = valid.to(self.device), is_image.to(self.device)
+        refined = modules.refine(weights.head, a.head.vl_heads, backbone, valid)
+        return Features(backbone, refined, valid, is_image)
+
+    def _memories(self, features: Features) -> list[tuple[Tensor, Tensor, Tensor] | None]:
+        """What each block of the diffusion transformer attends to beside the action tokens, once a request."""
+        head = self.architecture.head
+        text, image, both = features.valid & ~features.image, features.valid & features.image, features.valid
+        masks = {True: text[:, None, None], False: image[:, None, None], None: both[:, None, None]}
+        found: list[tuple[Tensor, Tensor, Tensor] | None] = []
+        for index, block in enumerate(self.weights.head.blocks):
+            if not block.crosses:
+                found.append(None)
+                continue
+            to_text = index % (2 * head.text_every) == 0 if head.text_every else None
+            keys, values = modules.memory(block.attention, head.heads, features.refined)
+            found.append((keys, values, masks[to_text]))
+        return found
+
+    def _images(self, rows: Sequence[GrootRow]) -> tuple[Tensor, list[Tensor]]:
+        """Features of all images in the order of rows, images of one grid in one call."""
+        patches = [one for row in rows for one in row.patches]
+        grids = [grid for row in rows for grid in row.grids]
+        parts: list[list[Tensor]] = [[] for _ in patches]
+        for grid in dict.fromkeys(grids):
+            own = [index for index, other in enumerate(grids) if other == grid]
+            batch = torch.stack([patches[index] for index in own]).to(self.device, self.weights.dtype)
+            vision = self.architecture.vision
+            features, deep = modules.encode_images(self.weights.vision, vision, batch, *self._grid_tables(grid))
+            for place, index in enumerate(own):
+                parts[index] = [features[place], *(one[place] for one in deep)]
+        joined = [torch.cat(level) for level in zip(*parts, strict=True)]
+        return joined[0], joined[1:]
+
+    def _grid_tables(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        if grid not in self._tables:
+            vision = self.architecture.vision
+            positions = modules.vision_positions(self.weights.vision.positions, *grid, vision.merge)
+            cos, sin = modules.vision_rope(vision, *grid)
+            self._tables[grid] = positions, cos.to(self.device), sin.to(self.device)
+        return self._tables[grid]
+
+
+def text_positions(row: GrootRow, image_token: int, merge: int) -> Tensor:
+    """(n, 3) time, row and column of each token: text advances all three, an image spans its merged grid.
+
+    The token behind an image continues at the largest position of the image plus one.
+    """
+    grids = iter(row.grids)
+    at, index, found = 0, 0, []
+    tokens = row.tokens.tolist()
+    while index < len(tokens):
+        if tokens[index] != image_token:
+            found.append(torch.full((1, 3), at))
+            at, index = at + 1, index + 1
+            continue
+        height, width = (side // merge for side in next(grids))
+        r, c = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        found.append(torch.stack((torch.zeros_like(r), r, c), dim=-1).view(-1, 3) + at)
+        at, index = at + max(height, width), index + height * width
+    return torch.cat(found)
+
+
+def _padded(rows: Sequence[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
+    """Tokens (B, S) with zeros behind each row's end, and which of them are valid."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.from_numpy(row)
+    return tokens, torch.arange(tokens.shape[1])[None] < lengths[:, None]

@@ -1,0 +1,377 @@
+"""GR00T N1.7 weights on the device, in the layout of `modules`; what only the solver step decides is tabulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_worker.checkpoint import TensorFiles
+from taktline_worker.models.groot.config import (
+    HEAD,
+    HEAD_NORM_EPS,
+    TEXT,
+    TIME_CHANNELS,
+    VISION_NORM_EPS,
+    VISUAL,
+    GrootArchitecture,
+    expected_shapes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight (n, k) and its bias (n,), or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., k) -> (..., n)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An affine layer norm; computed in fp32."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., width) in the dtype of x."""
+        return functional.layer_norm(x.float(), (x.shape[-1],), self.weight, self.bias, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionBlock:
+    """One pre-norm block of the vision tower."""
+
+    norm1: Norm
+    qkv: Linear
+    out: Linear
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Four neighbouring patches -> one text token. The last tower's norms come before the regrouping, others after."""
+
+    norm: Norm
+    norm_first: bool
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWeights:
+    """The vision tower; `deepstack` maps a block's index to its merger."""
+
+    patch: Linear
+    positions: Tensor
+    blocks: tuple[VisionBlock, ...]
+    merger: Merger
+    deepstack: Mapping[int, Merger]
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayer:
+    """One text layer; q, k and v of all heads in one matrix, gate and up in another."""
+
+    norm1: Tensor
+    qkv: Linear
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Linear
+    norm2: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class TextWeights:
+    """The text layers that are kept."""
+
+    embedding: Tensor
+    layers: tuple[TextLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Projections of one attention; `kv` is key and value in one matrix."""
+
+    q: Linear
+    kv: Linear
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class RefinementBlock:
+    """One block of the vision-language self-attention."""
+
+    norm1: Norm
+    attention: Attention
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ActionBlock:
+    """One block of the diffusion transformer.
+
+    Attributes:
+        scale: (steps, width), 1 + scale of its adaptive norm at each solver step.
+        shift: likewise.
+        crosses: whether its memory is the vision-language features.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    attention: Attention
+    crosses: bool
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """The state and action projections of one embodiment.
+
+    Attributes:
+        action_time: (steps, width), what the time of each solver step adds before the action encoder's nonlinearity.
+        offset: (horizon, width), the last bias and the position embedding.
+    """
+
+    state1: Linear
+    state2: Linear
+    action1: Linear
+    action2: Linear
+    action_time: Tensor
+    action3: Linear
+    offset: Tensor
+    decode1: Linear
+    decode2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The action head. `tail_scale` and `tail_shift` are (steps, width) of the last norm."""
+
+    vl_norm: Norm | None
+    refinement: tuple[RefinementBlock, ...]
+    blocks: tuple[ActionBlock, ...]
+    tail_scale: Tensor
+    tail_shift: Tensor
+    tail: Linear
+    projectors: Mapping[int, Projector]
+
+
+@dataclass(frozen=True, slots=True)
+class GrootWeights:
+    """All that inference reads, on one device."""
+
+    vision: VisionWeights
+    text: TextWeights
+    head: HeadWeights
+    dtype: torch.dtype
+
+
+def load_weights(
+    files: TensorFiles, a: GrootArchitecture, embodiments: list[int], dtype: torch.dtype, device: torch.device
+) -> GrootWeights:
+    """Reads, converts and packs the tensors; of the per-embodiment projections only the slots in `embodiments`.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID for a tensor that is corrupt or not finite.
+    """
+    names = {name: name for name in expected_shapes(a)}
+    return pack_weights(dict(files.read(names)), a, embodiments, dtype, device)
+
+
+def pack_weights(
+    tensors: Mapping[str, Tensor],
+    a: GrootArchitecture,
+    embodiments: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GrootWeights:
+    """As `load_weights`, from tensors in memory. Norms stay fp32; tables are made in fp32 and rounded once."""
+    return _Packer(tensors, a, dtype, device).pack(embodiments)
+
+
+class _Packer:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], a: GrootArchitecture, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tensors, self._a, self._dtype, self._device = tensors, a, dtype, device
+
+    def pack(self, embodiments: list[int]) -> GrootWeights:
+        return GrootWeights(self._vision(), self._text(), self._head(embodiments), self._dtype)
+
+    def _place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(device=self._device, dtype=dtype or self._dtype, copy=True).contiguous()
+
+    def _linear(self, *names: str) -> Linear:
+        weight = torch.cat([self._tensors[f"{name}.weight"] for name in names])
+        biases = [self._tensors[f"{name}.bias"] for name in names if f"{name}.bias" in self._tensors]
+        return Linear(self._place(weight), self._place(torch.cat(biases)) if biases else None)
+
+    def _norm(self, name: str, eps: float) -> Norm:
+        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
+        return Norm(self._place(weight, torch.float32), self._place(bias, torch.float32), eps)
+
+    def _vision(self) -> VisionWeights:
+        v = self._a.vision
+        eps = VISION_NORM_EPS
+        conv = self._tensors[f"{VISUAL}patch_embed.proj.weight"]
+        bias = self._tensors[f"{VISUAL}patch_embed.proj.bias"]
+
+        def merger(name: str, first: bool) -> Merger:
+            prefix = f"{VISUAL}{name}"
+            norm = self._norm(f"{prefix}.norm", eps)
+            return Merger(norm, first, self._linear(f"{prefix}.linear_fc1"), self._linear(f"{prefix}.linear_fc2"))
+
+        def block(index: int) -> VisionBlock:
+            prefix = f"{VISUAL}blocks.{index}"
+            return VisionBlock(
+                self._norm(f"{prefix}.norm1", eps),
+                self._linear(f"{prefix}.attn.qkv"),
+                self._linear(f"{prefix}.attn.proj"),
+                self._norm(f"{prefix}.norm2", eps),
+                self._linear(f"{prefix}.mlp.linear_fc1"),
+                self._linear(f"{prefix}.mlp.linear_fc2"),
+            )
+
+        return VisionWeights(
+            patch=Linear(self._place(conv.flatten(1)), self._place(bias)),
+            positions=self._place(self._tensors[f"{VISUAL}pos_embed.weight"], torch.float32),
+            blocks=tuple(block(index) for index in range(v.depth)),
+            merger=merger("merger", True),
+            deepstack={at: merger(f"deepstack_merger_list.{i}", False) for i, at in enumerate(v.deepstack)},
+        )
+
+    def _text(self) -> TextWeights:
+        def layer(index: int) -> TextLayer:
+            prefix = f"{TEXT}layers.{index}"
+
+            def scale(name: str) -> Tensor:
+                return self._place(self._tensors[f"{prefix}.{name}.weight"], torch.float32)
+
+            return TextLayer(
+                norm1=scale("input_layernorm"),
+                qkv=self._linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
+                q_norm=scale("self_attn.q_norm"),
+                k_norm=scale("self_attn.k_norm"),
+                out=self._linear(f"{prefix}.self_attn.o_proj"),
+                norm2=scale("post_attention_layernorm"),
+                gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+                down=self._linear(f"{prefix}.mlp.down_proj"),
+            )
+
+        embedding = self._place(self._tensors[f"{TEXT}embed_tokens.weight"])
+        return TextWeights(embedding, tuple(layer(index) for index in range(self._a.text.layers)))
+
+    def _attention(self, prefix: str) -> Attention:
+        return Attention(
+            self._linear(f"{prefix}.to_q"),
+            self._linear(f"{prefix}.to_k", f"{prefix}.to_v"),
+            self._linear(f"{prefix}.to_out.0"),
+        )
+
+    def _head(self, embodiments: list[int]) -> HeadWeights:
+        h = self._a.head
+        eps = HEAD_NORM_EPS
+        times = self._time_embeddings()
+
+        def modulation(name: str) -> tuple[Tensor, Tensor]:
+            """The two halves (steps, width) of a linear layer of silu(time), fp32."""
+            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
+            first, second = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
+            return first, second
+
+        def refinement(index: int) -> RefinementBlock:
+            prefix = f"{HEAD}vl_self_attention.transformer_blocks.{index}"
+            return RefinementBlock(
+                self._norm(f"{prefix}.norm1", eps),
+                self._attention(f"{prefix}.attn1"),
+                self._norm(f"{prefix}.norm3", eps),
+                self._linear(f"{prefix}.ff.net.0.proj"),
+                self._linear(f"{prefix}.ff.net.2"),
+            )
+
+        def block(index: int) -> ActionBlock:
+            prefix = f"model.transformer_blocks.{index}"
+            scale, shift = modulation(f"{prefix}.norm1.linear")  # scale first here, shift first in the tail
+            return ActionBlock(
+                self._place(1.0 + scale, torch.float32),
+                self._place(shift, torch.float32),
+                self._attention(f"{HEAD}{prefix}.attn1"),
+                not (h.interleaved and index % 2),
+                self._linear(f"{HEAD}{prefix}.ff.net.0.proj"),
+                self._linear(f"{HEAD}{prefix}.ff.net.2"),
+            )
+
+        tail_shift, tail_scale = modulation("model.proj_out_1")
+        return HeadWeights(
+            vl_norm=self._norm(f"{HEAD}vlln", eps) if h.vl_norm else None,
+            refinement=tuple(refinement(index) for index in range(h.vl_layers)),
+            blocks=tuple(block(index) for index in range(h.layers)),
+            tail_scale=self._place(1.0 + tail_scale, torch.float32),
+            tail_shift=self._place(tail_shift, torch.float32),
+            tail=self._linear(f"{HEAD}model.proj_out_2"),
+            projectors={slot: self._projector(slot) for slot in embodiments},
+        )
+
+    def _time_embeddings(self) -> Tensor:
+        """(steps, width) fp32: sinusoids of the integer times, cosines first, through the two-layer embedder."""
+        half = TIME_CHANNELS // 2
+        frequencies = torch.exp(-math.log(10_000.0) * torch.arange(half, dtype=torch.float64) / (half - 1))
+        angles = self.times().double()[:, None] * frequencies
+        waves = torch.cat((angles.cos(), angles.sin()), dim=1).float()
+        prefix = f"{HEAD}model.timestep_encoder.timestep_embedder."
+        parts: list[Callable[[Tensor], Tensor]] = []
+        for name in ("linear_1", "linear_2"):
+            weight, bias = (self._tensors[f"{prefix}{name}.{part}"].float() for part in ("weight", "bias"))
+            parts.append(lambda x, weight=weight, bias=bias: functional.linear(x, weight, bias))  # type: ignore[misc]
+        return parts[1](functional.silu(parts[0](waves)))
+
+    def times(self) -> Tensor:
+        """The integer time of each solver step (steps,)."""
+        h = self._a.head
+        return torch.tensor([int(h.time_buckets * step / h.solver_steps) for step in range(h.solver_steps)])
+
+    def _projector(self, slot: int) -> Projector:
+        h = self._a.head
+
+        def linear(name: str) -> Linear:
+            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"][slot] for part in ("W", "b"))
+            return Linear(self._place(weight.t()), self._place(bias))
+
+        half = h.width // 2
+        frequencies = torch.exp(-math.log(10_000.0) * torch.arange(half, dtype=torch.float64) / half)
+        angles = self.times().double()[:, None] * frequencies
+        waves = torch.cat((angles.sin(), angles.cos()), dim=1).float()
+        second, bias = (self._tensors[f"{HEAD}action_encoder.W2.{part}"][slot].float() for part in ("W", "b"))
+        last = self._tensors[f"{HEAD}action_encoder.W3.b"][slot].float().expand(h.horizon, -1)
+        if h.position_embedding:
+            last = last + self._tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
+        third = linear("action_encoder.W3")
+        return Projector(
+            state1=linear("state_encoder.layer1"),
+            state2=linear("state_encoder.layer2"),
+            action1=linear("action_encoder.W1"),
+            action2=Linear(self._place(second[: h.width].t()), None),
+            action_time=self._place(waves @ second[h.width :] + bias, torch.float32),
+            action3=Linear(third.weight, None),
+            offset=self._place(last, torch.float32),
+            decode1=linear("action_decoder.layer1"),
+            decode2=linear("action_decoder.layer2"),
+        )
