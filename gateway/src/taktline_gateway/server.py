@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import uvicorn
@@ -61,12 +62,30 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGUSR1, _census, gateway, counts)
     drainer = asyncio.create_task(_drain_on(stop, gateway, server))
     async with following(gateway.tls, gateway.worker_tls):
         await server.serve()
     drainer.cancel()
     if not server.started:
         raise SystemExit(1)
+
+
+def _census(gateway: Gateway, counts: ConnectionCounts) -> None:
+    """Logs what this process holds at the moment, for who looks for a leak: kill -USR1."""
+    tasks = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
+    log(
+        _logger,
+        logging.INFO,
+        "census",
+        tasks=dict(tasks.most_common(20)),
+        task_count=tasks.total(),
+        connections=counts.total,
+        robots=len(gateway.robots),
+        requests=gateway.requests,
+        queued={policy: lane.depth for policy, lane in gateway.lanes.items()},
+        unanswered={policy: lane.unanswered for policy, lane in gateway.lanes.items()},
+    )
 
 
 async def _drain_on(stop: asyncio.Event, gateway: Gateway, server: uvicorn.Server) -> None:

@@ -1,0 +1,95 @@
+"""A worker process that does nothing: real gRPC, real health and Info, a constant chunk for every observation.
+
+python -m benchmarks.gateway.noop_worker --listen HOST:PORT [--t-sync 1:0.5,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
+
+HORIZON, WIDTH = 50, 7
+CAMERAS = ("front", "wrist")
+STATE_DIM = 8
+
+
+class NoopWorker(worker_pb2_grpc.WorkerServicer):
+    """Answers at once, or after `work_ms` where a load is to be set."""
+
+    def __init__(self, policy: str, t_sync: list[tuple[int, float]], work_ms: float) -> None:
+        self._policy = policy
+        self._t_sync = t_sync
+        self._work_ms = work_ms
+        self._actions = to_tensor(np.zeros((HORIZON, WIDTH), np.float32))
+        self._engine = asyncio.Lock()
+
+    async def Info(self, request: Any, context: Any) -> Any:
+        """What the gateway must know."""
+        return worker_pb2.InfoResponse(
+            policy=self._policy,
+            family="noop",
+            revision="r1",
+            precision="fp32",
+            device="cpu",
+            cameras=CAMERAS,
+            state_dim=STATE_DIM,
+            action_dim=WIDTH,
+            horizon=HORIZON,
+            dt_s=0.02,
+            t_sync=[worker_pb2.BucketTime(batch=size, median_ms=ms, p99_ms=2 * ms) for size, ms in self._t_sync],
+        )
+
+    async def Infer(self, request: Any, context: Any) -> Any:
+        """One batch."""
+        began = time.monotonic()
+        if self._work_ms:
+            async with self._engine:
+                await asyncio.sleep(self._work_ms / 1e3)
+        results = [worker_pb2.InferResult(request_id=item.request_id, actions=self._actions) for item in request.items]
+        total_ms = 1e3 * (time.monotonic() - began)
+        return worker_pb2.InferResponse(
+            results=results, engine_ms=total_ms, total_ms=total_ms, bucket=len(results), revision="r1"
+        )
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serves until SIGTERM."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    times = [(int(size), float(ms)) for size, _, ms in (pair.partition(":") for pair in arguments.t_sync.split(","))]
+    worker_pb2_grpc.add_WorkerServicer_to_server(  # type: ignore[no-untyped-call]
+        NoopWorker(arguments.policy, times, arguments.work_ms), server
+    )
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    server.add_insecure_port(arguments.listen)
+    await server.start()
+    await status.set("", health_pb2.HealthCheckResponse.SERVING)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await status.enter_graceful_shutdown()
+    await server.stop(5)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--policy", default="noop")
+    parser.add_argument("--t-sync", default="1:0.4,2:0.5,4:0.7,8:1.2,16:2.2")
+    parser.add_argument("--work-ms", type=float, default=0.0, help="how long each batch takes")
+    uvloop.run(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

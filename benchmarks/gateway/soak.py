@@ -1,0 +1,212 @@
+"""Holds a gateway at 80% load and watches what it holds: memory, tasks, sessions and descriptors must stay flat.
+
+python -m benchmarks.gateway.soak [--minutes M] [--load SHARE] [--robots N] [--output FILE]
+
+Robots over REST, the stream and openpi's protocol ask at a fixed rate; some leave and others come all the time, so that
+what a connection leaves behind would add up. The worker's batches take a fixed time, so capacity does not depend on
+this machine's cores. At the end every robot leaves, and the gateway must hold what it held before the first one came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import datetime
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.gateway.fleet import CHUNK, SILENT, Plan, fleet
+from benchmarks.gateway.processes import Deployment, free_port, until
+
+PROTOCOLS = ("rest", "stream", "openpi")
+T_SYNC = "1:38,2:39,4:40,8:42"
+WORK_MS = 40.0
+BATCH = 8
+CAPACITY_HZ = BATCH / (WORK_MS / 1e3)
+SETTLE_S = 8.0
+"""After the last robot has left: sessions that may be resumed live longer than this unless their robot said goodbye."""
+RESUME_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """What the gateway held at one instant; `at_s` since the start."""
+
+    at_s: float
+    resident_mib: float
+    descriptors: int
+    tasks: int
+    connections: int
+    queued: int
+
+
+class Watched:
+    """A gateway whose census is read from its log."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        assert deployment.gateway is not None
+        self._deployment = deployment
+        self._server = deployment.gateway
+        self._began = time.monotonic()
+        self._read = 0
+
+    async def sample(self) -> Sample:
+        """Asks for a census and reads it. Raises TimeoutError where none comes."""
+        self._server.send(signal.SIGUSR1)
+        for _ in range(200):
+            census = self._census()
+            if census is not None:
+                return Sample(
+                    at_s=round(time.monotonic() - self._began, 1),
+                    resident_mib=round(self._server.resident_mib(), 2),
+                    descriptors=self._server.descriptors(),
+                    tasks=census["task_count"],
+                    connections=census["connections"],
+                    queued=sum(census["unanswered"].values()),
+                )
+            await asyncio.sleep(0.05)
+        raise TimeoutError("the gateway gave no census")
+
+    def _census(self) -> dict[str, object] | None:  # type: ignore[type-arg]
+        with self._deployment.log.open() as file:
+            file.seek(self._read)
+            found = None
+            while line := file.readline():
+                if not line.endswith("\n"):
+                    break
+                self._read = file.tell()
+                entry = json.loads(line)
+                if entry.get("message") == "census":
+                    found = entry
+        return found
+
+
+def growth_of(samples: list[Sample]) -> float:
+    """MiB by which memory grew between the second and the last quarter of a run (medians, so a peak does not count)."""
+    quarter = max(1, len(samples) // 4)
+    before = statistics.median(sample.resident_mib for sample in samples[quarter : 2 * quarter] or samples[:1])
+    return statistics.median(sample.resident_mib for sample in samples[-quarter:]) - before
+
+
+async def soak(folder: Path, seconds: float, load: float, robots: int, sample_s: float) -> dict[str, object]:
+    """One run. Returns its row."""
+    deployment = Deployment(folder)
+    openpi_port = free_port()
+    try:
+        address = deployment.start_worker("--t-sync", T_SYNC, "--work-ms", str(WORK_MS))
+        deployment.write_routes([address], max_batch=BATCH)
+        deployment.start_gateway("--openpi-listen", f"127.0.0.1:{openpi_port}", "--stream-resume-s", str(RESUME_S))
+        await asyncio.to_thread(until, lambda: deployment.ready(1), "the worker being up")
+        plan = Plan(
+            policy="noop",
+            addresses=[("127.0.0.1", deployment.port)],
+            openpi_addresses=[("127.0.0.1", openpi_port)],
+            period_s=robots / (load * CAPACITY_HZ),
+            budget_ms=1000.0,
+        )
+        watched = Watched(deployment)
+        async with fleet(plan, PROTOCOLS, len(PROTOCOLS)):
+            await asyncio.sleep(min(3.0, 0.2 * seconds))  # what is made once is made before the baseline
+        await asyncio.sleep(SETTLE_S)
+        before = await watched.sample()
+        samples: list[Sample] = []
+        books = []
+        ends = time.monotonic() + seconds
+
+        async def shift(number: int) -> None:
+            """A share of the fleet that comes, stays for a while, and goes, until the time is over."""
+            stay_s = max(1.0, min(20.0, seconds / 6)) * (1 + number / 4)
+            while (left_s := ends - time.monotonic()) > 0.2:
+                async with fleet(plan, PROTOCOLS, robots // 4) as book:
+                    books.append(book)
+                    await asyncio.sleep(min(stay_s, left_s))
+
+        async def watch() -> None:
+            while time.monotonic() < ends:
+                await asyncio.sleep(sample_s)
+                samples.append(await watched.sample())
+
+        await asyncio.gather(*(shift(number) for number in range(4)), watch())
+        await asyncio.sleep(SETTLE_S)
+        after = await watched.sample()
+        words = sum((book.words() for book in books), start=books[0].words().__class__())
+        sent = sum(book.sent for book in books)
+        over = [outcome.over_ms for book in books for outcome in book.outcomes]
+        return {
+            "bench": "gateway-soak",
+            "seconds": seconds,
+            "load": load,
+            "robots": robots,
+            "protocols": "+".join(PROTOCOLS),
+            "requests": sent,
+            "accounted": len(over),
+            "requests_per_s": round(sent / seconds, 1),
+            CHUNK: words.pop(CHUNK, 0),
+            SILENT: words.pop(SILENT, 0),
+            "other": dict(words),
+            "late": sum(value > 0 for value in over),
+            "memory_growth_mib": round(growth_of(samples), 2),
+            "memory_mib": [sample.resident_mib for sample in samples][:: max(1, len(samples) // 60)],
+            "before": dataclasses.asdict(before),
+            "peak": {
+                field: max(getattr(sample, field) for sample in samples)
+                for field in ("resident_mib", "descriptors", "tasks", "connections", "queued")
+            },
+            "after": dataclasses.asdict(after),
+        }
+    finally:
+        deployment.stop()
+
+
+def faults(row: dict[str, object], growth_mib: float) -> list[str]:
+    """What of a run must not be: leaks, silence, memory that grows."""
+    before, after = row["before"], row["after"]
+    assert isinstance(before, dict) and isinstance(after, dict)  # noqa: PT018
+    found = [
+        f"{field}: {before[field]} before the load, {after[field]} after it"
+        for field in ("descriptors", "tasks", "connections", "queued")
+        if after[field] > before[field]
+    ]
+    if row["requests"] != row["accounted"] or row[SILENT]:
+        found.append(f"{row['requests']} requests, {row['accounted']} outcomes, {row[SILENT]} silent")
+    if float(str(row["memory_growth_mib"])) > growth_mib:
+        found.append(f"memory grew by {row['memory_growth_mib']} MiB")
+    return found
+
+
+def main() -> None:
+    """The command line; exits with 1 where something leaked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--load", type=float, default=0.8, help="share of what the worker can do")
+    parser.add_argument("--robots", type=int, default=24)
+    parser.add_argument("--sample-s", type=float, default=5.0)
+    parser.add_argument("--growth-mib", type=float, default=8.0, help="growth of memory that is still flat")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        row = uvloop.run(
+            soak(Path(folder), 60 * arguments.minutes, arguments.load, arguments.robots, arguments.sample_s)
+        )
+    row["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    row["command"] = " ".join(["python -m benchmarks.gateway.soak", *sys.argv[1:]])
+    print(json.dumps(row, indent=2))
+    wrong = faults(row, arguments.growth_mib)
+    for text in wrong:
+        print(f"FAULT {text}")
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps([row]) + "\n")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
