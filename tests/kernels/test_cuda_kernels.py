@@ -60,6 +60,44 @@ def test_linear_geglu(rows: int, depth: int, width: int, tile: int | None) -> No
     assert relative(actual, REGISTRY["geglu"].reference(x.float() @ weight.float().T)) < 4e-3
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", [64, 128, 256])
+@pytest.mark.parametrize(("images", "heads"), [(1, 2), (3, 16)])
+def test_attention_inside_images(images: int, heads: int, rows: int) -> None:
+    from taktline_kernels.cuda.image_attention import attention_vision
+
+    qkv = torch.randn(images, 256, 3, heads, 72, device="cuda").bfloat16()
+    qkv[:, 7, 0] *= 8  # one query with a sharp distribution
+    parts = qkv.unbind(2)
+    expected = REGISTRY["attention_vision"].reference(*(part.float() for part in parts))
+    actual = attention_vision(*parts, {"rows": rows})
+    assert actual.dtype == torch.bfloat16
+    assert relative(actual, expected) < 4e-3
+    assert torch.equal(actual, attention_vision(*parts, {"rows": rows}))
+    # Tensors that are no parts of one projection take PyTorch's way.
+    assert relative(attention_vision(parts[0].contiguous(), parts[1], parts[2], {}), expected) < 4e-3
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(("bias", "gelu"), [(False, False), (True, False), (True, True)])
+def test_library_products(bias: bool, gelu: bool) -> None:
+    """Every algorithm that the library offers for a shape computes the same function."""
+    from taktline_kernels.cuda import cublaslt
+
+    x = torch.randn(3, 100, 1152, device="cuda").bfloat16()
+    weight = (torch.randn(432, 1152, device="cuda") / 34).bfloat16()
+    offset = torch.randn(432, device="cuda").bfloat16() if bias else None
+    expected = functional.linear(x.float(), weight.float(), None if offset is None else offset.float())
+    if gelu:
+        expected = functional.gelu(expected, approximate="tanh")
+    count = len(cublaslt.LtProduct(300, 432, 1152, bias, gelu, x.device).algorithms)
+    assert count > 1
+    for algorithm in range(count):
+        assert relative(cublaslt.linear(x, weight, offset, gelu, algorithm), expected) < 4e-3
+
+
 def test_timed_weight_is_the_fp32_product_with_its_bias() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 1024, generator=generator)

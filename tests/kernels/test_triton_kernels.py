@@ -11,6 +11,7 @@ HAS_GPU = torch.cuda.is_available()
 norms = importlib.import_module("taktline_kernels.triton_impl.norms")
 activations = importlib.import_module("taktline_kernels.triton_impl.activations")
 attention = importlib.import_module("taktline_kernels.triton_impl.attention")
+prefix_rows = importlib.import_module("taktline_kernels.triton_impl.prefix_rows")
 rope_module = importlib.import_module("taktline_kernels.triton_impl.rope")
 fp8 = importlib.import_module("taktline_kernels.triton_impl.fp8")
 head = importlib.import_module("taktline_kernels.triton_impl.action_head")
@@ -210,3 +211,31 @@ def test_action_head(dtype: torch.dtype) -> None:
     head.action_head(again, target, *heads, hidden=None, update=None, modulation=None, gate=None, dt=-0.1, last=False)
     assert torch.equal(again, out)
     close(target, embedded, dtype)
+
+
+def test_attention_with_a_token_as_an_fp8_row() -> None:
+    config = {"block_m": 16, "block_n": 16, "num_warps": 4}
+    dtype = torch.bfloat16 if HAS_GPU else torch.float16
+    q, k, v = rand(2, 7, 4, 64, dtype=dtype), rand(2, 40, 64, dtype=dtype), rand(2, 40, 64, dtype=dtype)
+    lengths = torch.tensor([37, 18], dtype=torch.int32, device=DEVICE)
+    plain = attention.attention_cached(q, k, v, lengths, 0, config=config)
+    scales = torch.full((14, 1), float("nan"), device=DEVICE)
+    rows = attention.attention_cached(q, k, v, lengths, 0, config=config, scales=scales)
+    assert rows.dtype == torch.float8_e4m3fn
+    expected = plain.float().view(14, 256)
+    assert torch.allclose(scales * 448, expected.abs().amax(dim=1, keepdim=True), rtol=4e-3)
+    error = rows.float().view(14, 256) * scales - expected
+    judged = torch.ones_like(error, dtype=torch.bool) if HAS_GPU else (expected / scales).frexp().mantissa.abs() < 0.96
+    assert float((error * judged).norm() / expected.norm()) < 0.04
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_assembled_prefix(dtype: torch.dtype) -> None:
+    images, embedding = rand(10, 72, dtype=dtype), rand(30, 72, dtype=dtype)
+    tokens = torch.tensor([[3, 29, 0], [7, 7, 1]], device=DEVICE)
+    source = torch.tensor([[0, 9, 10, 11, 12, 0], [4, 13, 14, 15, 2, 2]], device=DEVICE)
+    actual = prefix_rows.assemble(images, embedding, tokens, source)
+    text = (embedding.float() * 72**0.5).to(dtype)[tokens.flatten()]
+    expected = torch.cat((images, text))[source]
+    close(actual, expected, dtype)
+    assert torch.equal(actual[0, :2], expected[0, :2])

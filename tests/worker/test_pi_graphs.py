@@ -99,3 +99,25 @@ def test_a_batch_that_fits_no_bucket_is_refused(captured: Any) -> None:
     runner, rows, _, tokens = captured
     with pytest.raises(ValueError, match="no bucket"):
         runner.run(collate([rows[0]] * 5, tokens))
+
+
+@pytest.mark.parametrize(("family", "precision"), [("pi05", "bf16"), ("pi0", "bf16"), ("pi05", "fp8")])
+def test_a_folder_is_served_from_graphs(
+    tmp_path: Path, folders: Any, config_of: Any, observations: Any, pool: Any, family: str, precision: str
+) -> None:
+    """The whole way on the GPU, raw frames included, close to the same folder in fp32 on the CPU."""
+    from taktline_worker.models.pi import adapter
+    from taktline_worker.models.pi.graphs import GraphRunner
+
+    folder = folders.lerobot(tmp_path / "policy", family)
+    answers = []
+    for device, number_format in (("cpu", "fp32"), ("cuda", precision)):
+        loaded = adapter.load(config_of(folder, family, device=device, precision=number_format))
+        assert isinstance(loaded.runner, GraphRunner) is (device == "cuda")
+        rows = [loaded.begin(observations.make(family, seed=seed), pool).result() for seed in (1, 2, 3)]
+        assert (rows[0].row.raw is not None) is (device == "cuda")
+        answers.append([torch.from_numpy(chunk) for chunk in loaded.finish(rows, loaded.run(rows, 4))])
+    for expected, actual in zip(*answers, strict=True):
+        error = float((actual - expected).norm() / expected.norm())
+        print(f"{family} {precision} against fp32: {error:.3e}")
+        assert 1e-6 < error < (3e-2 if precision == "bf16" else 0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from taktline_kernels.selector import default_selector
 from taktline_kernels.triton_impl import action_head as action_head_module
-from taktline_kernels.triton_impl import activations, attention, fp8, norms, rope
+from taktline_kernels.triton_impl import activations, attention, fp8, norms, prefix_rows, rope
 
 CACHE_MARGIN = 128
 """Rows of finite values that must follow the last cache row in memory: attention reads whole blocks."""
@@ -97,6 +98,27 @@ def layer_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, ep
     return total, Fp8Rows(values, scales)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias.
+
+    Args:
+        x: (..., k) bf16, contiguous.
+        weight: (n, k) bf16, contiguous.
+        bias: (n,) bf16 or None.
+
+    Returns:
+        (..., n) bf16.
+    """
+    rows = x.numel() // x.shape[-1]
+    shape = {"m": rows, "n": weight.shape[0], "k": weight.shape[1], "bias": int(bias is not None)}
+    choice = default_selector().choose("product", shape, x.dtype, x.device)
+    if choice.kernel == "cublaslt":
+        from taktline_kernels.cuda import cublaslt
+
+        return cublaslt.linear(x, weight, bias, gelu=False, algorithm=choice.config.get("algorithm", 0))
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """gelu(x @ weight.T + bias), tanh form, in the matrix product's epilogue.
 
@@ -138,7 +160,17 @@ def pack_gate_up(gate_up: Tensor) -> Tensor:
     return gate_up.view(2, half // 8, 8, -1).transpose(0, 1).reshape(gate_up.shape).contiguous()
 
 
+def layer_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + y in the dtype of x, and its LayerNorm in `dtype`; y None adds nothing."""
+    shape = {"rows": x.numel() // x.shape[-1], "width": x.shape[-1]}
+    config = default_selector().choose("add_layer_norm", shape, dtype, x.device).config
+    return norms.layer_norm_of_stream(x, y, weight, bias, eps, dtype, config.get("num_warps", 4))
+
+
 rope_cache = rope.rope_cache
+assemble = prefix_rows.assemble
 
 
 def attention_cached(
@@ -157,11 +189,28 @@ def attention_cached(
     Returns:
         (batch, tokens, heads, head_dim).
     """
-    shape = {"batch": q.shape[0], "rows": q.shape[1] * q.shape[2], "cache": k_cache.shape[1]}
-    config = default_selector().choose("attention_cached", shape, q.dtype, q.device).config
+    config = _attention_config(q, k_cache)
     return attention.attention_cached(
         q, k_cache, v_cache, lengths, extra, config=config, bounded=False, first_alone=first_alone
     )
+
+
+def attention_cached_fp8(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, extra: int) -> Fp8Rows:
+    """`attention_cached`, with all heads of a token as one FP8 row: (batch, tokens, heads * head_dim)."""
+    config = _attention_config(q, k_cache)
+    if config.get("splits", 1) > 1 or config.get("block_m", 64) % q.shape[2]:
+        attended = attention.attention_cached(q, k_cache, v_cache, lengths, extra, config=config, bounded=False)
+        return quantise_rows(attended.flatten(2))
+    scales = torch.empty((q.shape[0] * q.shape[1], 1), dtype=torch.float32, device=q.device)
+    attended = attention.attention_cached(
+        q, k_cache, v_cache, lengths, extra, config=config, bounded=False, scales=scales
+    )
+    return Fp8Rows(attended.flatten(2), scales)
+
+
+def _attention_config(q: Tensor, k_cache: Tensor) -> Mapping[str, int]:
+    shape = {"batch": q.shape[0], "rows": q.shape[1] * q.shape[2], "cache": k_cache.shape[1]}
+    return default_selector().choose("attention_cached", shape, q.dtype, q.device).config
 
 
 def action_head(

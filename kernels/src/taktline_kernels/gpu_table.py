@@ -3,4 +3,5 @@
 GPU_KERNELS: dict[str, tuple[str, ...]] = {
     "attention_cached": ("triton",),
     "linear_geglu": ("hopper", "cublas"),
+    "product": ("cublaslt", "cublas"),
 }

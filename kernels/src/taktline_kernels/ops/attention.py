@@ -53,7 +53,14 @@ def _suffix_reference(
     return _attend(q, torch.cat((prefix_k, suffix_k), dim=1), torch.cat((prefix_v, suffix_v), dim=1), valid)
 
 
-_VISION = register("attention_vision", _vision_reference, {"sdpa": "taktline_kernels.cuda.sdpa:attention_vision"})
+_VISION = register(
+    "attention_vision",
+    _vision_reference,
+    {
+        "sdpa": "taktline_kernels.cuda.sdpa:attention_vision",
+        "packed": "taktline_kernels.cuda.image_attention:attention_vision",
+    },
+)
 _PREFIX = register("attention_prefix", _prefix_reference, {"triton": f"{_TRITON}:attention_prefix"})
 _SUFFIX = register("attention_suffix", _suffix_reference, {"triton": f"{_TRITON}:attention_suffix"})
 

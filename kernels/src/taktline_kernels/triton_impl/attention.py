@@ -24,6 +24,7 @@ def _cached_kernel(
     top_ptr,
     total_ptr,
     lengths_ptr,
+    scales_ptr,
     extra,
     rows,
     cache_rows,
@@ -39,6 +40,7 @@ def _cached_kernel(
     SPLITS: tl.constexpr,
     BOUNDED: tl.constexpr,
     FIRST_ALONE: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # All query heads share the one key/value head, so a token's heads are rows: row = token * HEADS + head.
@@ -85,7 +87,17 @@ def _cached_kernel(
         else:
             v = tl.load(v_ptr + offsets)
         out = out * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    if SPLITS == 1:
+    if FP8:
+        # The heads of a token are rows of one block, so its scale is at hand.
+        out = out / total[:, None]
+        largest = tl.reshape(tl.max(tl.abs(out), axis=1), (BLOCK_M // HEADS, HEADS))
+        largest = tl.maximum(tl.max(largest, axis=1), 1e-30)
+        token = tl.program_id(0) * (BLOCK_M // HEADS) + tl.arange(0, BLOCK_M // HEADS)
+        tl.store(scales_ptr + batch * (rows // HEADS) + token, largest / 448.0, mask=token < rows // HEADS)
+        factor = tl.reshape(tl.broadcast_to((448.0 / largest)[:, None], (BLOCK_M // HEADS, HEADS)), (BLOCK_M,))
+        target = batch * out_batch_stride + row[:, None] * WIDTH + width[None, :]
+        tl.store(out_ptr + target, (out * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    elif SPLITS == 1:
         target = batch * out_batch_stride + row[:, None] * WIDTH + width[None, :]
         tl.store(out_ptr + target, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
     else:
@@ -134,6 +146,7 @@ def attention_cached(
     config: Mapping[str, int],
     bounded: bool = True,
     first_alone: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend over the first lengths + extra rows of a cache with one key/value head.
 
@@ -147,14 +160,17 @@ def attention_cached(
         bounded: check every read against the cache's end. False when the caller's cache is followed by at least
             block_n rows of finite values.
         first_alone: the first token sees lengths + 1 rows only.
+        scales: (batch * tokens, 1) fp32: makes the result e4m3, a scale a token, which is left here; not with splits,
+            and block_m must be a multiple of heads.
 
     Returns:
-        (batch, tokens, heads, head_dim) in the dtype of q.
+        (batch, tokens, heads, head_dim) in the dtype of q, or e4m3.
     """
     batch, tokens, heads, width = q.shape
     rows = tokens * heads
     splits = config.get("splits", 1)
-    out = torch.empty((batch, tokens, heads, width), dtype=q.dtype, device=q.device)
+    dtype = q.dtype if scales is None else torch.float8_e4m3fn
+    out = torch.empty((batch, tokens, heads, width), dtype=dtype, device=q.device)
     shape = (batch, splits, rows) if splits > 1 else (1,)
     tops = torch.empty(shape, dtype=torch.float32, device=q.device)
     totals = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -171,6 +187,7 @@ def attention_cached(
         tops,
         totals,
         lengths,
+        lengths if scales is None else scales,
         extra,
         rows,
         k_cache.shape[1],
@@ -186,6 +203,7 @@ def attention_cached(
         SPLITS=splits,
         BOUNDED=bounded,
         FIRST_ALONE=first_alone,
+        FP8=scales is not None,
         num_warps=config.get("num_warps", 4),
         num_stages=config.get("num_stages", 2),
     )

@@ -25,8 +25,24 @@ def to_fp8(x, inside, values_ptr, scale_ptr, columns):
 
 
 @triton.jit
+def _gelu_fast(x):
+    """gelu(x), tanh form, with the hardware's tanh: right to 11 bits, of which e4m3 keeps 4."""
+    u = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
+    tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+    half = 0.5 * x
+    return half + half * tanh
+
+
+@triton.jit
 def _rows_kernel(
-    x_ptr, values_ptr, scales_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -37,18 +53,22 @@ def _rows_kernel(
     source = x_ptr + row * (2 * WIDTH if KIND == 2 else WIDTH)
     x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
     if KIND != 0:
-        x = gelu_tanh(x)
+        if FAST:  # noqa: SIM108
+            x = _gelu_fast(x)
+        else:
+            x = gelu_tanh(x)
     if KIND == 2:
         x = x * tl.load(source + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     to_fp8(x, inside, values_ptr + row * WIDTH, scales_ptr + row, columns)
 
 
-def quantise_rows(x: Tensor, kind: int = PLAIN) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, kind: int = PLAIN, num_warps: int = 0) -> tuple[Tensor, Tensor]:
     """Quantise each row.
 
     Args:
         x: (..., width) contiguous; for `GEGLU` (..., 2 * width), the gates first, then the ups.
         kind: `PLAIN`, `GELU` (tanh form) or `GEGLU`: what is done before.
+        num_warps: warps a row; 0 chooses.
 
     Returns:
         values (..., width) e4m3, scales (rows, 1) fp32; values * scales is the row.
@@ -68,6 +88,7 @@ def quantise_rows(x: Tensor, kind: int = PLAIN) -> tuple[Tensor, Tensor]:
         WIDTH=width,
         BLOCK=block,
         KIND=kind,
-        num_warps=16 if block >= 16384 else 8 if block >= 4096 else 4,
+        FAST=x.is_cuda,
+        num_warps=num_warps or (16 if block >= 16384 else 4),
     )
     return values, scales

@@ -78,10 +78,11 @@ def _run(
     eps: float,
     config: Mapping[str, int],
     scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     width = x.shape[-1]
-    out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.float8_e4m3fn)
+    out = torch.empty_like(x, dtype=(dtype or x.dtype) if scales is None else torch.float8_e4m3fn)
     total = torch.empty_like(x) if y is not None else x
     launch(
         _norm_kernel,
@@ -141,7 +142,7 @@ def gated_add_ada_rms_norm(
 
 
 def norm_fp8(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, num_warps: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm (with `bias`) or Gemma's RMSNorm (without), the residual add before it, and FP8 rows as the result.
 
@@ -151,10 +152,33 @@ def norm_fp8(
         weight: (width,).
         bias: (width,), or None.
         eps: of the norm.
+        num_warps: warps a row; 0 chooses.
 
     Returns:
         x + y (rounded to the dtype of x), the normed rows in e4m3, and their scales (rows, 1) fp32.
     """
     scales = torch.empty((x.numel() // x.shape[-1], 1), dtype=torch.float32, device=x.device)
-    total, out = _run(_RMS if bias is None else _LAYER, x, y, None, weight, bias, eps, {}, scales)
+    # One warp a row needs no barrier between its three sums: 58 us against 83 for 24576 rows of 1152 on an H200.
+    num_warps = num_warps or (1 if x.shape[-1] < 2048 else 4)
+    total, out = _run(_RMS if bias is None else _LAYER, x, y, None, weight, bias, eps, {"num_warps": num_warps}, scales)
     return total, out, scales
+
+
+def layer_norm_of_stream(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, num_warps: int = 4
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x + y in a dtype of its own, for a residual stream that is kept more exactly than what reads it.
+
+    Args:
+        x: (..., width).
+        y: (..., width), added to x first, or None.
+        weight: (width,).
+        bias: (width,).
+        eps: added to the variance.
+        dtype: of the normed rows.
+        num_warps: warps a row.
+
+    Returns:
+        x + y in the dtype of x, the normed rows in `dtype`.
+    """
+    return _run(_LAYER, x, y, None, weight, bias, eps, {"num_warps": num_warps}, dtype=dtype)

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.models.pi.config import LAYER_NORM_EPS, RMS_EPS, PiArchitecture
-from taktline_worker.models.pi.modules import text_features
 from taktline_worker.models.pi.weights import AdaptiveNorms, GemmaLayer, PiWeights, VisionWeights
 
 logger = logging.getLogger(__name__)
+
+EXACT_STREAM_TOKENS = 4096
+"""Image tokens up to which the vision tower's residual stream is fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,13 @@ def _chain(
 
 
 def embed_patches(weights: VisionWeights, patches: Tensor) -> Tensor:
-    """Patches (N, T, 3 * patch * patch) fp32 -> (N, T, W) in the tower's dtype, positions added."""
-    x = functional.linear(patches, weights.patch_weight, weights.patch_bias)
-    return (x + weights.position).to(weights.projector_weight.dtype)
+    """Patches (N, T, 3 * patch * patch) fp32 -> (N, T, W), positions added, as the residual stream of the tower.
+
+    The stream of a few images is fp32: its rounding is most of a bf16 tower's error, and its bytes cost nothing there.
+    """
+    x = functional.linear(patches, weights.patch_weight, weights.patch_bias) + weights.position
+    few = x.shape[0] * x.shape[1] <= EXACT_STREAM_TOKENS
+    return x if few else x.to(weights.projector_weight.dtype)
 
 
 def image_features(weights: VisionWeights, patches: Tensor, heads: int) -> Tensor:
@@ -119,30 +125,29 @@ def image_features(weights: VisionWeights, patches: Tensor, heads: int) -> Tenso
         (N, T, prefix W) bf16.
     """
     x = embed_patches(weights, patches)
+    dtype = weights.projector_weight.dtype
     images, tokens, width = x.shape
     first = weights.layers[0]
-    hidden = ops.layer_norm(x, first.norm1_weight, first.norm1_bias, LAYER_NORM_EPS)
+    _, hidden = gpu.layer_norm(x, None, first.norm1_weight, first.norm1_bias, LAYER_NORM_EPS, dtype)
     for index, layer in enumerate(weights.layers):
-        qkv = functional.linear(hidden, layer.qkv_weight, layer.qkv_bias).view(images, tokens, 3, heads, -1)
+        qkv = gpu.linear(hidden, layer.qkv_weight, layer.qkv_bias).view(images, tokens, 3, heads, -1)
         attended = ops.attention_vision(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).view(images, tokens, width)
-        attended = functional.linear(attended, layer.out_weight, layer.out_bias)
-        x, hidden = ops.add_layer_norm(x, attended, layer.norm2_weight, layer.norm2_bias, LAYER_NORM_EPS)
+        attended = gpu.linear(attended, layer.out_weight, layer.out_bias)
+        x, hidden = gpu.layer_norm(x, attended, layer.norm2_weight, layer.norm2_bias, LAYER_NORM_EPS, dtype)
         hidden = gpu.linear_gelu(hidden, layer.fc1_weight, layer.fc1_bias)
-        hidden = functional.linear(hidden, layer.fc2_weight, layer.fc2_bias)
+        hidden = gpu.linear(hidden, layer.fc2_weight, layer.fc2_bias)
         if index + 1 < len(weights.layers):
             following = weights.layers[index + 1]
             scale, shift = following.norm1_weight, following.norm1_bias
         else:
             scale, shift = weights.norm_weight, weights.norm_bias
-        x, hidden = ops.add_layer_norm(x, hidden, scale, shift, LAYER_NORM_EPS)
+        x, hidden = gpu.layer_norm(x, hidden, scale, shift, LAYER_NORM_EPS, dtype)
     return functional.linear(hidden, weights.projector_weight, weights.projector_bias)
 
 
 def assemble(weights: PiWeights, images: Tensor, tokens: Tensor, source: Tensor) -> Tensor:
     """Image tokens (N, T, W) and prompt tokens (B, P) -> prefix (B, S, W), by `source` (`modules.assemble_prefix`)."""
-    width = weights.embedding.shape[1]
-    pool = torch.cat((images.view(-1, width), text_features(weights.embedding, tokens).view(-1, width)))
-    return pool.index_select(0, source.view(-1)).view(*source.shape, width)
+    return gpu.assemble(images.view(-1, images.shape[-1]), weights.embedding, tokens, source)
 
 
 def prefix_pass(
@@ -175,16 +180,16 @@ def prefix_pass(
     hidden = ops.rms_norm(x, given(layers[0].norm1_weight), RMS_EPS)
     for index, layer in enumerate(layers):
         if index + 1 == len(layers):
-            key_value = functional.linear(hidden, layer.qkv_weight[heads * d :])
+            key_value = gpu.linear(hidden, layer.qkv_weight[heads * d :])
             gpu.rope_cache(key_value, keys[index], values[index], cos, sin, lengths, heads=0, suffix=False)
             return
-        qkv = functional.linear(hidden, layer.qkv_weight)
+        qkv = gpu.linear(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=False)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(query, keys[index], values[index], lengths, 0).flatten(2)
-        attended = functional.linear(attended, layer.out_weight)
+        attended = gpu.linear(attended, layer.out_weight)
         x, hidden = ops.add_rms_norm(x, attended, given(layer.norm2_weight), RMS_EPS)
-        hidden = functional.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
+        hidden = gpu.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
         x, hidden = ops.add_rms_norm(x, hidden, given(layers[index + 1].norm1_weight), RMS_EPS)
 
 
@@ -291,15 +296,15 @@ def _step(
     hidden = ops.ada_rms_norm(x, scale[0], shift[0], RMS_EPS)
     for index, layer in enumerate(layers):
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
-        qkv = functional.linear(hidden, layer.qkv_weight)
+        qkv = gpu.linear(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=True)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(
             query, keys[index], values[index], lengths, tokens, first_alone=first_alone
         ).flatten(2)
-        attended = functional.linear(attended, layer.out_weight)
+        attended = gpu.linear(attended, layer.out_weight)
         x, hidden = ops.gated_add_ada_rms_norm(x, attended, gate[first], scale[second], shift[second], RMS_EPS)
-        update = functional.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
+        update = gpu.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
         if index + 1 == len(layers):
             break
         x, hidden = ops.gated_add_ada_rms_norm(x, update, gate[second], scale[following], shift[following], RMS_EPS)

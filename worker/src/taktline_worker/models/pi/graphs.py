@@ -13,13 +13,18 @@ from taktline_kernels import gpu, ops
 from torch import Tensor
 
 from taktline_worker.models.pi import fp8, fused
+from taktline_worker.models.pi.camera import CameraBuffers
 from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.models.pi.resize import Resize
 from taktline_worker.models.pi.runner import PiBatch
 from taktline_worker.models.pi.weights import PiWeights
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2
+
+FRAME_BYTES = 640 * 480 * 3
+"""Memory for an image's frame, on average over a batch; what exceeds it is resized on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,6 +68,7 @@ class GraphRunner:
         horizon: actions of a chunk.
         buckets: the shapes to serve.
         precision: `fp8` quantises the products of the vision tower and the prefix.
+        resize: how raw camera frames become pixels.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class GraphRunner:
         horizon: int,
         buckets: Sequence[Bucket],
         precision: Literal["bf16", "fp8"] = "bf16",
+        resize: Resize = "bilinear",
     ) -> None:
         a, device = architecture, weights.embedding.device
         self.architecture, self.horizon, self.device = a, horizon, device
@@ -83,7 +90,7 @@ class GraphRunner:
         has_state = a.family == "pi0"
         self._suffix = horizon + int(has_state)
         cache = max(b.rows * (self.slots(b) + self._suffix) for b in buckets)
-        self._pixels = torch.zeros(images, 3, a.image_size, a.image_size, device=device)
+        self.camera = CameraBuffers(images, images * FRAME_BYTES, a.image_size, a.patch_size, resize, device)
         self._tokens = torch.zeros(max(b.rows * b.prompt for b in buckets), dtype=torch.int64, device=device)
         self._source = torch.zeros(rows * slots, dtype=torch.int64, device=device)
         self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
@@ -99,7 +106,7 @@ class GraphRunner:
         self.weights = self.fused.packed
         self._cos, self._sin = ops.rope_table(torch.arange(slots + self._suffix, device=device), a.head_dim)
         self._pool = torch.cuda.graph_pool_handle()
-        self._images = self._pixels
+        self._images = torch.empty(0, device=device)
 
     def slots(self, bucket: Bucket) -> int:
         """Prefix slots of a row, S."""
@@ -148,7 +155,7 @@ class GraphRunner:
     def encode_images(self, bucket: Bucket) -> None:
         """Vision tower and projector."""
         heads, vision = self.architecture.vision_heads, self.weights.vision
-        patches = _patches(self._pixels[: bucket.rows * bucket.views], self.architecture.patch_size)
+        patches = self.camera.patches(bucket.rows * bucket.views)
         if self.towers is None:
             self._images = fused.image_features(vision, patches, heads)
         else:
@@ -207,7 +214,10 @@ class GraphRunner:
         """Copy a batch into the buffers of `bucket`."""
         rows, prompt = batch.tokens.shape
         images, slots = batch.pixels.shape[0], self.slots(bucket)
-        self._pixels[:images].copy_(batch.pixels, non_blocking=True)
+        if batch.raw is None:
+            self.camera.load_pixels(batch.pixels)
+        else:
+            self.camera.load_frames(batch.raw)
         tokens = self._tokens[: bucket.rows * bucket.prompt].view(bucket.rows, bucket.prompt)
         tokens[:rows, :prompt].copy_(batch.tokens, non_blocking=True)
         # The batch numbers its sources for its own image and prompt counts; the bucket has more of both.
@@ -236,14 +246,6 @@ class GraphRunner:
         self.load(batch, bucket)
         self.captured[bucket].graph.replay()
         return self._actions[: batch.tokens.shape[0]].cpu()
-
-
-def _patches(pixels: Tensor, patch: int) -> Tensor:
-    """(N, 3, size, size) -> (N, T, 3 * patch * patch), (channel, row, column) inside."""
-    images, channels, size, _ = pixels.shape
-    side = size // patch
-    grid = pixels.view(images, channels, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-    return grid.reshape(images, side * side, -1)
 
 
 class _tf32:

@@ -46,17 +46,20 @@ class PendingPiRow:
     model_state: Tensor | None
     state: NDArray[np.float64]
     rtc: RtcRow | None
+    raw: bool = False
 
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large."""
         frames = [future.result() for future in self.pixels]
+        images = tuple(pixels for pixels, _ in frames)
         row = PiRow(
-            pixels=torch.stack([pixels for pixels, _ in frames]),
+            pixels=torch.empty(len(frames), 0) if self.raw else torch.stack(images),
             tokens=self.tokens,
             noise=self.noise,
             state=self.model_state,
             rtc=self.rtc,
             frames=tuple(key for _, key in frames),
+            raw=images if self.raw else None,
         )
         return PreparedRow(row, self.state)
 
@@ -69,6 +72,9 @@ class PiProcessor:
         max_pixels: frames above it are refused by their header.
         rtc: what to do with the tail of a robot's last chunk; None refuses one.
         frame_bytes: memory for the pixels of frames seen before; 0 keeps none.
+
+    Attributes:
+        raw: leave the resizing to the runner, for rows without a tail. Set before the first observation.
 
     Raises:
         TaktlineError: CONFIG_INVALID where `cameras` names a camera the checkpoint lacks, or leaves one out.
@@ -87,6 +93,7 @@ class PiProcessor:
         self.architecture = architecture
         self.conventions = conventions
         self.rtc = rtc
+        self.raw = False
         self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
         self._tokenizer = tokenizer
         self._max_pixels = max_pixels
@@ -116,21 +123,26 @@ class PiProcessor:
             width = self.architecture.action_width
             rtc = read_row(self.conventions, self.rtc, width, observation.rtc, policy_state)
         seed = secrets.randbits(63) if observation.seed is None else observation.seed
-        pixels = tuple(pool.submit(self._pixels, name, image) for name, image in frames)
+        raw = self.raw and rtc is None
+        pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
         model_state = None
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
-        return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state, rtc)
+        return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state, rtc, raw)
 
-    def _pixels(self, name: str, image: EncodedImage) -> tuple[Tensor, bytes]:
-        """A frame's network input and its key; decoding and resizing the same bytes gives the same pixels."""
+    def _pixels(self, name: str, image: EncodedImage, raw: bool) -> tuple[Tensor, bytes]:
+        """A frame (`raw`) or its network input, and its key; the same bytes always give the same."""
         key = frame_key(image)
-        pixels = self.seen.get(key) if self.seen.limit_bytes else None
+        kept = key + b"raw" if raw else key
+        pixels = self.seen.get(kept) if self.seen.limit_bytes else None
         if pixels is None:
             frame = decode_image(name, image, self._max_pixels)
-            pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
-            self.seen.put(key, pixels, pixels.numel() * pixels.element_size())
+            if raw:
+                pixels = torch.from_numpy(np.ascontiguousarray(frame))
+            else:
+                pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
+            self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
         return pixels, key
 
     def noise(self, seed: int) -> Tensor:

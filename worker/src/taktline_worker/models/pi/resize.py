@@ -31,7 +31,7 @@ def to_model_input(frame: NDArray[np.uint8], size: int, method: Resize) -> torch
     legacy = method == "bilinear_legacy"
     low, band = (-1.0, -1.0) if legacy else (0.0, 0.0)
     if image.shape[1:] != (size, size):
-        height, width = _fitted(image.shape[1], image.shape[2], size)
+        height, width = fitted(image.shape[1], image.shape[2], size)
         image = F.interpolate(image[None], size=(height, width), mode="bilinear", align_corners=False)[0]
         image = image.clamp(low, 1.0)
         top, left = (size - height) // 2, (size - width) // 2
@@ -39,8 +39,8 @@ def to_model_input(frame: NDArray[np.uint8], size: int, method: Resize) -> torch
     return image * 2.0 - 1.0
 
 
-def _fitted(height: int, width: int, size: int) -> tuple[int, int]:
-    """The largest size with the frame's own ratio, truncated as both training codes truncate it."""
+def fitted(height: int, width: int, size: int) -> tuple[int, int]:
+    """(height, width): the largest size with the frame's own ratio, truncated as both training codes truncate it."""
     ratio = max(width / size, height / size)
     return int(height / ratio), int(width / ratio)
 
@@ -48,7 +48,7 @@ def _fitted(height: int, width: int, size: int) -> tuple[int, int]:
 def _letterbox_pil(frame: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     if frame.shape[:2] == (size, size):
         return np.array(frame)
-    height, width = _fitted(frame.shape[0], frame.shape[1], size)
+    height, width = fitted(frame.shape[0], frame.shape[1], size)
     resized = Image.fromarray(frame).resize((width, height), resample=Image.Resampling.BILINEAR)
     square = np.zeros((size, size, 3), np.uint8)
     top, left = (size - height) // 2, (size - width) // 2

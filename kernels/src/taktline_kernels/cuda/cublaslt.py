@@ -1,0 +1,170 @@
+"""bf16 products through cuBLASLt with the algorithm that a table names, where its first choice is not the fastest."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BF16, _FP32, _COMPUTE_FP32 = 14, 0, 68
+_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_MAX_WORKSPACE = 1
+_EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}
+_WORKSPACE_BYTES = 32 << 20
+
+
+class _Result(ctypes.Structure):
+    """`cublasLtMatmulHeuristicResult_t`."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # PyTorch loads the library with it
+    return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0] if torch.version.cuda else ''}")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status != 0:
+        raise RuntimeError(f"{name} returned {status}")
+
+
+@functools.cache
+def _handle(device: torch.device) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _layout(rows: int, columns: int) -> ctypes.c_void_p:
+    """A column-major bf16 matrix without gaps."""
+    layout = ctypes.c_void_p()
+    _call(
+        "cublasLtMatrixLayoutCreate",
+        ctypes.byref(layout),
+        _BF16,
+        ctypes.c_uint64(rows),
+        ctypes.c_uint64(columns),
+        ctypes.c_int64(rows),
+    )
+    return layout
+
+
+class LtProduct:
+    """activation(x @ weight.T + bias) for one shape.
+
+    Args:
+        m, n, k: x is (m, k), weight (n, k).
+        bias: whether there is one.
+        gelu: tanh form, with a bias only.
+        device: where it runs.
+        limit: most algorithms to ask for.
+
+    Attributes:
+        algorithms: what the library offers for this shape, its own first choice first. The order is fixed for one
+            version of the library.
+    """
+
+    def __init__(self, m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, limit: int = 64) -> None:
+        self._operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, _FP32)
+        self._set(_TRANSPOSE_A, ctypes.c_int32(1))
+        self._set(_EPILOGUE, ctypes.c_int32(_EPILOGUES[bias, gelu]))
+        # The library is column-major: weight.T (k, n) and x.T (k, m) give out.T (n, m).
+        self._weight, self._x, self._out = _layout(k, n), _layout(k, m), _layout(n, m)
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        size = ctypes.c_size_t(_WORKSPACE_BYTES)
+        _call(
+            "cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(size), ctypes.c_size_t(8)
+        )
+        results, found = (_Result * limit)(), ctypes.c_int()
+        _call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            _handle(device),
+            self._operation,
+            self._weight,
+            self._x,
+            self._out,
+            self._out,
+            preference,
+            limit,
+            results,
+            ctypes.byref(found),
+        )
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+        self.algorithms = [result for result in results[: found.value] if result.state == 0]
+        self._device = device
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        _call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, algorithm: int) -> None:
+        """Write the product of contiguous bf16 tensors to `out` (m, n). RuntimeError where the library refuses."""
+        if bias is not None:
+            self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        chosen, space = self.algorithms[algorithm], _workspace(self._device)
+        pointer = ctypes.c_void_p
+        _call(
+            "cublasLtMatmul",
+            _handle(self._device),
+            self._operation,
+            ctypes.byref(one),
+            pointer(weight.data_ptr()),
+            self._weight,
+            pointer(x.data_ptr()),
+            self._x,
+            ctypes.byref(zero),
+            pointer(out.data_ptr()),
+            self._out,
+            pointer(out.data_ptr()),
+            self._out,
+            ctypes.byref(chosen.algorithm),
+            pointer(space.data_ptr()),
+            ctypes.c_size_t(_WORKSPACE_BYTES),
+            pointer(torch.cuda.current_stream().cuda_stream),
+        )
+
+
+@functools.cache
+def _product(m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device) -> LtProduct:
+    return LtProduct(m, n, k, bias, gelu, device)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, algorithm: int) -> Tensor:
+    """activation(x @ weight.T + bias) with one of the library's algorithms.
+
+    Args:
+        x: (..., k) bf16, contiguous.
+        weight: (n, k) bf16, contiguous.
+        bias: (n,) bf16 or None.
+        gelu: apply gelu (tanh form); needs a bias.
+        algorithm: index into `LtProduct.algorithms`; the first where there are not so many.
+
+    Returns:
+        (..., n) bf16.
+    """
+    depth = x.shape[-1]
+    rows, width = x.numel() // depth, weight.shape[0]
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    product = _product(rows, width, depth, bias is not None, gelu, x.device)
+    product.run(x, weight, bias, out, algorithm if algorithm < len(product.algorithms) else 0)
+    return out

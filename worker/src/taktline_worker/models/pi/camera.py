@@ -1,0 +1,206 @@
+"""Camera frames on a GPU: static buffers for a batch's bytes, and the resize tables of each frame size seen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from taktline_kernels.triton_impl import camera
+from torch import Tensor
+
+from taktline_worker.models.pi.resize import Resize, fitted, to_model_input
+
+_TAPS = 48
+"""Inputs of one output along an axis; Pillow's filter needs 2 * ceil(scale) + 1, which 48 covers up to 5000 pixels."""
+
+_FRACTION_BITS = 22
+
+Axis = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.number]]
+"""First input, number of inputs and weights (outputs, taps) of each output along one axis."""
+
+
+@functools.lru_cache(maxsize=256)
+def axis_table(length: int, fitted_length: int, size: int, method: Resize) -> Axis:
+    """Resize tables of one axis.
+
+    Args:
+        length: pixels of the frame.
+        fitted_length: pixels that the frame gets in the square.
+        size: side of the square; what the frame leaves of it is letterbox, one pixel more at the end where it is odd.
+        method: as `resize.to_model_input` takes it.
+    """
+    starts, counts = np.zeros(size, np.int32), np.zeros(size, np.int32)
+    weights = np.zeros((size, _TAPS), np.int32 if method == "pil" else np.float32)
+    margin = (size - fitted_length) // 2
+    inner = slice(margin, margin + fitted_length)
+    if length == fitted_length:
+        starts[inner] = np.arange(length)
+        counts[inner] = 1
+        weights[inner, 0] = 1 << _FRACTION_BITS if method == "pil" else 1.0
+    elif method == "pil":
+        _pillow(length, fitted_length, starts[inner], counts[inner], weights[inner])
+    else:
+        _bilinear(length, fitted_length, starts[inner], counts[inner], weights[inner])
+    return starts, counts, weights
+
+
+def _pillow(
+    length: int, target: int, starts: NDArray[np.int32], counts: NDArray[np.int32], weights: NDArray[np.number]
+) -> None:
+    """Pillow's bilinear filter: a triangle as wide as the reduction, in double, rounded to 22 fractional bits."""
+    scale = length / target
+    support = max(scale, 1.0)
+    for out in range(target):
+        centre = (out + 0.5) * scale
+        first = max(int(centre - support + 0.5), 0)
+        last = min(int(centre + support + 0.5), length)
+        values = [max(1.0 - abs((i + first - centre + 0.5) * (1.0 / support)), 0.0) for i in range(last - first)]
+        total = 0.0
+        for value in values:
+            total += value
+        rounded = [int(0.5 + value / total * (1 << _FRACTION_BITS)) for value in values]
+        starts[out], counts[out] = first, last - first
+        weights[out, : last - first] = rounded
+
+
+def _bilinear(
+    length: int, target: int, starts: NDArray[np.int32], counts: NDArray[np.int32], weights: NDArray[np.number]
+) -> None:
+    """PyTorch's bilinear interpolation without antialiasing, align_corners False: two inputs, in fp32."""
+    one = np.float32(1.0)
+    scale = np.float32(length) / np.float32(target)
+    for out in range(target):
+        # One rounding, as compiled code multiplies and subtracts at once.
+        real = np.float32(np.float64(scale) * (out + 0.5) - 0.5)
+        real = max(real, np.float32(0.0))
+        first = min(int(real), length - 1)
+        share = np.float32(min(max(real - np.float32(first), np.float32(0.0)), one))
+        starts[out], counts[out] = first, 2 if first + 1 < length else 1
+        weights[out, :2] = (one - share, share)
+        if first + 1 == length:
+            weights[out, 0] = one
+
+
+class CameraBuffers:
+    """The frames of one batch on the device, and what turns them into patches inside a captured graph.
+
+    Nothing is allocated after construction. Copies go through pinned memory; `load` waits until the copy before it is
+    done with that memory.
+
+    Args:
+        images: most images of a batch.
+        frame_bytes: memory for their frames together.
+        size: side of the square.
+        patch: side of a patch.
+        method: how frames are resized.
+        device: a CUDA device.
+    """
+
+    def __init__(
+        self, images: int, frame_bytes: int, size: int, patch: int, method: Resize, device: torch.device
+    ) -> None:
+        self._size, self._patch, self._method = size, patch, method
+        self.frame_bytes = frame_bytes
+        kind = torch.int32 if method == "pil" else torch.float32
+        pinned = device.type == "cuda"
+
+        def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            return torch.zeros(shape, dtype=dtype, pin_memory=pinned), torch.zeros(shape, dtype=dtype, device=device)
+
+        self._host_frames, self._frames = pair((frame_bytes,), torch.uint8)
+        self._host_places, self._places = pair((2, images), torch.int64)
+        self._host_slots, self._slots = pair((images,), torch.int32)
+        self._slots.fill_(-1)
+        self._host_starts, self._starts = pair((images, 2, size), torch.int32)
+        self._host_counts, self._counts = pair((images, 2, size), torch.int32)
+        self._host_weights, self._weights = pair((images, 2, size, _TAPS), kind)
+        self._pixels = torch.zeros(images, 3, size, size, device=device)
+        self._scaled = (torch.arange(256, dtype=torch.float32) / 255.0).to(device)
+        tokens = (size // patch) ** 2
+        self._out = torch.zeros(images, tokens, 3 * patch * patch, device=device)
+        self._geometries: dict[tuple[int, int], int] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def load_pixels(self, pixels: Tensor) -> None:
+        """Take images that are ready: fp32 (n, 3, size, size) in [-1, 1]."""
+        self._pixels[: len(pixels)].copy_(pixels, non_blocking=True)
+        self._slots.fill_(-1)
+
+    def load_frames(self, frames: Sequence[Tensor]) -> None:
+        """Take frames, (H, W, 3) uint8 on the CPU, of any sizes.
+
+        What the tables or the buffers cannot hold is resized on the CPU instead, to the same values.
+
+        Raises:
+            ValueError: there are more frames than images in a batch.
+        """
+        if len(frames) > len(self._slots):
+            raise ValueError(f"{len(frames)} frames, the buffers hold {len(self._slots)}")
+        if self._copied is not None:
+            self._copied.synchronize()
+        sizes = {(frame.shape[0], frame.shape[1]) for frame in frames}
+        if len(sizes | self._geometries.keys()) > len(self._slots):
+            self._geometries = {}  # sizes come and go: start over with those of this batch
+        at = 0
+        for index, frame in enumerate(frames):
+            height, width = frame.shape[:2]
+            taken = frame.numel()
+            slot = self._geometry(height, width) if at + taken <= self.frame_bytes else -1
+            self._host_slots[index] = slot
+            if slot < 0:
+                self._pixels[index].copy_(to_model_input(frame.numpy(), self._size, self._method))
+                continue
+            self._host_frames[at : at + taken].copy_(frame.reshape(-1))
+            self._host_places[0, index], self._host_places[1, index] = at, width * 3
+            at += taken
+        self._frames[:at].copy_(self._host_frames[:at], non_blocking=True)
+        self._places.copy_(self._host_places, non_blocking=True)
+        self._slots.copy_(self._host_slots, non_blocking=True)
+        if self._frames.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def _geometry(self, height: int, width: int) -> int:
+        """The slot of a frame size, with its tables copied where it is new; -1 where the tables cannot express it."""
+        slot = self._geometries.get((height, width))
+        if slot is not None:
+            return slot
+        square = (height, width) == (self._size, self._size)
+        inner = (height, width) if square else fitted(height, width, self._size)
+        # Pillow resizes the height of tall images first, with bytes between; the kernel always does the width first.
+        tall = self._method == "pil" and height > 2 * width
+        if tall or min(inner) < 1 or max(height / inner[0], width / inner[1]) > (_TAPS - 1) // 2:
+            self._geometries[height, width] = -1
+            return -1
+        slot = sum(1 for other in self._geometries.values() if other >= 0)
+        self._geometries[height, width] = slot
+        for axis, (length, target) in enumerate(zip((height, width), inner, strict=True)):
+            tables = axis_table(length, target, self._size, self._method)
+            for host, table in zip((self._host_starts, self._host_counts, self._host_weights), tables, strict=True):
+                host[slot, axis].copy_(torch.from_numpy(table))
+        self._starts[slot].copy_(self._host_starts[slot], non_blocking=True)
+        self._counts[slot].copy_(self._host_counts[slot], non_blocking=True)
+        self._weights[slot].copy_(self._host_weights[slot], non_blocking=True)
+        return slot
+
+    def patches(self, images: int) -> Tensor:
+        """Patches of the first images, fp32 (images, tokens, 3 * patch * patch); (channel, row, column) inside."""
+        out = self._out[:images]
+        camera.patches(
+            self._frames,
+            self._places[0],
+            self._places[1],
+            self._slots,
+            self._starts,
+            self._counts,
+            self._weights,
+            self._pixels,
+            self._scaled,
+            out,
+            band=-3.0 if self._method == "bilinear_legacy" else -1.0,
+            patch=self._patch,
+        )
+        return out
