@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import Phase
 from taktline_worker.commands import bench, profile
+from taktline_worker.models.pi import synthetic
 from taktline_worker.models.pi.adapter import load
 from taktline_worker.models.pi.synthetic import PI05
 from taktline_worker.models.pi.work import phase_work
@@ -188,3 +190,19 @@ def test_batches() -> None:
         with pytest.raises(TaktlineError):
             check_batches(wrong)
     assert _run(bench.app, "engine", "x", "--batches", "1;2", group="bench").exit_code == 2
+
+
+@pytest.mark.parametrize("family", ["pi05", "pi0"])
+def test_random_policies_need_no_checkpoint(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    small = dataclasses.replace(
+        PI05, family=family, vision_layers=2, vision_width=64, vision_heads=4, vision_mlp=96, image_size=56, depth=2,
+        head_dim=16, prefix_width=64, prefix_mlp=96, expert_width=32, expert_mlp=64, vocabulary=300,
+    )  # fmt: skip
+    monkeypatch.setattr(synthetic, "PI05" if family == "pi05" else "PI0", small)
+    subject = open_subject(
+        Request(f"random:{family}", (1, 2), device="cpu", views=2, prompt_tokens=5, solver_steps=3, action_horizon=4)
+    )
+    assert (subject.policy, subject.precision) == (family, "fp32")
+    assert subject.shape == {"views": 2, "prompt_tokens": 5, "horizon": 4, "steps": 3}
+    assert [phase.name for phase in subject.phases(2)] == ["vision", "prefix", "expert"]
+    subject.whole(2)()

@@ -109,7 +109,8 @@ def tune(
         def time_us(call: Any) -> float:
             return 1e3 * measure(capture(call, target), target, runs=runs).median_ms
 
-        results = tuning.tune(list(calls.values()), time_us, say)
+        with torch.inference_mode():
+            results = tuning.tune(list(calls.values()), time_us, say)
     path = out or Path(f"{gpu.lower().replace('nvidia', '').strip().replace(' ', '-')}.toml")
     shape = ", ".join(f"{name} {value}" for name, value in subject.shape.items())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ class _Recorder(KernelSelector):
 def record(subject: Profile, batch: int) -> list[Recorded]:
     """Runs one request of `batch` rows; returns the kinds of calls that asked the selector, in order of first use."""
     phases = subject.phases(batch)
-    with _recording() as recorder, torch.no_grad():
+    with _recording() as recorder, torch.inference_mode():
         for phase in phases:
             phase.run()
     return list(recorder.found.values())
@@ -132,12 +132,16 @@ def _noting(recorder: _Recorder, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _gpu_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """The fused operations of `taktline_kernels.gpu`; none where its kernels cannot be loaded."""
+    """The public fused operations of `taktline_kernels.gpu`; none without a GPU, which its kernels need to load."""
     if not torch.cuda.is_available():
         return []
     module = importlib.import_module("taktline_kernels.gpu")
     functions = inspect.getmembers(module, inspect.isfunction)
-    return [(module, name, function) for name, function in functions if function.__module__ == module.__name__]
+    return [
+        (module, name, function)
+        for name, function in functions
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    ]
 
 
 def packaged_table(name: str) -> tuple[Rule, ...]:

@@ -88,7 +88,7 @@ def _options(engine: EngineOptions, request: Request) -> EngineOptions:
 def _random(request: Request) -> Profile:
     from taktline_worker.models.pi.adapter import make_runner
     from taktline_worker.models.pi.profile import PiProfile
-    from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
+    from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, stream_random_tensors
     from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, pack_weights
 
     known = {"pi05": PI05, "pi0": PI0}
@@ -102,7 +102,9 @@ def _random(request: Request) -> Profile:
     plan = conventions(views, request.action_horizon or 50, request.solver_steps or 10)
     plan = dataclasses.replace(plan, prompt_tokens=prompt)
     architecture = known[name]
-    weights = pack_weights(random_tensors(architecture, device), architecture, plan, policies[precision], device)
+    # One by one: all at once would need the fp32 file's 13 GB beside what is packed.
+    tensors = stream_random_tensors(architecture, device)
+    weights = pack_weights(tensors, architecture, plan, policies[precision], device)
     runner = make_runner(weights, architecture, plan, request.batches, precision)
     return PiProfile(runner, architecture, plan.horizon, plan.solver_steps, views, prompt, precision)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -32,13 +33,19 @@ PI0 = replace(PI05, family="pi0")
 
 
 def random_tensors(architecture: PiArchitecture, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor that inference reads, fp32 with bf16-representable values.
+    """All of `stream_random_tensors` at once."""
+    return dict(stream_random_tensors(architecture, device, seed))
+
+
+def stream_random_tensors(
+    architecture: PiArchitecture, device: torch.device, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that inference reads, one by one, fp32 with bf16-representable values.
 
     Matrices have variance 1 / fan-in, so that activations keep their scale; norm weights scatter around their neutral
     value; AdaRMS modulations have scale and gate of order 0.3 and 0.5, as trained checkpoints do.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
     for name, shape in expected_shapes(architecture).items():
         value = torch.randn(shape, generator=generator, device=device)
         if "norm" in name and name.endswith("dense.weight"):
@@ -58,8 +65,7 @@ def random_tensors(architecture: PiArchitecture, device: torch.device, seed: int
             value *= 0.02
         else:
             value *= (value[0].numel()) ** -0.5
-        tensors[name] = value.bfloat16().float()
-    return tensors
+        yield name, value.bfloat16().float()
 
 
 def conventions(views: int, horizon: int, steps: int) -> PiConventions:
