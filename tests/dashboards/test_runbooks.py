@@ -1,0 +1,66 @@
+"""Each alert has its page, each page its alert, and a page has what somebody needs at three in the morning."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from taktline_operator import platform_rules, slo_rules
+from taktline_protocol import metrics, slo
+
+from .conftest import ROOT
+from .rule_run import policy
+from .test_dashboards_committed import base, known, names_in
+
+FOLDER = ROOT / "docs/runbooks"
+ALERTS = {
+    rule["alert"]: rule
+    for group in [*slo_rules.policy_groups(policy()), *platform_rules.platform_groups()]
+    for rule in group["rules"]
+    if "alert" in rule
+}
+PAGES = {path.stem: path.read_text() for path in FOLDER.glob("Taktline*.md")}
+SECTIONS = ["Symptom", "Which term of the control budget", "First commands", "Fixes"]
+
+
+def test_each_alert_has_its_page_and_each_page_its_alert():
+    assert set(ALERTS) == set(PAGES) == {*slo.POLICY_ALERTS, *slo.PLATFORM_ALERTS}
+
+
+def test_the_list_of_pages_is_complete():
+    listed = re.findall(r"^\| \[(\w+)\]\((\w+)\.md\)", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert listed == [(name, name) for name in (*slo.POLICY_ALERTS, *slo.PLATFORM_ALERTS)]
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_an_alert_says_who_feels_it_and_links_to_its_page_and_dashboard(name):
+    annotations = ALERTS[name]["annotations"]
+    assert annotations["runbook_url"] == f"{slo_rules.RUNBOOKS}/{name}.md"
+    assert annotations["summary"]
+    assert annotations["impact"].endswith(".")
+    dashboard = re.match(r"/d/([\w-]+)", annotations["dashboard"])
+    assert dashboard
+    uids = {slo.DASHBOARD_POLICY, slo.DASHBOARD_POOL, slo.DASHBOARD_ROLLOUT, slo.DASHBOARD_OPERATOR}
+    assert dashboard[1] in uids
+    assert ALERTS[name]["labels"]["severity"] in ("page", "ticket", "info")
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_has_its_sections_in_order_and_links_that_lead_somewhere(name):
+    text = PAGES[name]
+    assert text.startswith(f"# {name}\n")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == SECTIONS
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (FOLDER / link).exists(), link
+    severity = ALERTS[name]["labels"]["severity"]
+    assert text.split("Severity: ")[1].startswith(severity)
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_names_only_series_that_exist(name):
+    for found in names_in(PAGES[name]):
+        assert known(found), found
+        if base(found) in metrics.BY_NAME:
+            for selector in re.findall(rf"{re.escape(found)}\{{([^}}]*)\}}", PAGES[name]):
+                labels = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", selector))
+                assert labels <= set(metrics.BY_NAME[base(found)].labels), (found, labels)
