@@ -1,1 +1,0 @@
-"""Measurements of the operator: rollouts under load, scaling over a day of shifts."""
