@@ -61,18 +61,28 @@ class OpenpiServer:
         conversation = Conversation(self._service, arrival.caller, policy)
         closed = asyncio.ensure_future(connection.wait_closed())
         previous_ms: float | None = None
+        answering: asyncio.Task[bytes | str] | None = None
+
+        def give_up(_: asyncio.Future[Any]) -> None:
+            if answering is not None:
+                answering.cancel()
+
+        # Whichever comes first, nobody waits for this answer any more.
+        closed.add_done_callback(give_up)
+        connection.overtaken.add_done_callback(give_up)
         try:
             while True:
                 frame = await connection.recv()
                 received_at = time.monotonic()
-                answering = asyncio.ensure_future(self._answer(conversation, frame, received_at, previous_ms))
-                events: set[asyncio.Future[Any]] = {answering, closed, connection.overtaken}
-                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-                if connection.overtaken.done() or not answering.done():
-                    answering.cancel()
-                    await asyncio.gather(answering, return_exceptions=True)
+                answering = asyncio.create_task(self._answer(conversation, frame, received_at, previous_ms))
+                try:
+                    answer = await answering
+                except asyncio.CancelledError:
+                    if not closed.done() and not connection.overtaken.done():
+                        raise  # it is this conversation that ends
                 else:
-                    await connection.answer(answering.result())
+                    if not connection.overtaken.done():
+                        await connection.answer(answer)
                 if connection.overtaken.done():
                     await connection.send(str(OVERTAKEN))
                     await connection.close(CloseCode.POLICY_VIOLATION, "answer overtaken")
