@@ -41,6 +41,21 @@ lint: setup ## ruff (lint and format) and mypy --strict
 test: setup ## all tests; those that need a control plane or a GPU say what is missing when they skip
 	$(UV) run --no-sync pytest $(PYTEST_ARGS)
 
+.PHONY: images-check
+images-check: setup ## lint the container files and write a bill of materials for each image into dist/sbom
+	$(UV) run --no-sync hadolint deploy/containers/*.Dockerfile
+	tools/sbom
+
+IMAGE_PREFIX ?= taktline
+IMAGE_VERSION ?= 0.1.0
+PLATFORMS ?= linux/amd64,linux/arm64
+.PHONY: images
+images: images-check ## build all images for PLATFORMS with docker buildx and push them to IMAGE_PREFIX
+	for name in operator gateway worker; do \
+		docker buildx build --platform $(PLATFORMS) --build-arg VERSION=$(IMAGE_VERSION) --push \
+			-f deploy/containers/$$name.Dockerfile -t $(IMAGE_PREFIX)/$$name:$(IMAGE_VERSION) . || exit 1; \
+	done
+
 .PHONY: clean
 clean: ## remove the virtual environment and local outputs
 	rm -rf .venv .taktline .pytest_cache .mypy_cache .ruff_cache .hypothesis

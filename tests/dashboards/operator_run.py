@@ -19,7 +19,15 @@ from tests.operator.simulated_cluster import Cluster, differing_trial, good_tria
 
 from .prometheus_run import free_port
 
-_VERBS = {"get": "GET", "list": "GET", "apply": "PATCH", "annotate": "PATCH", "create": "POST", "delete": "DELETE"}
+_VERBS = {
+    "get": "GET",
+    "kinds": "GET",
+    "list": "GET",
+    "apply": "PATCH",
+    "annotate": "PATCH",
+    "create": "POST",
+    "delete": "DELETE",
+}
 
 ROLLOUT = {"strategy": "Progressive", "stepSeconds": 60, "shadow": {"percent": 50, "minObservations": 100}}
 
@@ -38,6 +46,7 @@ class _Counted:
             began = time.monotonic()
             result = await call(*arguments, **named)
             kind = arguments[0] if isinstance(arguments[0], str) else arguments[0]["kind"]
+            kind = "other" if name == "kinds" else kind
             self._telemetry.requested(_VERBS[name], kind, 200, time.monotonic() - began)
             return result
 

@@ -1,0 +1,127 @@
+"""The container files hold our rules, and the build stage's own commands make a component that starts.
+
+There is no container engine on a developer's machine here, so the build stage is carried out step by step in a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+
+FOLDER = ROOT / "deploy/containers"
+FILES = sorted(FOLDER.glob("*.Dockerfile"))
+NAMES = [path.stem for path in FILES]
+BIN = Path(sys.executable).parent
+
+
+def stages(path: Path) -> list[str]:
+    """The text of each stage, continuation lines joined and comments left out."""
+    text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+
+
+def test_there_is_one_for_each_component():
+    assert NAMES == ["gateway", "operator", "worker"]
+
+
+def test_the_linter_finds_nothing():
+    found = subprocess.run([BIN / "hadolint", *FILES], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_linter_would_find_something(tmp_path):
+    bad = tmp_path / "Dockerfile"
+    bad.write_text("FROM python:latest\nRUN cd /tmp && apt-get install curl\n")
+    assert subprocess.run([BIN / "hadolint", bad], capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_an_image_is_multi_stage_exact_and_not_root(path):
+    text, found = path.read_text(), stages(path)
+    assert len(found) == 2
+    base = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.MULTILINE)
+    assert base
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base[1])
+    assert [stage.split()[0] for stage in found] == ["${PYTHON_IMAGE}", "${PYTHON_IMAGE}"]
+    final = found[-1]
+    users = re.findall(r"^USER (\S+)$", final, re.MULTILINE)
+    assert users == ["10001:10001"]
+    assert final.index("USER 10001") > final.rindex("COPY")
+    assert not re.search(r"^(ADD|RUN pip)", final, re.MULTILINE), "build tools stay in the build stage"
+    assert not re.search(r"curl|wget|https?://", text)
+    assert re.search(r'^ENTRYPOINT \["taktline-\w+"\]$', final, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_an_image_takes_the_locked_packages_and_every_members_project_file(path):
+    build = stages(path)[0]
+    members = re.search(r"^members = \[(.+)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert members
+    for member in re.findall(r'"([^"]+)"', members[1]):
+        assert f"COPY {member}/pyproject.toml {member}/pyproject.toml" in build
+    syncs = re.findall(r"^RUN (uv sync .+)$", build, re.MULTILINE)
+    assert len(syncs) == 2
+    assert all("--frozen --no-dev" in sync for sync in syncs)
+    assert re.search(r"RUN pip install uv==\d+\.\d+\.\d+$", build, re.MULTILINE)
+
+
+def test_what_is_sent_to_the_engine_is_what_the_files_copy():
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert allowed[1] == "*"
+    for path in FILES:
+        for source in re.findall(r"^COPY (?!--from)(.+) \S+$", stages(path)[0], re.MULTILINE):
+            for part in source.split():
+                kept = [line[1:] for line in allowed if line.startswith("!")]
+                assert any(part == line or re.fullmatch(line.replace("*", "[^/]+"), part) for line in kept), part
+
+
+@pytest.mark.parametrize("name", ["operator", "gateway"])
+def test_the_build_stage_makes_a_component_that_starts_and_has_no_torch(name, tmp_path):
+    source, environment = tmp_path / "src", tmp_path / "opt"
+    source.mkdir()
+    uv = subprocess.run([ROOT / "tools/find-uv"], capture_output=True, text=True, check=True).stdout.strip()
+    settings = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment), "UV_PYTHON": sys.executable}
+    settings.pop("VIRTUAL_ENV", None)
+    for line in stages(FOLDER / f"{name}.Dockerfile")[0].splitlines():
+        if line.startswith("COPY "):
+            *parts, target = line.split()[1:]
+            for part in parts:
+                place = source / target / (Path(part).name if target == "./" else "")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+                copy(ROOT / part, place)
+        elif line.startswith("RUN uv sync "):
+            command = [uv, *line.split()[2:], "--quiet"]
+            done = subprocess.run(command, cwd=source, env=settings, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+    shutil.rmtree(source)  # --no-editable: the image has no sources beside the environment
+    said = subprocess.run(
+        [environment / f"bin/taktline-{name}", "--version"], capture_output=True, text=True, check=True
+    )
+    assert "0.1.0" in said.stdout
+    packages = {path.name.split("-")[0] for path in environment.glob("lib/python*/site-packages/*.dist-info")}
+    assert {"torch", "transformers", "pytest", "ruff"} & packages == set()
+    assert f"taktline_{name}" in packages
+
+
+def test_a_bill_of_materials_lists_what_each_image_installs(tmp_path):
+    subprocess.run([ROOT / "tools/sbom", tmp_path], check=True, capture_output=True)
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(found) == {f"taktline-{name}.cdx.json" for name in NAMES}
+    for name in NAMES:
+        bill = found[f"taktline-{name}.cdx.json"]
+        assert bill["bomFormat"] == "CycloneDX"
+        parts = {part["name"]: part for part in bill["components"]}
+        assert ("torch" in parts) == (name == "worker")
+        assert "pytest" not in parts
+        assert all("version" in part for part in parts.values())
+        assert parts["prometheus-client"]["purl"].startswith("pkg:pypi/prometheus-client@")
