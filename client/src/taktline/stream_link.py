@@ -20,8 +20,6 @@ Timeout = asyncio.TimeoutError
 """What asyncio raises; a class of its own on Python 3.10."""
 OPEN_S = 5.0
 CLOSE_S = 1.0
-# How servers that know no WebSocket at this path say so.
-_NO_STREAM = frozenset({400, 403, 404, 405, 426, 501})
 
 
 class NoStream(Exception):
@@ -128,7 +126,7 @@ def _refused(uri: str, error: InvalidStatus) -> TaktlineError | NoStream:
         typed = error_from_body(decode_error(bytes(response.body or b""), media))
         if typed.code is not ErrorCode.NOT_FOUND:
             return typed
-    if response.status_code in _NO_STREAM:
+    if response.status_code < 500 or response.status_code == 501:
         return NoStream(f"{uri} answered {response.status_code} to a WebSocket")
     return _unreachable(uri, f"answered {response.status_code}")
 

@@ -72,7 +72,8 @@ def result_table(run: FleetRun) -> Table:
     """One row a robot: requests, chunk rate, the latency terms' medians, margins, misses, success; 80 columns wide."""
     table = Table(
         title=f"policy {run.policy}: {run.successes} of {len(run.episodes)} episodes reached the named block",
-        caption="medians in ms; (refused requests); margin p99: 99 % of the chunks reach it; miss: a buffer ran dry",
+        caption="medians in ms; (refused requests); margin p99: 99 % of the chunks reach it; miss: a buffer ran dry"
+        + (f"; sent by {run.transports}" if run.transports else ""),
         box=SIMPLE_HEAD,
         padding=0,
     )

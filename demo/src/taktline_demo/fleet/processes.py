@@ -175,6 +175,7 @@ def _run_robot(index: int, options: FleetOptions, report: RobotReport, messages:
         for episode in range(options.episodes):
             loop.run_episode(options.seed + index * options.episodes + episode)
         loop.close()
+        report.transport, report.bytes_sent = client.metrics.transport, client.metrics.bytes_sent
     report.picture = encode_jpeg(environment.picture(PICTURE_PIXELS))
     environment.close()
 

@@ -89,6 +89,8 @@ class RobotReport:
         misses: times that the action buffer ran dry before the next chunk was there.
         errors: error code -> how often the gateway answered it.
         running_s: time between the first request and the end of the last episode.
+        transport: how the observations travelled: stream or http.
+        bytes_sent: of all observations, with their framing.
         picture: JPEG of the scene at the end.
     """
 
@@ -100,6 +102,8 @@ class RobotReport:
     chunks: list[ChunkRecord] = field(default_factory=list)
     cycles: list[CycleRecord] = field(default_factory=list)
     episodes: list[EpisodeRecord] = field(default_factory=list)
+    transport: str = ""
+    bytes_sent: int = 0
     picture: bytes = b""
 
     @property
@@ -148,6 +152,11 @@ class FleetRun:
     def episodes(self) -> list[EpisodeRecord]:
         """Episodes of all robots."""
         return [episode for robot in self.robots for episode in robot.episodes]
+
+    @property
+    def transports(self) -> str:
+        """How the observations of all robots travelled."""
+        return " and ".join(sorted({robot.transport for robot in self.robots if robot.transport}))
 
     @property
     def successes(self) -> int:
