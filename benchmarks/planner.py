@@ -177,6 +177,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
     }
+    from taktline_kernels.triton_impl import frame_attention
     from taktline_kernels.triton_impl import frames as kernels
 
     for block_m, block_n, warps, stages in (
@@ -185,7 +186,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
     ):  # fmt: skip
         config = {"block_m": block_m, "block_n": block_n, "num_warps": warps, "num_stages": stages}
         calls[f"attention {block_m}x{block_n}, {warps} warps, {stages} stages"] = (
-            lambda config=config: kernels.attention(frames, m, a.heads, config)  # type: ignore[misc]
+            lambda config=config: frame_attention.attention(frames, m, a.heads, config)  # type: ignore[misc]
         )
     for together, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
         config = {"rows": together, "num_warps": warps}

@@ -11,6 +11,7 @@ from taktline_kernels.ops.dispatch import REGISTRY
 from torch import Tensor
 
 kernels = importlib.import_module("taktline_kernels.triton_impl.frames")
+attention = importlib.import_module("taktline_kernels.triton_impl.frame_attention").attention
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter multiplies bf16 matrices as the integers they are stored in: without a GPU the dots run in fp16.
@@ -86,7 +87,7 @@ def test_attention(count: int, patches: int, heads: int, dtype: torch.dtype) -> 
     candidates, width = 2, 64
     frames = rand(count, candidates * (patches + 2), 3 * heads * width, dtype=dtype)
     expected = REGISTRY["frame_attention"].reference(frames, candidates, heads)
-    close(kernels.attention(frames, candidates, heads, config={"block_m": 32, "block_n": 16}), expected)
+    close(attention(frames, candidates, heads, config={"block_m": 32, "block_n": 16}), expected)
 
 
 @pytest.mark.gpu
