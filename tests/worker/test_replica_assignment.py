@@ -52,10 +52,31 @@ def test_batches_alternate_while_all_are_busy_and_follow_who_is_free() -> None:
     assert made.completion(1, 1, 0.005) == pytest.approx(0.010 + 0.010 + 0.010)
 
 
-def test_a_late_batch_is_expected_at_any_moment() -> None:
-    made = fleet(1)
+def test_a_late_batch_is_expected_to_be_as_late_again() -> None:
+    made = fleet(2)
     made.assign(1, 0.0)
-    assert made.completion(0, 1, 5.0) == pytest.approx(5.010)
+    assert made.completion(0, 1, 0.010) == pytest.approx(0.020)
+    assert made.completion(0, 1, 1.010) == pytest.approx(2.010 + 0.010)
+    # So nobody is sent to a replica that hangs while another one works.
+    assert [made.assign(1, 1.010)[0] for _ in range(5)] == [1] * 5  # type: ignore[index]
+
+
+def test_a_replica_that_never_ends_its_batch_is_stuck() -> None:
+    made = fleet(2)
+    ticket = made.assign(1, 0.0)
+    second = made.assign(4, 1.0)
+    assert ticket is not None
+    assert second is not None
+    assert made.stuck(10.0) == []
+    assert made.stuck(10.5) == [0]
+    made.finished(*ticket, now=10.6)
+    assert made.stuck(10.9) == []
+    made.remove(1)
+    assert made.stuck(100.0) == []
+    slow = Assignment()
+    slow.add(0, {1: 2.0})
+    slow.assign(1, 0.0)
+    assert (slow.stuck(39.0), slow.stuck(41.0)) == ([], [0]), "20 times its own"
 
 
 def test_a_replica_that_left_gets_nothing_and_comes_back_empty() -> None:

@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+STUCK_FACTOR = 20.0
+STUCK_FLOOR_S = 10.0
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -13,6 +16,11 @@ class _Batch:
 
     duration: float
     began: float | None
+
+
+def limit_s(duration: float) -> float:
+    """How long a batch of a predicted duration may take before its replica counts as stuck."""
+    return max(STUCK_FLOOR_S, STUCK_FACTOR * duration)
 
 
 class Assignment:
@@ -59,9 +67,19 @@ class Assignment:
         """When the replica would finish a batch of `size` that is sent now."""
         at = now
         for batch in self._outstanding[replica].values():
-            # One that takes longer than predicted may end at any moment.
-            at = max(at, (at if batch.began is None else batch.began) + batch.duration)
+            end = (at if batch.began is None else batch.began) + batch.duration
+            # One that takes longer than predicted is expected to take as long again as it is overdue.
+            at = end if end >= at else at + (at - end)
         return at + self.duration(replica, size)
+
+    def stuck(self, now: float) -> list[int]:
+        """Replicas whose oldest batch takes so much longer than predicted that it will not end (`limit_s`)."""
+        found = []
+        for replica, queue in self._outstanding.items():
+            head = next(iter(queue.values()), None)
+            if head is not None and head.began is not None and now - head.began > limit_s(head.duration):
+                found.append(replica)
+        return found
 
     def assign(self, size: int, now: float) -> tuple[int, int] | None:
         """(replica, ticket) of the replica that finishes first, the least loaded of equals; None without any."""

@@ -39,6 +39,7 @@ from taktline_worker.tls import server_credentials
 logger = logging.getLogger(__name__)
 
 WAITING_PER_REPLICA = 8
+WATCH_S = 1.0
 # Keys of a call that gRPC writes itself.
 _OWN_METADATA = ("user-agent", "content-type", "te", "grpc-")
 
@@ -76,6 +77,7 @@ class Front:
         self._changed = threading.Condition()
         self._fleet = _Fleet(Assignment(), {})
         self._started = False
+        self._left = threading.Event()
         self._folder = Path(tempfile.mkdtemp(prefix="taktline-replicas-"))
         self.replicas = [
             Replica(launch, self._up, self._down)
@@ -104,6 +106,7 @@ class Front:
         with self._changed:
             self._started = True
             self._health.set(serving=bool(self._fleet.infos))
+        threading.Thread(target=self._watch, name="stuck", daemon=True).start()
         logger.info("serving", extra={"policy": self._policy, "port": self.port, "replicas": len(self.replicas)})
 
     def drain(self, hurry: threading.Event | None = None) -> None:
@@ -175,6 +178,17 @@ class Front:
             with self._changed:
                 self._fleet.assignment.finished(index, ticket, time.monotonic())
 
+    def _watch(self) -> None:
+        """Ends replicas that are stuck in a batch, as a hung device leaves them: alive, and of no use."""
+        while not self._left.wait(WATCH_S):
+            with self._changed:
+                stuck = self._fleet.assignment.stuck(time.monotonic())
+                for index in stuck:
+                    self._fleet.assignment.remove(index)
+            for index in stuck:
+                logger.error("a replica is stuck in a batch", extra={"policy": self._policy, "replica": index})
+                self.replicas[index].end()
+
     def _up(self, replica: Replica, info: worker_pb2.InfoResponse) -> None:
         with self._changed:
             self._fleet.infos[replica.index] = info
@@ -229,6 +243,7 @@ class Front:
         return {index: self.replicas[index].metrics_address for index in serving}
 
     def _stop_replicas(self) -> None:
+        self._left.set()
         stoppers = [threading.Thread(target=replica.stop) for replica in self.replicas]
         for stopper in stoppers:
             stopper.start()
