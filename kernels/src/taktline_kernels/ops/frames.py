@@ -17,6 +17,7 @@ CONDITIONING = 2
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 _TRITON = "taktline_kernels.triton_impl.frames"
+_ATTEND = "taktline_kernels.triton_impl.frame_attention"
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int
 
 _NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm"})
 _ROTATE = register("frame_rotate", _rotate_reference, {"triton": f"{_TRITON}:rotate"})
-_ATTENTION = register("frame_attention", _attention_reference, {"triton": "taktline_kernels.triton_impl.frame_attention:attention"})
+_ATTENTION = register("frame_attention", _attention_reference, {"triton": f"{_ATTEND}:attention"})
 _GELU = register("frame_gelu", _gelu_reference, {"triton": f"{_TRITON}:gelu"})
 _ENERGY = register("frame_energy", _energy_reference, {"triton": f"{_TRITON}:energy"})
 
