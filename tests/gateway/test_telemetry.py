@@ -88,6 +88,14 @@ def test_padding_and_predicted_times(telemetry):
     assert total(telemetry, "taktline_workers_by_state", pool="h100", state="busy") == 1
 
 
+def test_the_workers_of_a_candidate_are_counted_with_the_policys(telemetry):
+    candidate = Levels("reach", 1, 1, {"h100": 1, "h200": 1}, {("h100", "idle"): 1, ("h200", "busy"): 1})
+    both = LEVELS.with_candidate(candidate)
+    assert (both.depth, both.in_flight) == (4, 3)
+    assert both.usable == {"h100": 3, "a40": 0, "h200": 1}
+    assert both.states == {("h100", "busy"): 1, ("h100", "idle"): 2, ("a40", "down"): 1, ("h200", "busy"): 1}
+
+
 def test_what_a_client_invents_makes_no_series(telemetry):
     before = len(samples(telemetry))
     for number in range(1000):

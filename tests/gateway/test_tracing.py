@@ -11,7 +11,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from taktline import Robot
 from taktline_protocol.codecs import MediaType, encode
 
 from tests.gateway.conftest import Stack, until
@@ -180,3 +183,18 @@ def test_a_dead_collector_costs_no_request_and_no_exit(bare_stack, monkeypatch):
     assert [bare_stack.act()[0] for _ in range(5)] == [200] * 5
     bare_stack.gateway.terminate()
     assert bare_stack.gateway.wait(20) == 0
+
+
+@pytest.mark.parametrize("protocol", ["stream", "http"])
+def test_the_sdk_carries_the_span_of_the_robots_program(traced, collector, protocol):
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("robot")
+    frame = np.zeros((8, 8, 3), np.uint8)
+    with (
+        Robot(traced.url, "scripted", f"sdk-{protocol}", transport=protocol) as robot,
+        tracer.start_as_current_span("control cycle") as span,
+    ):
+        robot.act({"front": frame, "wrist": frame}, [0.0] * 6, "go", budget_ms=5000.0)
+    trace = f"{span.get_span_context().trace_id:032x}"
+    until(lambda: "taktline-gateway act" in collector.of_trace(trace), "the trace arriving")
+    (served,) = collector.of_trace(trace)["taktline-gateway act"]
+    assert served.parent_span_id.hex() == f"{span.get_span_context().span_id:016x}"

@@ -13,6 +13,8 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.images import sniff_encoding
 from taktline_protocol.messages import Array, Image, Observation, PriorityName, Rtc, Search
 
+from taktline.tracing import current_traceparent
+
 Frame = bytes | NDArray[np.uint8] | Image
 """One camera frame: JPEG or PNG bytes, or a uint8 RGB array (H, W, 3)."""
 State = Sequence[float] | NDArray[np.floating]
@@ -65,6 +67,7 @@ class Sender:
             search=search,
             rtc=rtc,
             priority=priority,
+            traceparent=current_traceparent(),
         )
 
     @property

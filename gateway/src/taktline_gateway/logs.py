@@ -10,4 +10,4 @@ __all__ = ["configure", "log"]
 
 def configure(level: str) -> None:
     """Sends all logging of this process to stderr as JSON lines."""
-    logs.configure("gateway", level)
+    logs.configure("gateway", level, hidden=("color_message",))  # uvicorn's own, for terminals

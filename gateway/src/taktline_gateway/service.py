@@ -130,7 +130,7 @@ class Gateway:
 
     def levels(self) -> list[Levels]:
         """Queue, workers and predicted times of each policy at this instant."""
-        return [lane.levels() for lane in self.lanes.values()]
+        return [self.trials.levels(policy) for policy in self.lanes]
 
     def _new_lane(self, route: Route) -> Lane:
         return Lane(

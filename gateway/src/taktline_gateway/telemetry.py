@@ -6,6 +6,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
@@ -38,6 +39,7 @@ MAX_GONE = 64
 # The time a series was made doubles the exposition and answers no question here.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
+_Key = TypeVar("_Key")
 Exemplar = dict[str, str]
 """What leads from a sample to one request: its trace id, or its request id where nothing is traced."""
 
@@ -79,6 +81,18 @@ class Levels:
     states: Mapping[tuple[str, str], int]
     predicted: tuple[PredictedTime, ...] = ()
     workers: tuple[WorkerLevel, ...] = ()
+
+    def with_candidate(self, candidate: Levels) -> Levels:
+        """This policy with the workers and the queue of the revision that is being tried."""
+        return dataclasses.replace(
+            self,
+            depth=self.depth + candidate.depth,
+            in_flight=self.in_flight + candidate.in_flight,
+            usable=_sums(self.usable, candidate.usable),
+            states=_sums(self.states, candidate.states),
+            predicted=self.predicted + candidate.predicted,
+            workers=self.workers + candidate.workers,
+        )
 
 
 class Telemetry:
@@ -305,6 +319,10 @@ def miss_cause(budget_ms: float, timings: Timings) -> str | None:
     if spent > budget_ms:
         return "inference"
     return "queue" if spent + timings.queue_ms > budget_ms else "transfer"
+
+
+def _sums(one: Mapping[_Key, int], other: Mapping[_Key, int]) -> dict[_Key, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}
 
 
 class _Levels(Collector):

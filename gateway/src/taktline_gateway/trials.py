@@ -92,6 +92,11 @@ class Trials:
             counts = self._demand[policy] = DemandCounts()
         return CountedWay(way, counts)
 
+    def levels(self, policy: str) -> Levels:
+        """Queue and workers of a policy, those of its candidate included; the policy must be one of the lanes."""
+        levels, canary = self._lanes[policy].levels(), self._canaries.get(policy)
+        return levels if canary is None else levels.with_candidate(canary.lane.levels())
+
     def measured(self) -> GatewayMeasurements:
         """Everything the operator asks this gateway for."""
         found = []

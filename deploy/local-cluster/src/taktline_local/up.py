@@ -95,6 +95,7 @@ async def run(
         if not await unless(interrupted, stack.__aenter__()):
             return INTERRUPTED
     try:
+        say(f"watch it live in a browser: {stack.url}/")
         if robots == 0:
             say(f"serving {', '.join(stack.policies)} at {stack.url}; try `taktline policies`; Ctrl-C ends it")
             await interrupted.wait()

@@ -20,6 +20,7 @@ function begin(canvas) {
   g.clearRect(0, 0, width, height);
   g.font = '12px system-ui, "DejaVu Sans", sans-serif';
   g.lineWidth = 1;
+  g.lineJoin = "round";
   return { g, width, height, colour: palette() };
 }
 
