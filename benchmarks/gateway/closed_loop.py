@@ -62,13 +62,22 @@ class Outcome:
 
 
 def fleet(
-    robots: int, control_hz: float, replan: int, horizon: int = 50, *, in_step: bool, seed: int = 1, follows: bool = True
+    robots: int,
+    control_hz: float,
+    replan: int,
+    horizon: int = 50,
+    *,
+    in_step: bool,
+    seed: int = 1,
+    follows: bool = True,
 ) -> list[Robot]:
     """Robots of one kind; in step they all begin within 2 ms of one another, else anywhere in a period."""
     rng = random.Random(seed)
     period = replan / control_hz
     return [
-        Robot(period, horizon / control_hz, abs(rng.gauss(0.0, 0.002)) if in_step else rng.uniform(0.0, period), follows)
+        Robot(
+            period, horizon / control_hz, abs(rng.gauss(0.0, 0.002)) if in_step else rng.uniform(0.0, period), follows
+        )
         for _ in range(robots)
     ]
 

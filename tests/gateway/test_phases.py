@@ -127,6 +127,14 @@ def test_hints_save_a_fleet_that_started_in_step():
     assert told.share >= 0.99
 
 
+@pytest.mark.parametrize("in_step", [True, False])
+def test_equal_robots_near_the_capacity_are_nobodys_debtors(in_step):
+    """Their phases are locked, so the same ones meet a full queue each time: that must not count against them."""
+    robots, engine = fleet(44, 50.0, 25, 50, in_step=in_step, seed=8001), ENGINES[0]
+    outcome = run(robots, Taktline(engine, hints=False), engine, warm_s=4.0, measure_s=8.0, seed=8001)
+    assert outcome.share >= 0.999
+
+
 # ----- one more robot
 
 

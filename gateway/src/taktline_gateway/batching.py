@@ -9,11 +9,11 @@ from taktline_gateway.service_times import ServiceTimes
 
 LOOKAHEAD = 128
 """Tickets that a decision looks at. A queue deeper than this is served for throughput."""
-OVERLOAD_FROM = 0.1
-OVERLOAD_FULL = 0.4
+OVERLOAD_FROM = 0.05
+OVERLOAD_FULL = 0.5
 """Shares of lost tickets from which a second of the worker is worth something, and at which it is worth the most."""
-OVERLOAD_WORTH = 0.9
-"""What such a second is worth then, in units of the best throughput: nearly what could be served in it instead."""
+OVERLOAD_WORTH = 0.8
+"""What such a second is worth then, in units of the best throughput: most of what could be served in it instead."""
 
 
 def choose_batch(

@@ -17,19 +17,19 @@ WANTS_S = 1.0
 class Account:
     """What one sender was given, in requests over its weight, against the virtual time of those it shares with."""
 
-    __slots__ = ("asked_at", "level", "robots", "served", "weight")
+    __slots__ = ("asked_at", "epoch", "level", "robots", "served", "weight")
 
     def __init__(self, level: Level) -> None:
         self.level = level
         self.asked_at = 0.0
         self.weight = 0.0
         self.served = 0.0
+        self.epoch = -1  # the one that `served` was counted in; a debt of an earlier one is forgiven
         self.robots: Level | None = None  # of a tenant: its robots' accounts
 
-    @property
-    def over(self) -> bool:
+    def over(self, epoch: int) -> bool:
         """Whether it had more than its share and a burst."""
-        return self.served > self.level.now + self.level.burst / self.weight
+        return self.epoch == epoch and self.served > self.level.now + self.level.burst / self.weight
 
 
 class Level:
@@ -64,12 +64,13 @@ class Level:
 
 
 class Shares:
-    """Shares of one priority class, kept by counting what was served while somebody else was kept waiting.
+    """Shares of one priority class, by what was served since the last time that nobody was kept waiting.
 
     Virtual time is what an equal division would have given everyone (weighted fair queueing: each service advances it
     by 1 over the weights of all who asked lately). Whoever is more than a burst ahead of it is over its share. Nobody
-    collects credit by being away: an account never lags behind virtual time. A batch that takes everybody who waits is
-    not counted at all, and an idle worker with an empty queue forgives every debt.
+    collects credit by being away: an account never lags behind virtual time. Every debt is forgiven whenever a batch
+    takes all who wait and nobody was refused since the batch before, and when a worker idles with an empty queue: then
+    no one was served at another's cost.
 
     Each operation takes constant time a ticket (amortised).
     """
@@ -77,6 +78,7 @@ class Shares:
     def __init__(self) -> None:
         self._waiting = 0
         self._turned_away = False
+        self._epoch = 0
         self._tenants = Level(TENANT_BURST)
 
     def arrive(self, ticket: Ticket, now: float) -> bool:
@@ -85,7 +87,7 @@ class Shares:
         if tenant.robots is None:
             tenant.robots = Level(ROBOT_BURST, tenant)
         account = ticket.account = tenant.robots.ask(ticket.robot, ticket.robot_weight, now)
-        return account.over or tenant.over
+        return account.over(self._epoch) or tenant.over(self._epoch)
 
     def enter(self) -> None:
         """A ticket is queued."""
@@ -100,30 +102,32 @@ class Shares:
         self._turned_away = True
 
     def serve(self, tickets: Sequence[Ticket]) -> None:
-        """These go to a worker. They are counted if others are left behind, or were refused since the last batch."""
+        """These go to a worker."""
         self._waiting -= len(tickets)
         if not self._waiting and not self._turned_away:
+            self._epoch += 1
             return
         self._turned_away = False
-        tenants = len(self._tenants.accounts) > 1
+        epoch, tenants = self._epoch, len(self._tenants.accounts) > 1
         for ticket in tickets:
             account = ticket.account
             if not isinstance(account, Account):  # queued without a look at its share
                 continue
-            _charge(account)
+            _charge(account, epoch)
             if tenants and account.level.tenant is not None:
-                _charge(account.level.tenant)
+                _charge(account.level.tenant, epoch)
 
     def forgive(self) -> None:
         """A worker idles and nobody waits: everybody starts anew."""
         self._turned_away = False
-        if self._tenants.accounts:
-            self._tenants = Level(TENANT_BURST)
+        self._epoch += 1
 
 
-def _charge(account: Account) -> None:
+def _charge(account: Account, epoch: int) -> None:
     level = account.level
-    now, weight = level.now, account.weight
+    now, unit = level.now, 1.0 / account.weight
+    had = account.served if account.epoch == epoch and account.served > now else now
     # A debt is bounded, so that a sender that stops flooding is soon like the others.
-    account.served = min(max(account.served, now) + 1.0 / weight, now + (2.0 * level.burst + 1.0) / weight)
-    level.now = now + 1.0 / (level.weights if level.weights > weight else weight)
+    account.served = min(had, now + 2.0 * level.burst * unit) + unit
+    account.epoch = epoch
+    level.now = now + 1.0 / (level.weights if level.weights > account.weight else account.weight)

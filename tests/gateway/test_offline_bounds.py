@@ -1,0 +1,73 @@
+"""The benchmark's yardstick: bounds that hold the optimum between them, checked against exhaustive search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.gateway.bounds import offline_bounds, optimum
+from benchmarks.gateway.peers import Ours
+from benchmarks.gateway.simulator import simulate, upper_bound
+from benchmarks.gateway.times import ENGINES, Engine
+from benchmarks.gateway.traces import Job, Trace, even, poisson
+
+STEADY = dataclasses.replace(ENGINES[0], sigma=0.0)
+ROUND = Engine("round", ((1, 20.0), (2, 30.0), (4, 50.0), (8, 90.0), (16, 170.0), (32, 330.0)), "whole slots", 0.0)
+
+small_traces = st.lists(st.tuples(st.integers(0, 150), st.integers(15, 200)), min_size=1, max_size=8).map(
+    lambda pairs: [Job(n, 0, at / 1e3, (at + left) / 1e3) for n, (at, left) in enumerate(sorted(pairs))]
+)
+
+
+def by_enumeration(jobs, engine):
+    """The optimum without any argument about order: every subset of those here, at every arrival and every end."""
+
+    def best(now, left):
+        found = 0
+        here = [job for job in left if job.arrival <= now + 1e-9]
+        later = [job.arrival for job in left if job.arrival > now + 1e-9]
+        if later:
+            found = best(min(later), left)
+        for size in range(1, len(here) + 1):
+            end = now + engine.median_s(size)
+            for members in itertools.combinations(here, size):
+                if all(job.deadline >= end - 1e-9 for job in members):
+                    found = max(found, size + best(end, [job for job in left if job not in members]))
+        return found
+
+    return best(0.0, list(jobs))
+
+
+@settings(deadline=None, max_examples=40)
+@given(small_traces.map(lambda jobs: jobs[:5]))
+def test_the_optimum_is_the_optimum(jobs):
+    assert optimum(jobs, ROUND) == by_enumeration(jobs, ROUND)
+
+
+@settings(deadline=None, max_examples=40)
+@given(small_traces)
+def test_the_bounds_hold_the_optimum_between_them(jobs):
+    best = optimum(jobs, ROUND)
+    bounds = offline_bounds(jobs, ROUND, rounds=200)
+    assert round(bounds.reached * len(jobs)) <= best <= bounds.upper * len(jobs) + 1e-6
+    assert best <= upper_bound(Trace("t", 0.0, tuple(jobs)), ROUND) * len(jobs) + 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(small_traces)
+def test_ours_is_never_above_the_optimum_and_at_most_two_below(jobs):
+    """It does not know who comes next; the optimum does."""
+    ours = simulate(Trace("t", 0.0, tuple(jobs)), Ours(ROUND), ROUND).on_time
+    best = optimum(jobs, ROUND)
+    assert ours <= best
+    assert ours >= best - 2
+
+
+def test_the_bounds_are_close_on_a_real_trace_and_above_ours():
+    trace = poisson("poisson", 0.8, STEADY.capacity_hz, even(150, 500), seed=5, duration_s=2.0)
+    bounds = offline_bounds(trace.jobs, STEADY, rounds=40, slot_s=0.002)
+    assert bounds.upper - bounds.reached <= 0.04
+    assert simulate(trace, Ours(STEADY), STEADY).share <= bounds.upper + 1e-9
