@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from taktline_protocol import TaktlineError, worker_pb2
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, ParallelOptions
 from taktline_worker.lifecycle import ServeOptions
 from taktline_worker.replicas.assignment import Assignment
-from taktline_worker.replicas.front import launches
+from taktline_worker.replicas.front import Front, _Fleet, launches
 from taktline_worker.replicas.request import count_items
 
 TABLE = {1: 0.010, 2: 0.012, 4: 0.020}
@@ -155,3 +158,27 @@ def test_replicas_on_the_cpu_share_its_cores() -> None:
     assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in found] == ["0", "0"]
     assert all(int(launch.environment["OMP_NUM_THREADS"]) >= 1 for launch in found)
     assert _launches({"OMP_NUM_THREADS": "3"}, device="cpu")[0].environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_slowest_replica_speaks_for_all() -> None:
+    def info(one: float, two: float, cheap: float) -> worker_pb2.InfoResponse:
+        times = [worker_pb2.BucketTime(batch=b, median_ms=ms, p99_ms=2 * ms) for b, ms in ((1, one), (2, two))]
+        level = worker_pb2.CheaperLevel(
+            solver_steps=5, t_sync=[worker_pb2.BucketTime(batch=1, median_ms=cheap, p99_ms=2 * cheap)]
+        )
+        return worker_pb2.InfoResponse(policy="p", t_sync=times, cheaper=[level])
+
+    front = Front.__new__(Front)
+    front._changed = threading.Condition()
+    front._fleet = _Fleet(Assignment(), {0: info(3.0, 7.0, 1.0), 1: info(4.0, 6.0, 2.0)})
+    front.replicas = [None] * 2  # type: ignore[list-item]  # only counted
+    merged = front.info()
+    assert [(t.batch, t.median_ms, t.p99_ms) for t in merged.t_sync] == [(1, 4.0, 8.0), (2, 7.0, 14.0)]
+    assert [(t.median_ms, t.p99_ms) for level in merged.cheaper for t in level.t_sync] == [(2.0, 4.0)]
+    assert (merged.policy, merged.replicas) == ("p", 2)
+    assert front._fleet.infos[0].t_sync[0].median_ms == 3.0, "what a replica said is left as it was"
+
+
+def test_the_port_of_the_replicas_needs_no_torch() -> None:
+    code = "import sys, taktline_worker.replicas.front; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

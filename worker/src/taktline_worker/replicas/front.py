@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +131,10 @@ class Front:
             infos = list(self._fleet.infos.values())
         merged = worker_pb2.InfoResponse()
         merged.CopyFrom(infos[0])
-        del merged.t_sync[:]
-        for times in zip(*(info.t_sync for info in infos), strict=True):
-            merged.t_sync.add(
-                batch=times[0].batch,
-                median_ms=max(time.median_ms for time in times),
-                p99_ms=max(time.p99_ms for time in times),
-            )
+        for other in infos[1:]:
+            _keep_slower(merged.t_sync, other.t_sync)
+            for level, its in zip(merged.cheaper, other.cheaper, strict=True):
+                _keep_slower(level.t_sync, its.t_sync)
         merged.replicas = len(self.replicas)
         return merged
 
@@ -250,6 +248,11 @@ class Front:
         for stopper in stoppers:
             stopper.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _keep_slower(times: Iterable[worker_pb2.BucketTime], others: Iterable[worker_pb2.BucketTime]) -> None:
+    for own, other in zip(times, others, strict=True):
+        own.median_ms, own.p99_ms = max(own.median_ms, other.median_ms), max(own.p99_ms, other.p99_ms)
 
 
 def launches(
