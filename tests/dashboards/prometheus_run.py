@@ -13,7 +13,8 @@ import httpx
 import yaml
 from taktline_operator import slo_rules
 
-SCRAPE = "500ms"
+SCRAPE = "1s"
+_FIRING = 'ALERTS{alertstate="firing",policy!=""}'
 
 
 def free_port() -> int:
@@ -95,7 +96,8 @@ class PrometheusRun:
             if found := condition():
                 return found
             time.sleep(0.1)
-        raise AssertionError(f"{what} did not happen within {timeout_s} s")
+        firing = sorted((found["metric"]["policy"], found["metric"]["alertname"]) for found in self.query(_FIRING))
+        raise AssertionError(f"{what} did not happen within {timeout_s} s; firing: {firing}")
 
     def _get(self, path: str, parameters: dict) -> dict:
         answer = self._http.get(path, params=parameters)

@@ -60,7 +60,7 @@ def test_no_gateway_pages(incident):
 
 def filled(expr: str) -> str:
     """An expression with the dashboard's variables set to everything."""
-    values = {"$__rate_interval": "3s", "$__range": "60s", "$policy": ".*", "$pool": ".*", "$host": ".*"}
+    values = {"$__rate_interval": "5s", "$__range": "60s", "$policy": ".*", "$pool": ".*", "$host": ".*"}
     for name, value in values.items():
         expr = expr.replace(name, value)
     assert "$" not in expr, expr
