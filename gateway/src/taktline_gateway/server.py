@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import logging
 import signal
 import time
@@ -21,6 +23,9 @@ from taktline_gateway.tls import following
 
 KEEP_ALIVE_S = 75
 """Robots ask a few times a second and pause between episodes; a reconnect inside a control budget costs margin."""
+GC_ALLOCATIONS = 20_000
+KEPT_BYTES = 64 * 1024 * 1024
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _logger = logging.getLogger(__name__)
 
 
@@ -57,6 +62,7 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     config.load()
     if gateway.tls is not None:
         config.ssl = gateway.tls.context
+    _settle_memory()
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -69,6 +75,21 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     drainer.cancel()
     if not server.started:
         raise SystemExit(1)
+
+
+def _settle_memory() -> None:
+    """Keeps the collector's and the allocator's pauses out of requests.
+
+    What exists by now lives as long as the process: the collector need not walk it again and again. Buffers of camera
+    frames come and go with every batch: glibc would give their pages back to the kernel each time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS, 20, 20)
+    with contextlib.suppress(OSError, AttributeError):  # another libc has neither the fault nor the call
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _census(gateway: Gateway, counts: ConnectionCounts) -> None:

@@ -31,7 +31,15 @@ MAX_MESSAGE_BYTES = 512 * MIB
 MAX_REPLICAS = 64
 """Batches that one worker may claim to run at a time."""
 
+_LARGE_MESSAGES: tuple[tuple[str, int], ...] = (
+    # A batch of camera frames in HTTP/2's frames of 16 KiB, within its first window of 64 KiB, is hundreds of frames
+    # and several round trips.
+    ("grpc.http2.max_frame_size", 8 * MIB),
+    ("grpc.http2.lookahead_bytes", 16 * MIB),
+)
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_LARGE_MESSAGES,
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
@@ -45,6 +53,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 """For the gateway's channels."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_LARGE_MESSAGES,
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # The gateway's keepalive pings are welcome at their own rate, with or without a call in flight.
