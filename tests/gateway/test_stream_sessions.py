@@ -143,3 +143,16 @@ def test_a_cancel_that_is_faster_than_the_queue_is_kept_for_it():
     heard: list = []
     flight.admitted(heard.append)
     assert heard == [error]
+
+
+def test_connections_that_come_and_go_fill_no_memory(clock):
+    sessions = Sessions(resume_s=30.0, held_bytes=1000, clock=clock, most=3)
+    live = sessions.open("p", "live", hello("live"))
+    live.link = FakeLink()
+    for number in range(10):
+        session = sessions.open("p", f"arm-{number}", hello(f"arm-{number}"))
+        sessions.hold(session, {"front": frame(10)}, "go")
+        sessions.away(session)
+    assert len(sessions) == 3
+    assert live in list(sessions), "those that are connected stay"
+    assert sessions.held_bytes == 20

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -281,6 +284,7 @@ class Robot:
                 jpeg_quality=jpeg_quality,
             )
         )
+        _open.add(self)
 
     def act(
         self,
@@ -362,6 +366,7 @@ class Robot:
 
     def close(self) -> None:
         """Ends the session; the robot id is free at once."""
+        _open.discard(self)
         self._loop.run(self._robot.close())
 
     def __enter__(self) -> Robot:
@@ -371,6 +376,17 @@ class Robot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_open: weakref.WeakSet[Robot] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Programs that end without closing their robots still say bye, so that the names are free for the next run."""
+    for robot in list(_open):
+        with contextlib.suppress(Exception):  # the process is ending; there is nobody left to tell
+            robot._loop.start(robot._robot.close()).result(1.0)
 
 
 def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import random
 import time
@@ -14,8 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.codecs import error_from_body
-from taktline_protocol.messages import ActionChunk, ErrorBody, Observation
+from taktline_protocol.messages import ActionChunk, Observation
 from taktline_protocol.stream import (
     VERSIONS,
     Answer,
@@ -40,7 +38,8 @@ from taktline.clock import ClockEstimate, GatewayClock
 from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
 from taktline.robot_metrics import RobotMetrics
-from taktline.stream_link import Link, NoStream, Timeout, open_link
+from taktline.stream_link import Link, NoStream, Timeout, open_link, typed, unreachable, websocket
+from taktline.stream_waiting import Waiting
 
 BACKOFF_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -64,35 +63,13 @@ _RETRIED = frozenset(
 )
 
 
-@dataclasses.dataclass(eq=False)
-class _Waiting:
-    """An observation that has no answer yet."""
-
-    observation: Observation
-    stamped: Observation
-    frames: Mapping[str, NamedFrame]
-    answer: asyncio.Future[tuple[ActionChunk, float]]
-    link: Link | None = None
-    sends: int = 0
-    sent_at: float = 0.0
-
-    @property
-    def seq(self) -> int:
-        return self.observation.seq
-
-    def left_s(self, now: float) -> float:
-        """What is left of the budget, s."""
-        asked = self.observation.sent_at
-        return self.observation.budget_ms / 1e3 - (now - (now if asked is None else asked))
-
-
 class StreamClient:
     """One session. All of it runs on one event loop."""
 
     def __init__(
         self, url: str, policy: str, robot_id: str, session_id: str, access: Access, metrics: RobotMetrics
     ) -> None:
-        self._uri = f"{_websocket(url)}/v1/policies/{quote(policy, safe='')}/stream"
+        self._uri = f"{websocket(url)}/v1/policies/{quote(policy, safe='')}/stream"
         self._policy = policy
         self._robot_id = robot_id
         self._session_id = session_id
@@ -100,7 +77,7 @@ class StreamClient:
         self._metrics = metrics
         self.clock = GatewayClock()
         self._held = HeldFrames()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._link: Link | None = None
         self._linked = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
@@ -125,7 +102,7 @@ class StreamClient:
             NoStream: the gateway does not speak streams.
         """
         self._check_pause()
-        waiting = _Waiting(observation, observation, frames, asyncio.get_running_loop().create_future())
+        waiting = Waiting(observation, observation, frames, asyncio.get_running_loop().create_future())
         self._seq = max(self._seq, waiting.seq)
         self._waiting[waiting.seq] = waiting
         try:
@@ -135,7 +112,7 @@ class StreamClient:
             self._cancel(waiting)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise _unreachable(self._uri, "did not answer in time") from error
+            raise unreachable(self._uri, "did not answer in time") from error
         finally:
             self._waiting.pop(waiting.seq, None)
         return chunk, waiting.stamped, 1e3 * (time.monotonic() - waiting.sent_at), outside_ms
@@ -149,6 +126,11 @@ class StreamClient:
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(
+                    TaktlineError(ErrorCode.CANCELLED, "the robot was closed while it asked", "nothing: it was told so")
+                )
         link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(ConnectionClosed, OSError):
@@ -169,7 +151,7 @@ class StreamClient:
                 retry_after_ms=round(1e3 * pause_s, 1),
             )
 
-    async def _send(self, waiting: _Waiting, timeout_s: float) -> None:
+    async def _send(self, waiting: Waiting, timeout_s: float) -> None:
         """Sends an observation, with what is left of its budget, over the connection as soon as there is one."""
         reserved_s = (waiting.observation.actuate_ms + waiting.observation.network_ms) / 1e3
         while True:
@@ -198,7 +180,7 @@ class StreamClient:
             self._count(waiting, whole, unchanged)
             return
 
-    def _count(self, waiting: _Waiting, whole: Mapping[str, object], unchanged: Mapping[str, object]) -> None:
+    def _count(self, waiting: Waiting, whole: Mapping[str, object], unchanged: Mapping[str, object]) -> None:
         metrics = self._metrics
         metrics.cameras_whole += len(whole)
         metrics.cameras_referenced += len(unchanged)
@@ -206,7 +188,7 @@ class StreamClient:
         metrics.keyframes += not unchanged
         metrics.resent += waiting.sends > 1
 
-    def _cancel(self, waiting: _Waiting) -> None:
+    def _cancel(self, waiting: Waiting) -> None:
         link = waiting.link
         answered = waiting.answer.done() and not waiting.answer.cancelled()
         if link is not None and not link.gone and not answered:
@@ -224,7 +206,7 @@ class StreamClient:
             try:
                 await asyncio.wait_for(self._linked.wait(), max(0.0, end - time.monotonic()))
             except Timeout as error:
-                raise self._failure or _unreachable(self._uri, "cannot be reached") from error
+                raise self._failure or unreachable(self._uri, "cannot be reached") from error
             if self._link is not None and not self._link.gone:
                 return self._link
             failure = self._failure
@@ -299,10 +281,10 @@ class StreamClient:
         self._spawn(self._read(link))
         self._spawn(self._ping(link))
 
-    async def _resend(self, waiting: _Waiting) -> None:
+    async def _resend(self, waiting: Waiting) -> None:
         try:
             if waiting.sends > MAX_RESENDS:
-                raise _unreachable(self._uri, "lost its connection again and again")
+                raise unreachable(self._uri, "lost its connection again and again")
             await self._send(waiting, BACKOFF_MAX_S + max(0.0, waiting.left_s(time.monotonic())))
         except (TaktlineError, NoStream) as error:
             if not waiting.answer.done():
@@ -385,7 +367,7 @@ class StreamClient:
             if frame.pause_ms > 0 and math.isfinite(frame.pause_ms):
                 self._pause_until = now + min(frame.pause_ms, 60_000.0) / 1e3
         elif isinstance(frame, Goodbye):
-            link.goodbye = _typed(frame)
+            link.goodbye = typed(frame)
             if link.goodbye.code is ErrorCode.DRAINING:
                 self._leave(link)
             link.leaving = True
@@ -415,7 +397,7 @@ class StreamClient:
         if waiting is None or waiting.answer.done():
             return
         self._note_trip(waiting, frame, now)
-        error = _typed(frame)
+        error = typed(frame)
         if error.code is ErrorCode.DRAINING:  # may come ahead of the goodbye
             self._leave(link)
         again = (ErrorCode.KEYFRAME_NEEDED, ErrorCode.DRAINING)
@@ -425,7 +407,7 @@ class StreamClient:
         self._answered = max(self._answered, frame.seq)
         waiting.answer.set_exception(error)
 
-    def _note_trip(self, waiting: _Waiting, frame: Answer | Refusal, now: float) -> None:
+    def _note_trip(self, waiting: Waiting, frame: Answer | Refusal, now: float) -> None:
         if waiting.link is self._link:
             self.clock.note(waiting.sent_at, frame.received_at, frame.sent_at, now)
 
@@ -433,27 +415,3 @@ class StreamClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _typed(frame: Refusal | Goodbye) -> TaktlineError:
-    return error_from_body(
-        ErrorBody(
-            code=frame.code,
-            message=frame.message,
-            next_step=frame.next_step,
-            retry_after_ms=frame.retry_after_ms,
-        )
-    )
-
-
-def _websocket(url: str) -> str:
-    scheme, separator, rest = url.rstrip("/").partition("://")
-    return {"http": "ws", "https": "wss"}.get(scheme, scheme) + separator + rest
-
-
-def _unreachable(uri: str, what: str) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.GATEWAY_UNREACHABLE,
-        f"the gateway at {uri} {what}",
-        "check the URL and that the gateway runs: GET /healthz",
-    )

@@ -9,7 +9,7 @@ import time
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import ANSWER_LIMITS, MediaType, decode_error, error_from_body
 from taktline_protocol.messages import ErrorBody
-from taktline_protocol.stream import Goodbye, Hello, Welcome
+from taktline_protocol.stream import Goodbye, Hello, Refusal, Welcome
 from taktline_protocol.stream_codec import decode_from_gateway, encode_frame
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
@@ -84,13 +84,13 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
     except InvalidStatus as error:
         raise _refused(uri, error) from error
     except (OSError, InvalidHandshake, InvalidURI, Timeout, EOFError) as error:
-        raise _unreachable(uri, "cannot be reached") from error
+        raise unreachable(uri, "cannot be reached") from error
     try:
         await connection.send(encode_frame(hello))
         first = decode_from_gateway(_binary(await asyncio.wait_for(connection.recv(), OPEN_S)))
     except (ConnectionClosed, OSError, Timeout) as error:
         await _drop(connection)
-        raise _unreachable(uri, "broke the connection") from error
+        raise unreachable(uri, "broke the connection") from error
     except BaseException:
         await _drop(connection)
         raise
@@ -98,11 +98,8 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
         return Link(connection, first)
     await _drop(connection)
     if isinstance(first, Goodbye):
-        body = ErrorBody(code=first.code, message=first.message, next_step=first.next_step)
-        typed = error_from_body(body)
-        typed.retry_after_ms = first.retry_after_ms
-        raise typed
-    raise _unreachable(uri, f"said {type(first).__name__} instead of Welcome")
+        raise typed(first)
+    raise unreachable(uri, f"said {type(first).__name__} instead of Welcome")
 
 
 async def _drop(connection: ClientConnection) -> None:
@@ -123,15 +120,34 @@ def _refused(uri: str, error: InvalidStatus) -> TaktlineError | NoStream:
     response = error.response
     with contextlib.suppress(TaktlineError, ValueError):
         media = MediaType(response.headers.get("content-type", ""))
-        typed = error_from_body(decode_error(bytes(response.body or b""), media))
-        if typed.code is not ErrorCode.NOT_FOUND:
-            return typed
+        said = error_from_body(decode_error(bytes(response.body or b""), media))
+        if said.code is not ErrorCode.NOT_FOUND:
+            return said
     if response.status_code < 500 or response.status_code == 501:
         return NoStream(f"{uri} answered {response.status_code} to a WebSocket")
-    return _unreachable(uri, f"answered {response.status_code}")
+    return unreachable(uri, f"answered {response.status_code}")
 
 
-def _unreachable(uri: str, what: str) -> TaktlineError:
+def typed(frame: Refusal | Goodbye) -> TaktlineError:
+    """The exception of an error that came over the stream."""
+    return error_from_body(
+        ErrorBody(
+            code=frame.code,
+            message=frame.message,
+            next_step=frame.next_step,
+            retry_after_ms=frame.retry_after_ms,
+        )
+    )
+
+
+def websocket(url: str) -> str:
+    """The WebSocket form of a gateway's URL."""
+    scheme, separator, rest = url.rstrip("/").partition("://")
+    return {"http": "ws", "https": "wss"}.get(scheme, scheme) + separator + rest
+
+
+def unreachable(uri: str, what: str) -> TaktlineError:
+    """The error of a gateway that does not answer."""
     return TaktlineError(
         ErrorCode.GATEWAY_UNREACHABLE,
         f"the gateway at {uri} {what}",

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.types import Receive, Send
 from taktline_protocol import ErrorCode, Observation, TaktlineError
 from taktline_protocol.checks import check_observation
-from taktline_protocol.messages import Image
 from taktline_protocol.stream import (
     VERSIONS,
     Ack,
@@ -28,15 +26,12 @@ from taktline_protocol.stream import (
     Observe,
     Ping,
     Pong,
-    StreamLimits,
     Welcome,
 )
 from taktline_protocol.stream_codec import (
     decode_from_robot,
     encode_frame,
     to_answer,
-    to_image,
-    to_observation,
     to_refusal,
 )
 
@@ -44,7 +39,9 @@ from taktline_gateway.access.rights import Principal
 from taktline_gateway.http_io import Exchange, internal_error
 from taktline_gateway.lane import ClientGone
 from taktline_gateway.logs import log
+from taktline_gateway.stream.resolving import budget_from, resolve
 from taktline_gateway.stream.sessions import Flight, HeldFrame, Session
+from taktline_gateway.stream.settings import told_limits
 
 if TYPE_CHECKING:
     from taktline_gateway.stream.endpoint import Caller, Streams
@@ -254,7 +251,7 @@ class Conversation:
                     resumed=result in ("resumed", "moved"),
                     held={camera: frame.name for camera, frame in session.held.items()},
                     pending=tuple(session.flights),
-                    limits=self._limits(),
+                    limits=told_limits(self._streams.limits, self._settings),
                     policy=info,
                     sent_at=time.monotonic(),
                     admission=self._streams.admission(self.policy, principal, hello),
@@ -263,23 +260,6 @@ class Conversation:
         )
         if kept is not None and kept[0] > hello.answered:
             await self.deliver(kept[1])
-
-    def _limits(self) -> StreamLimits:
-        limits, settings = self._streams.limits, self._settings
-        return StreamLimits(
-            frame_bytes=limits.body_bytes,
-            window=settings.window,
-            idle_s=settings.idle_s,
-            resume_s=settings.resume_s,
-            items=limits.items,
-            depth=limits.depth,
-            image_bytes=limits.image_bytes,
-            image_pixels=limits.image_pixels,
-            cameras=limits.cameras,
-            state_length=limits.state_length,
-            instruction_chars=limits.instruction_chars,
-            budget_ms=limits.budget_ms,
-        )
 
     # ----- what the robot says
 
@@ -314,7 +294,7 @@ class Conversation:
         observation: Observation | None = None
         try:
             principal = await self._streams.principal(self._caller, self.policy, session.robot_id, exchange.request_id)
-            observation = self._resolve(session, frame)
+            observation = resolve(session, frame)
             check_observation(observation, self._streams.limits)
         except TaktlineError as error:
             await self._refuse(session, exchange, observation, frame.seq, now, error, held=False)
@@ -335,7 +315,7 @@ class Conversation:
         except TaktlineError as error:
             await self._refuse(session, exchange, observation, frame.seq, now, error, held=True)
             return
-        started_at, observation = self._begun(observation, now)
+        started_at, observation = budget_from(observation, now, self._clock)
         flight = Flight(frame.seq, now, exchange.request_id)
         session.flights[frame.seq] = flight
         self._streams.spawn(self._serve(session, flight, exchange, principal, observation, started_at))
@@ -343,62 +323,6 @@ class Conversation:
             self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
         if len(session.flights) >= self._settings.window:
             await self.deliver(encode_frame(Backpressure("window", 0.0, len(session.flights))))
-
-    def _resolve(self, session: Session, frame: Observe) -> Observation:
-        """The observation with references replaced by what is held. Raises TaktlineError."""
-        if frame.seq in session.flights or frame.seq < session.seq:
-            raise TaktlineError(
-                ErrorCode.SUPERSEDED,
-                f"observation {frame.seq} came after observation {session.seq} of this session",
-                "use the chunk of the newer observation; seq must grow within a session",
-            )
-        twice = frame.images.keys() & frame.unchanged.keys()
-        if twice:
-            raise TaktlineError(
-                ErrorCode.INVALID_BODY,
-                f"camera {min(twice)[:64]!r} is sent whole and by reference",
-                "send each camera once",
-            )
-        images: dict[str, Image] = {camera: to_image(whole) for camera, whole in frame.images.items()}
-        lacking = []
-        for camera, name in frame.unchanged.items():
-            held = session.held.get(camera)
-            if held is None or held.name != name:
-                lacking.append(camera[:64])
-            else:
-                images[camera] = held.image
-        instruction = session.instruction if frame.instruction is None else frame.instruction
-        if lacking or instruction is None:
-            what = [f"camera {camera!r}" for camera in lacking[:8]]
-            what += ["the instruction"] if instruction is None else []
-            raise TaktlineError(
-                ErrorCode.KEYFRAME_NEEDED,
-                f"this gateway does not hold {', '.join(what)}",
-                "send the observation again with every camera whole and the instruction",
-                retry_after_ms=0.0,
-            )
-        return to_observation(frame, session.robot_id, session.session_id, images, instruction)
-
-    def _begun(self, observation: Observation, now: float) -> tuple[float, Observation]:
-        """When the budget began to run, gateway clock, and the observation with what is left to reserve.
-
-        With a clock estimate, the part of the way here that has surely passed is taken off the budget and off the
-        network reserve; half of the reserve stays for the way back.
-        """
-        clock = self._clock
-        if clock is None or observation.sent_at is None:
-            return now, observation
-        passed_s = now - (observation.sent_at + clock.offset_s) - clock.error_s
-        if not 0.0 < passed_s < observation.budget_ms / 1e3:
-            # A clock that jumped, or an observation that is older than its budget, which admission refuses as it is.
-            passed_s = min(max(passed_s, 0.0), observation.budget_ms / 1e3)
-        if passed_s == 0.0:
-            return now, observation
-        reserve = observation.network_ms
-        left: Observation = msgspec.structs.replace(
-            observation, network_ms=max(reserve - 1e3 * passed_s, 0.5 * reserve)
-        )
-        return now - passed_s, left
 
     # ----- answers
 

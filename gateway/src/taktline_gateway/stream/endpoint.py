@@ -53,7 +53,8 @@ class Streams:
         self._gateway = gateway
         self.settings: StreamSettings = gateway.settings.stream
         self.service = GatewayService(gateway)
-        self.sessions = Sessions(self.settings.resume_s, self.settings.held_bytes, time.monotonic)
+        most = 2 * self.settings.max_streams
+        self.sessions = Sessions(self.settings.resume_s, self.settings.held_bytes, time.monotonic, most)
         url = self.settings.redis_url
         self._store = SessionStore(url, self.settings.resume_s) if url else None
         self.telemetry = StreamTelemetry(

@@ -113,8 +113,10 @@ class Session:
 class Sessions:
     """The sessions of one gateway process, by token."""
 
-    def __init__(self, resume_s: float, held_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, resume_s: float, held_bytes: int, clock: Callable[[], float], most: int = 20_000) -> None:
+        """`most`: sessions kept at once; beyond it those away go first, however short their absence."""
         self._resume_s = resume_s
+        self._most = most
         self._held_limit = held_bytes
         self._clock = clock
         self._by_token: OrderedDict[bytes, Session] = OrderedDict()  # the one used last at the end
@@ -129,6 +131,10 @@ class Sessions:
     def open(self, policy: str, robot: str, hello: Hello) -> Session:
         """A new session."""
         session = Session(policy, robot, hello.robot_id, hello.session_id, os.urandom(TOKEN_BYTES), seq=hello.seq)
+        if len(self._by_token) >= self._most:
+            away = next((other for other in self._by_token.values() if other.link is None), None)
+            if away is not None:
+                self._drop(away)
         self._by_token[session.token] = session
         return session
 

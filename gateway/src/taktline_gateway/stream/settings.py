@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import os
 
-from taktline_protocol.limits import MIB
+from taktline_protocol.limits import MIB, Limits
+from taktline_protocol.stream import StreamLimits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,4 +72,22 @@ def settings_of(arguments: argparse.Namespace) -> StreamSettings:
         held_bytes=int(arguments.stream_held_mib * MIB),
         redis_url=arguments.redis_url or os.environ.get("TAKTLINE_REDIS_URL", ""),
         store_every_s=max(0.05, arguments.redis_every_s),
+    )
+
+
+def told_limits(limits: Limits, settings: StreamSettings) -> StreamLimits:
+    """What a robot is told at the welcome."""
+    return StreamLimits(
+        frame_bytes=limits.body_bytes,
+        window=settings.window,
+        idle_s=settings.idle_s,
+        resume_s=settings.resume_s,
+        items=limits.items,
+        depth=limits.depth,
+        image_bytes=limits.image_bytes,
+        image_pixels=limits.image_pixels,
+        cameras=limits.cameras,
+        state_length=limits.state_length,
+        instruction_chars=limits.instruction_chars,
+        budget_ms=limits.budget_ms,
     )

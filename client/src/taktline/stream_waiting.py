@@ -1,0 +1,41 @@
+"""An observation that waits for its answer on a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+
+from taktline_protocol.messages import ActionChunk, Observation
+
+from taktline.encoding import NamedFrame
+from taktline.stream_link import Link
+
+
+@dataclasses.dataclass(eq=False)
+class Waiting:
+    """An observation that has no answer yet.
+
+    Attributes:
+        stamped: as it was last sent, with what was left of its budget then.
+        answer: the chunk, and the part of the round trip that was spent outside the gateway, in ms.
+        link: the connection over which it was last sent, or over which its answer will come.
+    """
+
+    observation: Observation
+    stamped: Observation
+    frames: Mapping[str, NamedFrame]
+    answer: asyncio.Future[tuple[ActionChunk, float]]
+    link: Link | None = None
+    sends: int = 0
+    sent_at: float = 0.0
+
+    @property
+    def seq(self) -> int:
+        """Its number in the session."""
+        return self.observation.seq
+
+    def left_s(self, now: float) -> float:
+        """What is left of the budget, s."""
+        asked = self.observation.sent_at
+        return self.observation.budget_ms / 1e3 - (now - (now if asked is None else asked))
