@@ -272,7 +272,8 @@ def test_bad_folders_are_refused_before_the_weights(kit: Any, tmp_path: Path, na
     [
         {"precision": "fp8"},
         {"parallel": ParallelOptions(tp=2)},
-        {"rtc": RtcOptions(mode="guided")},
+        {"rtc": RtcOptions(mode="trained")},
+        {"rtc": RtcOptions(schedule="linear")},
         {"solver_steps": 0},
         {"action_horizon": 7},
         {"control_period_ms": -1.0},

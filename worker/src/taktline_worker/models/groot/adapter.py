@@ -14,12 +14,13 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, Description
+from taktline_worker.adapter import Answer, Description, GuidedChunk
 from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.groot.config import BACKBONE_FILE, CONFIG_FILE, GrootArchitecture, read_architecture
 from taktline_worker.models.groot.embodiment import Embodiment, read_embodiment
 from taktline_worker.models.groot.processor import GrootProcessor, PendingGrootRow, PreparedRow, open_tokenizer
+from taktline_worker.models.groot.rtc import SETTINGS as RTC
 from taktline_worker.models.groot.runner import GrootRunner
 from taktline_worker.models.groot.weights import load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
@@ -43,7 +44,9 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class GrootAdapter:
     """One loaded policy for one embodiment."""
 
-    def __init__(self, processor: GrootProcessor, runner: GrootRunner, precision: str, control_period_s: float) -> None:
+    def __init__(
+        self, processor: GrootProcessor, runner: GrootRunner, precision: str, control_period_s: float, rtc: bool
+    ) -> None:
         self.processor = processor
         self.runner = runner
         e = processor.embodiment
@@ -57,6 +60,7 @@ class GrootAdapter:
             action_dim=e.action_dim,
             horizon=e.rows,
             control_period_s=control_period_s,
+            rtc=RTC.mode if rtc else "",
         )
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingGrootRow:
@@ -69,13 +73,20 @@ class GrootAdapter:
         return self.runner.run([prepared.row for prepared in rows])
 
     def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[Answer | TaktlineError]:
-        """float32 (rows, D) in robot units, or the error of a row that is not finite."""
+        """float32 (rows, D) in robot units, with what a tail did to it, or the error of a row that is not finite."""
         results: list[Answer | TaktlineError] = []
         for prepared, actions in zip(rows, outputs, strict=True):
             try:
-                results.append(self.processor.decode(actions, prepared.state))
+                chunk = self.processor.decode(actions, prepared.state)
             except TaktlineError as error:
                 results.append(error)
+                continue
+            tail = prepared.row.rtc
+            if tail is None:
+                results.append(chunk)
+            else:
+                plan = tail.plan
+                results.append(GuidedChunk(chunk, RTC.mode, plan.delay, plan.end, RTC.schedule, "batched"))
         return results
 
     def largest_row(self) -> PreparedRow:
@@ -118,8 +129,11 @@ def load(config: EngineConfig) -> GrootAdapter:
         raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
     if options.parallel.tp != 1 or options.parallel.cfg != 1 or options.parallel.search != 1:
         raise _config_error("engine.parallel asks for more than dp", "GR00T fits one GPU: use dp, one replica a GPU")
-    if options.rtc.mode not in ("auto", "off"):
-        raise _config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family has no real-time chunking here")
+    if options.rtc.mode == "trained" or options.rtc.schedule not in (None, RTC.schedule):
+        raise _config_error(
+            f"engine.rtc asks for mode {options.rtc.mode} and schedule {options.rtc.schedule}",
+            "GR00T follows a tail in its own way only: set mode to auto or off and leave the schedule out",
+        )
     verify_digests(folder, config.model.sha256)
     files = TensorFiles(folder)
     architecture = _architecture(folder, files, config)
@@ -133,7 +147,9 @@ def load(config: EngineConfig) -> GrootAdapter:
     period_s = _control_period_s(folder, options.control_period_ms)
     device = choose_device(options.device)
     weights = load_weights(files, architecture, [embodiment.slot], _DTYPES[options.precision], device)
-    return GrootAdapter(processor, GrootRunner(weights, architecture), options.precision, period_s)
+    return GrootAdapter(
+        processor, GrootRunner(weights, architecture), options.precision, period_s, options.rtc.mode != "off"
+    )
 
 
 def _architecture(folder: Path, files: TensorFiles, config: EngineConfig) -> GrootArchitecture:

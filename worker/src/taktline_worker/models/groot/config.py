@@ -92,6 +92,7 @@ class HeadConfig:
     interleaved: bool
     solver_steps: int
     time_buckets: int
+    rtc_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ _PUBLISHED_VISION = {"num_heads": 16, "spatial_merge_size": 2, "deepstack_visual
 _PUBLISHED_TEXT = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5_000_000, "mrope_section": [24, 20, 20]}}
 _PUBLISHED_IMAGE_TOKEN = 151655
 _PUBLISHED_VISION_WIDTH = 1024
+# The released config.json does not hold it; robots send it with each request there.
+_PUBLISHED_RTC_RATE = 6.0
 
 
 def read_architecture(
@@ -198,6 +201,7 @@ def _architecture(config: Mapping[str, Any], backbone: Mapping[str, Any] | None,
             interleaved=diffusion["interleave_self_attention"],
             solver_steps=config["num_inference_timesteps"],
             time_buckets=config["num_timestep_buckets"],
+            rtc_rate=float(config.get("rtc_ramp_rate", _PUBLISHED_RTC_RATE)),
         ),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taktline_worker.checkpoint import read_json, refuse
-from taktline_worker.models.groot.rotations import compose_poses
+from taktline_worker.models.groot.rotations import compose_poses, relative_poses
 
 PROCESSOR_FILE = "processor_config.json"
 STATISTICS_FILE = "statistics.json"
@@ -74,13 +74,29 @@ class ActionPart:
 
     def decoded(self, rows: NDArray[np.float64], state: NDArray[np.float64]) -> NDArray[np.float64]:
         """(T, D) of the network -> robot units, absolute."""
-        low, high = (one[: len(rows)] if one.ndim == 2 else one for one in (self.low, self.high))
+        low, high = self._bounds(len(rows))
         bounded = rows if self.mean_std else (np.clip(rows, -1.0, 1.0) + 1.0) / 2.0
         values = bounded * high + low if self.mean_std else bounded * (high - low) + low
         if self.relative == "no":
             return values
         start = state[self.reference[0] : self.reference[1]]
         return values + start if self.relative == "values" else compose_poses(start, values)
+
+    def encoded(self, actions: NDArray[np.float64], state: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(T, D) in robot units -> the network's, the inverse of `decoded`; 0 where a dimension does not vary."""
+        low, high = self._bounds(len(actions))
+        start = state[self.reference[0] : self.reference[1]]
+        values = actions
+        if self.relative != "no":
+            values = actions - start if self.relative == "values" else relative_poses(start, actions)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            if self.mean_std:
+                return np.where(high == 0.0, 0.0, (values - low) / high)
+            return np.where(high == low, 0.0, 2.0 * (values - low) / (high - low) - 1.0)
+
+    def _bounds(self, rows: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        low, high = (one[:rows] if one.ndim == 2 else one for one in (self.low, self.high))
+        return low, high
 
 
 @dataclass(frozen=True, slots=True)

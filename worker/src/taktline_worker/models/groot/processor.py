@@ -21,6 +21,7 @@ from taktline_worker.checkpoint import refuse
 from taktline_worker.models.groot.config import GrootArchitecture
 from taktline_worker.models.groot.embodiment import TOKENIZER_FILE, Embodiment, find
 from taktline_worker.models.groot.images import scaled, to_patches
+from taktline_worker.models.groot.rtc import RtcRow, read_row
 from taktline_worker.models.groot.runner import GrootRow
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
 
@@ -95,13 +96,17 @@ class GrootProcessor:
         """Checks an observation and hands its images to `pool`.
 
         Raises:
-            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or INSTRUCTION_INVALID.
+            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, INSTRUCTION_INVALID or RTC_INVALID.
         """
         self._check_cameras(observation.images)
         state = self._state(observation.state)
         text = self.text(observation.instruction)
+        rtc = None
+        if observation.rtc is not None:
+            head = self.architecture.head
+            rtc = read_row(self.embodiment, observation.rtc, state, head.horizon, head.action_width, head.rtc_rate)
         seed = secrets.randbits(63) if observation.seed is None else observation.seed
-        finish = partial(self._finish, text=text, state=state, noise=self.noise(seed))
+        finish = partial(self._finish, text=text, state=state, noise=self.noise(seed), rtc=rtc)
         return PendingGrootRow(
             tuple(pool.submit(self._patches, name, observation.images[name]) for name in self.cameras), finish
         )
@@ -189,7 +194,12 @@ class GrootProcessor:
         return result
 
     def _finish(
-        self, images: list[tuple[Tensor, tuple[int, int]]], text: str, state: NDArray[np.float64], noise: Tensor
+        self,
+        images: list[tuple[Tensor, tuple[int, int]]],
+        text: str,
+        state: NDArray[np.float64],
+        noise: Tensor,
+        rtc: RtcRow | None,
     ) -> PreparedRow:
         side = self.architecture.vision.merge**2
         row = GrootRow(
@@ -199,6 +209,7 @@ class GrootProcessor:
             state=self.normalised(state),
             noise=noise,
             embodiment=self.embodiment.slot,
+            rtc=rtc,
         )
         return PreparedRow(row, state)
 

@@ -21,3 +21,11 @@ def compose_poses(reference: NDArray[np.float64], relative: NDArray[np.float64])
     turned = start @ matrices(relative[:, 3:])
     position = relative[:, :3] @ start.T + reference[:3]
     return np.concatenate((position, turned[:, 0], turned[:, 1]), axis=1)
+
+
+def relative_poses(reference: NDArray[np.float64], absolute: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The inverse: T_reference^-1 @ T_absolute, absolute (T, 9) -> (T, 9)."""
+    start = matrices(reference[3:])
+    turned = start.T @ matrices(absolute[:, 3:])
+    position = (absolute[:, :3] - reference[:3]) @ start
+    return np.concatenate((position, turned[:, 0], turned[:, 1]), axis=1)

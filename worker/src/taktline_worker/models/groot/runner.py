@@ -12,6 +12,7 @@ from torch import Tensor
 
 from taktline_worker.models.groot import modules
 from taktline_worker.models.groot.config import GrootArchitecture
+from taktline_worker.models.groot.rtc import RtcRow
 from taktline_worker.models.groot.weights import GrootWeights
 
 StepObserver = Callable[[int, Tensor, Tensor], None]
@@ -29,6 +30,7 @@ class GrootRow:
         state: fp32 (state width,), normalised and zero-padded.
         noise: fp32 (H, action width), the row's own x at t = 0.
         embodiment: projector slot.
+        rtc: the tail of the robot's last chunk; None without one.
     """
 
     patches: tuple[Tensor, ...]
@@ -37,6 +39,7 @@ class GrootRow:
     state: Tensor
     noise: Tensor
     embodiment: int
+    rtc: RtcRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,15 @@ class GrootRunner:
         for index, projector in projectors:
             state[index] = modules.embed_state(projector, given[index])
         seen = self._memories(features)
-        x = torch.stack([row.noise for row in rows]).to(self.device, weights.dtype)
+        x = torch.stack([_start(row) for row in rows]).to(self.device, weights.dtype)
+        strength = _strength(rows)
+        strength = None if strength is None else strength.to(self.device, weights.dtype)
         dt = 1.0 / a.head.solver_steps
         for step in range(a.head.solver_steps):
             velocity = modules.velocity(weights, a, projectors, state, x, step, seen)
             if observer is not None:
                 observer(step, x, velocity)
-            x = x + dt * velocity
+            x = x + dt * (velocity if strength is None else velocity * strength)
         return x.float().cpu()
 
     @torch.inference_mode()
@@ -145,6 +150,17 @@ class GrootRunner:
             cos, sin = modules.vision_rope(vision, *grid)
             self._tables[grid] = positions, cos.to(self.device), sin.to(self.device)
         return self._tables[grid]
+
+
+def _start(row: GrootRow) -> Tensor:
+    return row.noise if row.rtc is None else torch.where(row.rtc.strength < 1.0, row.rtc.start, row.noise)
+
+
+def _strength(rows: Sequence[GrootRow]) -> Tensor | None:
+    """(B, H, action width), 1 for rows without a tail; None where no row has one."""
+    if all(row.rtc is None for row in rows):
+        return None
+    return torch.stack([torch.ones_like(row.noise) if row.rtc is None else row.rtc.strength for row in rows])
 
 
 def text_positions(row: GrootRow, image_token: int, merge: int) -> Tensor:
