@@ -2,8 +2,10 @@
 
 A robot executes actions at its control rate and asks for the next chunk after `replan` of them. Its newest chunk lasts
 until its capture plus the horizon, and that instant is the deadline of every observation it sends meanwhile. It asks
-again one period later, or when the gateway's answer says. An observation without an answer by its deadline is a miss; a
-robot whose buffer has run dry stands still, and asks with one period of patience.
+again one period later, or when the gateway's answer says. What counts is whether the buffer runs dry: a chunk that
+comes to a dry buffer is a miss, and so is each observation made with a dry one. An observation that a newer one
+supersedes is none, as long as the newer one is answered in time. A robot whose buffer is dry stands still, and asks
+with one period of patience.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ class Outcome:
     """What became of a fleet's requests in the measured part of the run."""
 
     asked: int = 0
-    on_time: int = 0
+    dry: int = 0
     batches: int = 0
     served: int = 0
     latencies_s: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def share(self) -> float:
-        """Requests answered in time over all."""
-        return self.on_time / max(1, self.asked)
+        """Observations whose robot did not run dry for want of their chunk, over all."""
+        return 1.0 - min(1.0, self.dry / max(1, self.asked))
 
     def latency_ms(self, share: float) -> float:
         """The latency that `share` of the answered ones do not exceed."""
@@ -159,11 +161,11 @@ def run(
         if running and now >= free_at:
             policy.finished(len(running), now - started)
             for job in running:
+                outcome.dry += warm_s <= now < end and covered[job.robot] < now
                 covered[job.robot] = max(covered[job.robot], job.arrival + robots[job.robot].horizon_s)
                 if warm_s <= job.arrival < end:
                     outcome.served += 1
                     outcome.latencies_s.append(now - job.arrival)
-                    outcome.on_time += now <= job.deadline
                 hint = policy.hint(job, now) if isinstance(policy, Taktline) and robots[job.robot].follows else None
                 turn, _ = pending.get(job.robot, (-1, 0.0))
                 if hint is not None and turn == job.seq + 1:
@@ -186,6 +188,7 @@ def run(
             heapq.heappush(coming, (following, index, turn + 1))
             outcome.asked += warm_s <= at < end
             dry = covered[index] <= at
+            outcome.dry += dry and warm_s <= at < end
             policy.arrive(Job(index, turn, at, at + robot.period_s if dry else covered[index]), now)
         if not running:
             batch, ask_at = policy.next_batch(now)

@@ -1,7 +1,7 @@
 """Faults that users of other robot and model servers report, each as a test that this gateway does not have it.
 
-The names say the fault; the docstrings say of which server it was reported. Faults that belong to a client protocol, to access or
-to the engine are tested with those: see the table in docs/scheduling.md.
+The names say the fault; the docstrings say of which server it was reported. Faults that belong to a client protocol, to
+access or to the engine are tested with those: see the table in docs/scheduling.md.
 """
 
 from __future__ import annotations

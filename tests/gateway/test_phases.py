@@ -124,7 +124,7 @@ def test_hints_save_a_fleet_that_started_in_step():
     without = run(robots, Taktline(engine, hints=False), engine, warm_s=4.0, measure_s=4.0)
     told = run(robots, Taktline(engine, hints=True), engine, warm_s=4.0, measure_s=4.0)
     assert told.share > without.share + 0.2
-    assert told.share >= 0.99
+    assert told.share >= 0.95
 
 
 @pytest.mark.parametrize("in_step", [True, False])
