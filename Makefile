@@ -14,6 +14,9 @@ setup: ## install everything into .venv (uv itself too, by pip, where it is abse
 	@tools/find-uv >/dev/null || tools/install-uv
 	@$(UV) sync --all-packages --frozen --quiet
 	@tools/install-rendering
+
+.PHONY: test-tools
+test-tools: ## bring the Redis, Prometheus and browser that the tests use, from Debian's packages
 	@tools/install-redis
 	@tools/install-browser
 	@tools/install-prometheus >/dev/null
@@ -38,7 +41,7 @@ lint: setup ## ruff (lint and format) and mypy --strict
 	$(UV) run --no-sync mypy
 
 .PHONY: test
-test: setup ## all tests; those that need a control plane or a GPU say what is missing when they skip
+test: setup test-tools ## all tests; those that need a control plane or a GPU say what is missing when they skip
 	$(UV) run --no-sync pytest $(PYTEST_ARGS)
 
 .PHONY: images-check

@@ -28,7 +28,7 @@ def stage(tmp_path_factory):
 @pytest.mark.parametrize("target", chaos.TARGETS)
 def test_every_request_is_accounted_for(stage, target, number):
     if target == "redis" and not REDIS:
-        pytest.fail("redis-server is missing: run `make setup`")
+        pytest.fail("redis-server is missing: run `make test-tools`")
     row = uvloop.run(chaos.scenario(stage, stage.folder, target, number, 9, random.Random(f"{target} {number}")))
     assert not chaos.faults(row), row
     assert row[CHUNK] > 0

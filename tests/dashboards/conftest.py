@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def programs() -> Path:
-    """The folder with prometheus and promtool, as `make setup` brings them."""
+    """The folder with prometheus and promtool, as `make test-tools` brings them."""
     printed = subprocess.run([ROOT / "tools/install-prometheus"], capture_output=True, text=True, check=True).stdout
     folder = Path(printed.strip())
     if not printed.strip() or not shutil.which("promtool", path=folder):

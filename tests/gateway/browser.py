@@ -23,9 +23,9 @@ PHONE = (390, 844, 2.0, True)
 
 
 def executable() -> str:
-    """Path of a Chromium. Raises AssertionError where there is none: `make setup` brings it."""
+    """Path of a Chromium. Raises AssertionError where there is none: `make test-tools` brings it."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
-    assert found, "no Chromium; run `make setup` (or tools/install-browser)"
+    assert found, "no Chromium; run `make test-tools` (or tools/install-browser)"
     return found
 
 

@@ -16,7 +16,7 @@ from tests.gateway.conftest import free_port
 class RedisServer:
     def __init__(self) -> None:
         if shutil.which("redis-server") is None:
-            pytest.fail("redis-server is missing: run `make setup`")
+            pytest.fail("redis-server is missing: run `make test-tools`")
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = redis.Redis.from_url(self.url)
