@@ -132,8 +132,8 @@ def page() -> Page:
         ),
         bars(
             "Error budget left",
-            "What remains of the SLO period's budget; below 0 the objective is missed.",
-            Query(f"{slo.BUDGET_LEFT}{_CHOSEN}", "{{policy}}"),
+            "What remains of the SLO period's budget; below 0 the objective is missed. Cut off at -100%.",
+            Query(f"clamp_min({slo.BUDGET_LEFT}{_CHOSEN}, -1)", "{{policy}}"),
             unit="percentunit",
             steps=LEFT_STEPS,
             width=12,
@@ -170,7 +170,7 @@ def page() -> Page:
         time_series(
             "Open alerts",
             "Alerts that fire, by name.",
-            Query(f"count by (alertname) ({_FIRING}}}) or vector(0)", "{{alertname}}"),
+            Query(f"count by (alertname) ({_FIRING}}})", "{{alertname}}"),
             unit="none",
             width=24,
             height=6,

@@ -9,7 +9,6 @@ from taktline_dashboards.panels import BAD, GOOD, WARN, Query, rows, single, tim
 from taktline_dashboards.queries import increase, quantile, rate
 
 _WRITES = f'{{{metrics.LABEL_VERB}!="GET",{metrics.LABEL_KIND}!="Lease"}}'
-_ERRORS = f'{{{metrics.LABEL_CODE}!~"2.."}}'
 _OPERATOR = f"and on(instance) {metrics.OPERATOR_LEADS}"
 _GATEWAY = f"and on(instance) {metrics.BUILD}"
 
@@ -150,9 +149,9 @@ def _reconciliation(found: Page) -> None:
             width=8,
         ),
         time_series(
-            "Requests that failed",
+            "Answers of the API server",
             "By status. 409: a conflict, tried again. 429: throttled. 0: no answer.",
-            Query(f"{rate(metrics.OPERATOR_REQUESTS, code, _ERRORS)} or vector(0)", "{{code}}"),
+            Query(rate(metrics.OPERATOR_REQUESTS, code), "{{code}}"),
             unit="reqps",
             width=8,
         ),

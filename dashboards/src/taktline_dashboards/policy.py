@@ -163,7 +163,7 @@ def _queue_and_batches(found: Page) -> None:
             "Batch size",
             "Mean number of observations that share an inference, and the largest tenth.",
             Query(mean(metrics.BATCH_SIZE, by_pool, _CHOSEN), "{{pool}} mean"),
-            Query(quantile(0.9, metrics.BATCH_SIZE, by_pool, _CHOSEN), "{{pool}} p90"),
+            Query(f"ceil({quantile(0.9, metrics.BATCH_SIZE, by_pool, _CHOSEN)})", "{{pool}} p90"),
             unit="none",
             width=8,
         ),

@@ -85,7 +85,7 @@ def _capacity(found: Page) -> None:
         time_series(
             "Restarts of worker pods",
             "Within 15 minutes (kube-state-metrics).",
-            Query(f"sum by (pod) (increase({outside.KUBE_RESTARTS}{pods}}}[15m])) > 0 or vector(0)", "{{pod}}"),
+            Query(f"sum by (pod) (increase({outside.KUBE_RESTARTS}{pods}}}[15m]))", "{{pod}}"),
             unit="none",
             width=6,
             height=6,

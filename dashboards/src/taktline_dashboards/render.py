@@ -45,7 +45,9 @@ def shown(value: float, unit: str) -> str:
     if unit == "percentunit":
         return f"{100 * value:.4g} %"
     scale, name = _SCALES.get(unit, (1.0, ""))
-    return f"{value / scale:.4g}{f' {name}' if name else _SUFFIXES.get(unit, '')}"
+    number = value / scale
+    text = f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:.4g}"
+    return f"{text}{f' {name}' if name else _SUFFIXES.get(unit, '')}"
 
 
 class Source:
@@ -130,10 +132,11 @@ def _name(labels: Mapping[str, str], legend: str) -> str:
 
 def _overrides(panel: Json) -> dict[str, dict[str, Any]]:
     """Properties by series name."""
-    return {
-        str(found["matcher"]["options"]): {prop["id"]: prop["value"] for prop in found["properties"]}
-        for found in panel["fieldConfig"].get("overrides", [])
-    }
+    merged: dict[str, dict[str, Any]] = {}
+    for found in panel["fieldConfig"].get("overrides", []):
+        properties = {prop["id"]: prop["value"] for prop in found["properties"]}
+        merged.setdefault(str(found["matcher"]["options"]), {}).update(properties)
+    return merged
 
 
 def _no_data(axes: Axes) -> None:
@@ -237,7 +240,8 @@ def _heat_map(axes: Axes, panel: Json, source: Source) -> None:
     shade = np.ma.masked_less_equal(cells, 0)
     axes.pcolormesh(minutes, np.arange(len(found)), shade, cmap="Oranges", shading="nearest", norm="log")
     labels = [item[0]["le"] for item in found]
-    axes.set_yticks(range(len(found)), [f"≤ {label}" for label in labels])
+    every = 1 + len(labels) // 11
+    axes.set_yticks(range(0, len(found), every), [f"≤ {label.removesuffix('.0')}" for label in labels[::every]])
     if "0.0" in labels:
         axes.axhline(labels.index("0.0") + 0.5, color=COLOURS["red"], linestyle="--", linewidth=1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} min")
