@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import resource
 import subprocess
@@ -150,7 +151,11 @@ def main() -> int:
             print(f"         {wrong}")
     if arguments.json:
         claims = [{"claim": f.claim, "checked": f.checked, "wrong": len(f.wrong)} for f in findings]
-        arguments.json.write_text(json.dumps({"bench": "deadline-truth", **figures, "claims": claims}, indent=1) + "\n")
+        command = f"python -m benchmarks.gateway.deadline_truth --requests {arguments.requests}"
+        command += f" --robots {arguments.robots} --think-ms {arguments.think_ms:g} --seed {arguments.seed}"
+        about = {"date": datetime.date.today().isoformat(), "command": command}
+        rows = [{"bench": "gateway-deadline-truth", **figures, "claims": claims, **about}]
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if all(finding.holds for finding in findings) else 1
 
 

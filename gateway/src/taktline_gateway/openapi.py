@@ -25,6 +25,7 @@ from taktline_protocol.messages import (
 
 from taktline_gateway.admission_endpoint import CODES, EXAMPLE
 from taktline_gateway.openapi_kserve import kserve_paths, kserve_schemas
+from taktline_gateway.tracing.timeline import KEPT
 
 EXAMPLE_SIDE = 32
 _REF = "#/components/schemas/{name}"
@@ -65,6 +66,7 @@ def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
                     "parameters": [_policy_parameter(policies)],
                 }
             },
+            "/v1/policies/{policy}/timeline": {"get": _timeline(policies)},
             "/healthz": {"get": _text("The process is alive", "healthz", probe=True)},
             "/readyz": {"get": _text("New requests are taken", "readyz", unready=True, probe=True)},
             "/metrics": {"get": _text("Prometheus metrics", "metrics")},
@@ -205,6 +207,21 @@ def _text(summary: str, operation: str, *, unready: bool = False, probe: bool = 
     responses |= _errors([*([ErrorCode.DRAINING] if unready else []), *([] if probe else _ACCESS_CODES)])
     found: dict[str, Any] = {"summary": summary, "operationId": operation, "responses": responses}
     return found | {"security": []} if probe else found
+
+
+def _timeline(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
+    content = {MediaType.JSON.value: {"schema": {"type": "object", "required": ["traceEvents"]}}}
+    summary = "The last requests as a Chrome trace, for Perfetto"
+    last = {"type": "integer", "minimum": 1, "maximum": KEPT}
+    return {
+        "summary": summary,
+        "operationId": "timeline",
+        "parameters": [_policy_parameter(policies), {"name": "last", "in": "query", "schema": last}],
+        "responses": {
+            "200": {"description": summary, "content": content},
+            **_errors([ErrorCode.INVALID_BODY, ErrorCode.UNKNOWN_POLICY, *_ACCESS_CODES]),
+        },
+    }
 
 
 def _document() -> dict[str, Any]:

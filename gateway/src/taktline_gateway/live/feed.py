@@ -7,8 +7,8 @@ never makes the gateway keep anything for it; pages beyond `MAX_PAGES` are refus
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 
@@ -18,15 +18,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Scope
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_gateway.access.http import principal_of
+from taktline_gateway.access.http import credential_of, principal_of
 from taktline_gateway.live.snapshot import POLICIES_SHOWN, policy_snapshot
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway
 
 TICK_S = 0.5
 MAX_PAGES = 32
-MAX_AGE_S = 3600.0
-"""A page is asked to come again after so long, so that a key that was revoked does not look on for ever."""
+CHECK_EVERY = 4
+"""Ticks after which a page's key is looked at again: one that was taken back does not look on."""
 _VERSION = version("taktline-gateway")
 _logger = logging.getLogger(__name__)
 
@@ -64,18 +64,27 @@ class LiveFeed:
         self._pages += 1
         if self._ticker is None:
             self._ticker = asyncio.create_task(self._tick(), name="live page")
-        ends_at = time.monotonic() + MAX_AGE_S
         try:
-            while time.monotonic() < ends_at:
+            for number in itertools.count(1):
                 await self._ticked.wait()
                 yield self._event(scope)
-                if self._gateway.draining:
+                if self._gateway.draining or (number % CHECK_EVERY == 0 and not await self._may_look(scope)):
                     return
         finally:
             self._pages -= 1
             if not self._pages and self._ticker is not None:
                 self._ticker.cancel()
                 self._ticker = None
+
+    async def _may_look(self, scope: Scope) -> bool:
+        access = self._gateway.access
+        if access.open:
+            return True
+        try:
+            principal = await access.authenticate(credential_of(scope))
+        except TaktlineError:
+            return False
+        return principal.may("observe")
 
     def _event(self, scope: Scope) -> bytes:
         may = principal_of(scope).may
