@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ COLOURS = {
     "text": "#222222",
 }
 ROW_INCHES, COLUMN_INCHES = 0.36, 0.72
-_SCALES = {"bytes": (2**30, "GiB"), "hertz": (1e6, "MHz"), "Bps": (2**20, "MiB/s")}
+_SCALES = {"hertz": (1e6, "MHz"), "Bps": (2**20, "MiB/s")}
 _SUFFIXES = {"ms": " ms", "s": " s", "reqps": "/s", "ops": "/s", "celsius": " °C", "watt": " W", "percent": " %"}
 
 
@@ -45,6 +46,8 @@ def shown(value: float, unit: str) -> str:
     if unit == "percentunit":
         return f"{100 * value:.4g} %"
     scale, name = _SCALES.get(unit, (1.0, ""))
+    if unit == "bytes":
+        scale, name = (2**30, "GiB") if abs(value) >= 2**30 else (2**20, "MiB")
     number = value / scale
     text = f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:.4g}"
     return f"{text}{f' {name}' if name else _SUFFIXES.get(unit, '')}"
@@ -125,9 +128,8 @@ def _unit(panel: Json) -> str:
 def _name(labels: Mapping[str, str], legend: str) -> str:
     if not legend or legend == "__auto":
         return ", ".join(value for key, value in labels.items() if key != "__name__") or "value"
-    for key, value in labels.items():
-        legend = legend.replace(f"{{{{{key}}}}}", value)
-    return legend.strip()
+    # As Grafana does: a label that the series does not have is shown by its name.
+    return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1]) or found[1], legend).strip()
 
 
 def _overrides(panel: Json) -> dict[str, dict[str, Any]]:
@@ -174,7 +176,7 @@ def _time_series(axes: Axes, panel: Json, source: Source) -> None:
         _no_data(axes)
     defaults = panel["fieldConfig"]["defaults"]
     low, high = axes.get_ylim()
-    axes.set_ylim(defaults.get("min", low), defaults.get("max", high) * (1.02 if "max" in defaults else 1.0))
+    axes.set_ylim(defaults.get("min", low), 1.02 * defaults["max"] if "max" in defaults else high + 0.1 * abs(high))
     axes.yaxis.set_major_formatter(lambda value, _: shown(value, unit))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} min")
     axes.tick_params(labelsize=7)

@@ -68,7 +68,7 @@ def page() -> Page:
         time_series(
             "Robots that the candidate serves",
             "Percent, by phase: Shadow compares answers that no robot uses, Shifting moves robots step by step.",
-            Query(f"{metrics.POLICY_ROLLOUT}{_CHOSEN}", "{{phase}} {{reason}}"),
+            Query(f"{metrics.POLICY_ROLLOUT}{_CHOSEN}", "{{phase}}"),
             unit="percent",
             maximum=100.0,
             height=6,
