@@ -1,10 +1,11 @@
-"""π0.5 on one GPU: the engine's whole request against the plain PyTorch statement and the floor, by shape and batch.
+"""π0 and π0.5 on one GPU: the engine's whole request against peers and the floor, by precision and shape.
 
     python benchmarks/engine.py [--quick] [--out DIR]
 
 Random full-size weights; pixels and token ids are on the device, as in the published measurements. Times are CUDA
-events around one replay, 10 warm-ups, 50 runs. The peer is benchmarks/plain_pi05.py, eager, and for some shapes with
-its blocks through torch.compile and the whole request in one CUDA graph.
+events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured one after the other.
+Peers: benchmarks/plain_pi05.py, eager, and with its blocks through torch.compile and the whole request in a CUDA graph;
+of FP8 our own bf16, of π0 our own π0.5.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 from floors import H200, phase_floors_ms
 from plain_pi05 import PlainPi05, official_dtypes
-from random_pi05 import PI05, conventions, random_tensors
+from random_pi05 import PI0, PI05, conventions, random_tensors
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
-from taktline_worker.models.pi.runner import PiBatch
-from taktline_worker.models.pi.weights import BF16_VISION, pack_weights
+from taktline_worker.models.pi.runner import PiBatch, PiRunner
+from taktline_worker.models.pi.weights import BF16_VISION, FP32, pack_weights
 
 HORIZON, STEPS = 50, 10
 SHAPES = [
@@ -32,7 +33,15 @@ SHAPES = [
     *(Bucket(rows, 3, 200) for rows in (1, 32)),
     *(Bucket(rows, 2, 60) for rows in (1, 32)),
 ]
-COMPILED = [Bucket(1, 3, 1), Bucket(32, 3, 1)]
+OTHERS = [Bucket(rows, 3, 1) for rows in (1, 8, 32)]
+"""Shapes of FP8 and of π0, and of the eager peer."""
+COMPILED = [Bucket(32, 3, 1), Bucket(1, 3, 1)]
+Subject = tuple[str, Literal["bf16", "fp8"]]
+SUBJECTS: dict[Subject, str] = {
+    ("pi05", "bf16"): "engine_pi05.json",
+    ("pi05", "fp8"): "engine_pi05_fp8.json",
+    ("pi0", "bf16"): "engine_pi0.json",
+}
 START = time.monotonic()
 
 
@@ -99,8 +108,8 @@ def capture(call: Callable[[], object], warm_up: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def make_batch(bucket: Bucket, seed: int = 1) -> PiBatch:
-    """Random pixels, tokens and noise that fill the bucket exactly."""
+def make_batch(bucket: Bucket, seed: int = 1, policy: str = "pi05") -> PiBatch:
+    """Random pixels, tokens, noise and (π0) state that fill the bucket exactly."""
     generator = torch.Generator().manual_seed(seed)
     rows, views, prompt, tokens = bucket.rows, bucket.views, bucket.prompt, PI05.tokens_per_image
     image = torch.arange(rows * views * tokens).view(rows, -1)
@@ -111,7 +120,7 @@ def make_batch(bucket: Bucket, seed: int = 1) -> PiBatch:
         source=torch.cat((image, text), dim=1),
         lengths=torch.full((rows,), views * tokens + prompt, dtype=torch.int32),
         noise=torch.randn(rows, HORIZON, 32, generator=generator),
-        state=None,
+        state=torch.randn(rows, 32, generator=generator) if policy == "pi0" else None,
     )
 
 
@@ -134,17 +143,41 @@ def errors(actions: torch.Tensor, oracle: torch.Tensor) -> dict[str, float]:
     }
 
 
-def parity(runner: GraphRunner, tensors: dict[str, torch.Tensor], bf16: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Error against the fp32 statement, of the engine and of the official bf16 mode, on one shape."""
-    bucket = Bucket(1, 3, 1)
-    batch = make_batch(bucket, seed=5)
-    actions = runner.run(batch).cuda()
+def oracle(tensors: dict[str, torch.Tensor], policy: str, batch: PiBatch, bucket: Bucket) -> torch.Tensor:
+    """Actions of the fp32 statement: plain PyTorch for π0.5; for π0 our own eager runner, held to official values."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with torch.inference_mode():
-        oracle = PlainPi05(tensors, PI05, STEPS)(*peer_inputs(batch, bucket))
+        if policy == "pi05":
+            return PlainPi05(tensors, PI05, STEPS)(*peer_inputs(batch, bucket))
+        return eager_fp32(tensors, policy).run(batch).cuda()
+
+
+def eager_fp32(tensors: dict[str, torch.Tensor], policy: str) -> PiRunner:
+    """The eager runner in fp32."""
+    architecture = PI05 if policy == "pi05" else PI0
+    packed = pack_weights(dict(tensors), architecture, conventions(3, HORIZON, STEPS), FP32, torch.device("cuda"))
+    return PiRunner(packed, architecture)
+
+
+def accuracy(
+    runners: dict[Subject, GraphRunner], tensors: dict[str, torch.Tensor], policy: str, bf16: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Error against the fp32 statement on one shape: of each precision, and for π0.5 of the official bf16 mode."""
+    bucket = Bucket(1, 3, 1)
+    batch = make_batch(bucket, seed=5, policy=policy)
+    expected = oracle(tensors, policy, batch, bucket)
+    found: dict[str, Any] = {
+        precision: errors(runner.run(batch).cuda(), expected)
+        for (name, precision), runner in runners.items()
+        if name == policy
+    }
+    if policy == "pi05":
+        found["eager_fp32"] = errors(eager_fp32(tensors, policy).run(batch).cuda(), expected)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        official = PlainPi05(bf16, PI05, STEPS)(*peer_inputs(batch, bucket))
-    return {"engine": errors(actions, oracle), "official_bf16": errors(official, oracle)}
+        with torch.inference_mode():
+            found["official_bf16"] = errors(PlainPi05(bf16, PI05, STEPS)(*peer_inputs(batch, bucket)), expected)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    return found
 
 
 def phases(runner: GraphRunner, bucket: Bucket) -> dict[str, float]:
@@ -170,6 +203,60 @@ def phases(runner: GraphRunner, bucket: Bucket) -> dict[str, float]:
     return result
 
 
+def build(
+    tensors: dict[str, torch.Tensor], subject: Subject, shapes: list[Bucket], runners: dict[Subject, GraphRunner]
+) -> None:
+    """Add the captured runner of a policy and precision."""
+    policy, precision = subject
+    architecture = PI05 if policy == "pi05" else PI0
+    weights = pack_weights(
+        dict(tensors), architecture, conventions(3, HORIZON, STEPS), BF16_VISION, torch.device("cuda")
+    )
+    runner = runners[subject] = GraphRunner(weights, architecture, HORIZON, shapes, precision)
+    del weights
+    runner.capture()
+    say(f"{policy} {precision}: {len(shapes)} graphs captured")
+
+
+def measure(runner: GraphRunner, subject: Subject, bucket: Bucket, versions: dict[str, str]) -> Row:
+    """One shape: the whole request, its phases and its floor."""
+    policy, precision = subject
+    runner.load(make_batch(bucket, policy=policy), bucket)
+    captured = runner.captured[bucket]
+    times = event_times(captured.graph.replay, 10, 50)
+    floors = phase_floors_ms(PI05, H200, bucket.rows, bucket.views, bucket.prompt, HORIZON, STEPS)
+    row = Row(
+        policy=policy,
+        dtype=precision,
+        shape={"views": bucket.views, "prompt_tokens": bucket.prompt, "horizon": HORIZON, "steps": STEPS},
+        batch=bucket.rows,
+        median_ms=quantile(times, 0.5),
+        p99_ms=quantile(times, 0.99),
+        n=len(times),
+        floor_ms=sum(floors.values()),
+        versions=versions,
+        date=time.strftime("%Y-%m-%d"),
+        details={
+            "phases_ms": phases(runner, bucket),
+            "phase_floors_ms": floors,
+            "capture_s": captured.capture_s,
+            "pool_bytes": captured.pool_bytes,
+            "samples_per_s": 1e3 * bucket.rows / quantile(times, 0.5),
+            "floor_is_of": "bf16",
+        },
+    )
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in row.details["phases_ms"].items())
+    say(f"{policy} {precision} {bucket}: {row.median_ms:.2f} ms, p99 {row.p99_ms:.2f}; {parts}")
+    return row
+
+
+def add_peer(row: Row, peer: str, times: list[float]) -> None:
+    """Set the peer of a row."""
+    row.peer, row.peer_median_ms = peer, quantile(times, 0.5)
+    row.ratio = row.peer_median_ms / row.median_ms
+    say(f"{row.policy} batch {row.batch}: {peer} {row.peer_median_ms:.1f} ms, ratio {row.ratio:.2f}")
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -180,63 +267,51 @@ def main() -> None:
     shapes = [b for b in SHAPES if not options.quick or b.rows in (1, 8)]
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
-    tensors = random_tensors(PI05, device)
-    weights = pack_weights(dict(tensors), PI05, conventions(3, HORIZON, STEPS), BF16_VISION, device)
-    runner = GraphRunner(weights, PI05, HORIZON, shapes)
-    del weights
-    runner.capture()
-    say("graphs captured")
-    bf16 = official_dtypes(tensors, torch.bfloat16)
-    accuracy = parity(runner, tensors, bf16)
+    runners: dict[Subject, GraphRunner] = {}
+    found: dict[str, Any] = {}
+    tensors = random_tensors(PI0, device)
+    build(tensors, ("pi0", "bf16"), [b for b in OTHERS if b in shapes], runners)
+    found["pi0"] = accuracy(runners, tensors, "pi0", {})
     del tensors
-    say(f"error against fp32: {json.dumps(accuracy)}")
+    tensors = random_tensors(PI05, device)
+    build(tensors, ("pi05", "bf16"), shapes, runners)
+    build(tensors, ("pi05", "fp8"), [b for b in OTHERS if b in shapes], runners)
+    bf16 = official_dtypes(tensors, torch.bfloat16)
+    found["pi05"] = accuracy(runners, tensors, "pi05", bf16)
+    del tensors
+    torch.cuda.empty_cache()
+    say(f"errors against fp32: {json.dumps(found)}")
 
-    rows: list[Row] = []
+    rows: dict[Subject, list[Row]] = {subject: [] for subject in SUBJECTS}
     options.out.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
-        text = json.dumps([asdict(row) for row in rows], indent=1)
-        (options.out / "engine_pi05.json").write_text(text + "\n", encoding="utf-8")
+        for subject, name in SUBJECTS.items():
+            text = json.dumps([asdict(row) for row in rows[subject]], indent=1)
+            (options.out / name).write_text(text + "\n", encoding="utf-8")
 
+    own: dict[Bucket, Row] = {}
     for bucket in shapes:
-        batch = make_batch(bucket)
-        runner.load(batch, bucket)
-        captured = runner.captured[bucket]
-        times = event_times(captured.graph.replay, 10, 50)
-        floors = phase_floors_ms(PI05, H200, bucket.rows, bucket.views, bucket.prompt, HORIZON, STEPS)
-        row = Row(
-            policy="pi05",
-            shape={"views": bucket.views, "prompt_tokens": bucket.prompt, "horizon": HORIZON, "steps": STEPS},
-            batch=bucket.rows,
-            median_ms=quantile(times, 0.5),
-            p99_ms=quantile(times, 0.99),
-            n=len(times),
-            floor_ms=sum(floors.values()),
-            versions=versions,
-            date=time.strftime("%Y-%m-%d"),
-            details={
-                "phases_ms": phases(runner, bucket),
-                "phase_floors_ms": floors,
-                "capture_s": captured.capture_s,
-                "pool_bytes": captured.pool_bytes,
-                "samples_per_s": 1e3 * bucket.rows / quantile(times, 0.5),
-                "accuracy": accuracy if bucket == Bucket(1, 3, 1) else {},
-            },
-        )
-        rows.append(row)
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in row.details["phases_ms"].items())
-        say(f"{bucket}: {row.median_ms:.2f} ms, p99 {row.p99_ms:.2f}, floor {row.floor_ms:.2f}; {parts}")
+        for subject in SUBJECTS:
+            if bucket not in runners[subject].captured:
+                continue
+            row = measure(runners[subject], subject, bucket, versions)
+            row.details["accuracy"] = found[subject[0]] if bucket == Bucket(1, 3, 1) else {}
+            rows[subject].append(row)
+            if subject == ("pi05", "bf16"):
+                own[bucket] = row
+            else:
+                name = "this engine's bf16" if subject[1] == "fp8" else "this engine's pi05"
+                add_peer(row, name, [own[bucket].median_ms])
         save()
 
     eager = PlainPi05(bf16, PI05, STEPS)
-    for row, bucket in zip(list(rows), shapes, strict=True):
+    for bucket in [b for b in OTHERS if b in shapes]:
         inputs = peer_inputs(make_batch(bucket), bucket)
         runs = 10 if bucket.rows < 8 else 5
         with torch.inference_mode():
             times = event_times(lambda inputs=inputs: eager(*inputs), 2, runs)  # type: ignore[misc]
-        row.peer, row.peer_median_ms = "plain PyTorch, eager", quantile(times, 0.5)
-        row.ratio = row.peer_median_ms / row.median_ms
-        say(f"{bucket}: eager peer {row.peer_median_ms:.1f} ms, ratio {row.ratio:.1f}")
+        add_peer(own[bucket], "plain PyTorch, eager", times)
         save()
     for bucket in COMPILED:
         if options.quick or time.monotonic() - START > options.limit_s:
@@ -246,22 +321,20 @@ def main() -> None:
         inputs = peer_inputs(make_batch(bucket), bucket)
         graph = capture(lambda compiled=compiled, inputs=inputs: compiled(*inputs), 2)  # type: ignore[misc]
         times = event_times(graph.replay, 3, 20 if bucket.rows == 1 else 8)
-        own = next(row for row, shape in zip(rows, shapes, strict=False) if shape == bucket)
-        fields = {**asdict(own), "peer": "plain PyTorch, torch.compile + CUDA graph"}
-        rows.append(
-            Row(**{**fields, "peer_median_ms": quantile(times, 0.5), "ratio": quantile(times, 0.5) / own.median_ms})
-        )
-        say(f"{bucket}: compiled peer {rows[-1].peer_median_ms:.1f} ms, ratio {rows[-1].ratio:.2f}")
+        row = Row(**asdict(own[bucket]))
+        add_peer(row, "plain PyTorch, torch.compile + CUDA graph", times)
+        rows["pi05", "bf16"].append(row)
         save()
         del graph, compiled
 
-    heads = (("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7), ("floor", 7), ("x floor", 7))
-    print(" ".join(f"{name:>{width}}" for name, width in (*heads, ("peer ms", 8), ("ratio", 6))), " peer")
-    for row in rows:
+    heads = (("policy", 6), ("dtype", 5), ("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7))
+    heads += (("floor", 7), ("x floor", 7), ("peer ms", 8), ("ratio", 6))
+    print(" ".join(f"{name:>{width}}" for name, width in heads), " peer")
+    for row in (row for group in rows.values() for row in group):
         print(
-            f"{row.shape['views']:>5} {row.shape['prompt_tokens']:>6} {row.batch:>5} {row.median_ms:>8.2f} "
-            f"{row.p99_ms / row.median_ms:>7.3f} {row.floor_ms:>7.2f} {row.median_ms / row.floor_ms:>7.2f} "
-            f"{row.peer_median_ms or 0:>8.1f} {row.ratio or 0:>6.2f}  {row.peer}"
+            f"{row.policy:>6} {row.dtype:>5} {row.shape['views']:>5} {row.shape['prompt_tokens']:>6} {row.batch:>5} "
+            f"{row.median_ms:>8.2f} {row.p99_ms / row.median_ms:>7.3f} {row.floor_ms:>7.2f} "
+            f"{row.median_ms / row.floor_ms:>7.2f} {row.peer_median_ms or 0:>8.1f} {row.ratio or 0:>6.2f}  {row.peer}"
         )
 
 

@@ -19,13 +19,13 @@ _LOG2E = 1.4426950408889634
 @functools.cache
 def _kernel(rows: int) -> CudaKernel:
     shared = (rows + 2 * TOKENS) * HEAD_DIM * 2
-    return CudaKernel("image_attention.cu", "attend_images", {"ROWS": rows}, threads=2 * rows, shared_bytes=shared)
+    return CudaKernel("image_attention.cu", "attend_images", {"ROWS": rows}, threads=4 * rows, shared_bytes=shared)
 
 
 def attention_vision(q: Tensor, k: Tensor, v: Tensor, config: Mapping[str, int]) -> Tensor:
     """Run `ops.attention_vision` where q, k and v are one (images, 256, 3, heads, 72) bf16 tensor; else PyTorch does.
 
-    `rows` of the config are the queries of a block: 64, 128 or 256.
+    `rows` of the config are the queries of a block: 64 or 128.
     """
     images, tokens, heads, width = q.shape
     row, step = 3 * heads * width, heads * width * q.element_size()
