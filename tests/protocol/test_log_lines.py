@@ -129,6 +129,25 @@ def test_secrets_are_known_by_their_form(logger, lines, text, secret, left):
     assert (line["message"], line["reason"], line["seen"]) == (left, left, [left])
 
 
+def test_of_a_long_traceback_the_end_is_kept(logger, lines):
+    def deep(levels: int) -> None:
+        if not levels:
+            raise RuntimeError("the reason" + "!" * 5000)
+        deep(levels - 1) if levels % 2 else deeper(levels)
+
+    def deeper(levels: int) -> None:
+        deep(levels - 1)
+
+    try:
+        deep(200)
+    except RuntimeError:
+        log(logger, logging.ERROR, "internal", exc_info=True)
+    told = lines.last["traceback"]
+    assert "the reason!" in told
+    assert len(told) < 13_000
+    assert told.startswith("(")
+
+
 def test_a_secret_in_a_traceback_is_blotted_out(logger, lines):
     try:
         raise ValueError(f"bad header: Bearer {JWT}")

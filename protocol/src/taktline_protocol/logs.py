@@ -23,6 +23,7 @@ import msgspec
 
 TEXT_CHARACTERS = 4000
 """Longer text is cut: what a peer sent may be in an error message, and a line has to stay a line."""
+TRACEBACK_CHARACTERS = 12_000
 ITEMS = 200
 DEPTH = 6
 REDACTED = "[redacted]"
@@ -78,7 +79,7 @@ class JsonFormatter(logging.Formatter):
             name = name.rstrip("_")
             line[f"{name}_" if name in RESERVED else name] = _clean(name, value, DEPTH)
         if record.exc_info and record.exc_info[0] is not None:
-            line["traceback"] = _text("".join(traceback.format_exception(*record.exc_info)).rstrip())
+            line["traceback"] = _traceback(record.exc_info)
         if record.stack_info:
             line["stack"] = _text(record.stack_info)
         return msgspec.json.encode(line).decode()
@@ -124,10 +125,20 @@ def _message(record: logging.LogRecord) -> str:
         return f"{record.msg!r} {record.args!r}"
 
 
-def _text(text: str) -> str:
-    text = _SECRET_FORMS.sub(_blot, text)
+def _traceback(exc_info: Any) -> str:
+    """The traceback; of one that is too long the end, which says what went wrong and where."""
+    text = _safe("".join(traceback.format_exception(*exc_info)).rstrip())
+    cut = len(text) - TRACEBACK_CHARACTERS
+    return text if cut <= 0 else f"({cut} characters before) ...{text[cut:]}"
+
+
+def _safe(text: str) -> str:
     # A lone surrogate (an undecodable file name, say) has no UTF-8.
-    text = text.encode("utf-8", "backslashreplace").decode()
+    return _SECRET_FORMS.sub(_blot, text).encode("utf-8", "backslashreplace").decode()
+
+
+def _text(text: str) -> str:
+    text = _safe(text)
     if len(text) > TEXT_CHARACTERS:
         return f"{text[:TEXT_CHARACTERS]}... ({len(text) - TEXT_CHARACTERS} characters more)"
     return text
