@@ -30,6 +30,7 @@ class KillableApi:
         self._api = api
         self.calls = 0
         self.kill_at: int | None = None
+        self.kill_every = 0  # again after so many calls; 0 ends it once
         self.after = False
 
     def __getattr__(self, name: str) -> Any:
@@ -38,6 +39,8 @@ class KillableApi:
         async def counted(*arguments: Any, **named: Any) -> Any:
             self.calls += 1
             fatal = self.calls == self.kill_at
+            if fatal and self.kill_every:
+                self.kill_at = self.calls + self.kill_every
             if fatal and not self.after:
                 raise Killed
             result = await call(*arguments, **named)

@@ -9,6 +9,14 @@ from taktline_operator import accelerators, naming
 from taktline_operator.plan import Ref
 
 Json = dict[str, Any]
+QUARANTINE = {"key": "taktline.dev/quarantine", "operator": "DoesNotExist"}
+LOST = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"]
+
+
+def terms(pod: Json) -> list[list[Json]]:
+    """The expressions of a pod's required node affinity."""
+    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    return [term["matchExpressions"] for term in required["nodeSelectorTerms"]]
 
 
 def pod_of(make: Any, **pool: Any) -> Json:
@@ -48,7 +56,9 @@ def test_a_gpu_class_asks_for_its_gpu_and_its_nodes(make: Any, name: str) -> Non
 
 def test_cpu_asks_for_no_gpu_and_goes_anywhere(make: Any) -> None:
     pod = pod_of(make)
-    assert not {"affinity", "tolerations", "runtimeClassName", "nodeSelector"} & pod.keys()
+    assert not {"runtimeClassName", "nodeSelector"} & pod.keys()
+    assert terms(pod) == [[QUARANTINE]]
+    assert [toleration["key"] for toleration in pod["tolerations"]] == LOST
     assert pod["containers"][0]["resources"] == {"requests": {"cpu": "1", "memory": "2Gi"}}
 
 
@@ -71,7 +81,7 @@ def test_what_the_pool_says_goes_before_the_class(make: Any) -> None:
         resources={"requests": {"cpu": 2}, "limits": {"nvidia.com/mig-1g.10gb": 1, "memory": "8Gi"}},
     )
     assert pod["nodeSelector"] == {"cell": "7"}
-    assert "affinity" not in pod
+    assert terms(pod) == [[QUARANTINE]]
     assert pod["tolerations"][-1] == {"key": "cell", "operator": "Equal", "value": "7"}
     assert pod["runtimeClassName"] == "kata"
     container = pod["containers"][0]

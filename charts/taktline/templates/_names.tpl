@@ -48,7 +48,7 @@ capabilities: {drop: [ALL]}
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

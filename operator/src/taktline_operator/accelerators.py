@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from taktline_operator.naming import LABEL_ACCELERATOR
+from taktline_operator.naming import LABEL_ACCELERATOR, LABEL_QUARANTINE
 
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
+LOST_NODE_S = 30
 ARCH_LABEL = "kubernetes.io/arch"
 
 
@@ -63,29 +64,41 @@ CLASSES: dict[str, AcceleratorClass] = {
 }
 
 
-def node_affinity(accelerator: str) -> dict[str, Any] | None:
-    """Required node affinity of a class: our own label, or a product that GPU feature discovery names; None for cpu.
+def node_affinity(accelerator: str) -> dict[str, Any]:
+    """Required node affinity of a class: our own label, or a product that GPU feature discovery names; any for cpu.
 
-    Feature discovery leaves some nodes unlabelled (Jetson), so either label is enough.
+    Feature discovery leaves some nodes unlabelled (Jetson), so either label is enough. A node in quarantine gets none.
     """
     found = CLASSES[accelerator]
+    fit = [{"key": LABEL_QUARANTINE, "operator": "DoesNotExist"}]
     if found.device == "cpu":
-        return None
+        return {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": fit}]}
+            }
+        }
     products = [name + suffix for name in found.products for suffix in ("", "-SHARED")]
     architecture = [{"key": ARCH_LABEL, "operator": "In", "values": [found.arch]}] if found.arch else []
     alternatives = [
         {"key": LABEL_ACCELERATOR, "operator": "In", "values": [accelerator]},
         {"key": GPU_PRODUCT_LABEL, "operator": "In", "values": products},
     ]
-    terms = [{"matchExpressions": [alternative, *architecture]} for alternative in alternatives]
+    terms = [{"matchExpressions": [alternative, *architecture, *fit]} for alternative in alternatives]
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
 
-def tolerations(accelerator: str) -> list[dict[str, str]]:
-    """Taints that pods of a class tolerate by themselves."""
+def tolerations(accelerator: str) -> list[dict[str, Any]]:
+    """Taints that pods of a class tolerate by themselves.
+
+    A node that is lost is left after half a minute, not after Kubernetes' five: workers hold no state, and robots wait.
+    """
+    lost: list[dict[str, Any]] = [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_S}
+        for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+    ]
     if CLASSES[accelerator].device == "cpu":
-        return []
-    return [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
+        return lost
+    return [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}, *lost]
 
 
 def resources(accelerator: str, requests: dict[str, int | str], limits: dict[str, int | str]) -> dict[str, Any]:

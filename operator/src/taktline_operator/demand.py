@@ -5,8 +5,9 @@ Kept in memory only: after a restart the second look at the gateways has a rate 
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement
@@ -17,11 +18,11 @@ from taktline_operator.scaling import Demand
 
 MEMORY_S = 60.0
 RATE_S = 15.0  # rates are means over so long
-SLOPE_S = 60.0
 
 
 class _Sample(NamedTuple):
     at: float  # monotonic, s
+    seconds: float  # that it covers, by the gateway's own clock
     arrived: dict[float, int]
     missed: int
     seen: int
@@ -45,7 +46,7 @@ class DemandTracker:
             if answer.seconds <= at:
                 continue  # first seen, or asked twice: no difference to take
             for policy, found in current.items():
-                self._add(policy, found, before.get(policy), now)
+                self._add(policy, found, before.get(policy), now, answer.seconds - at)
         alive = {answer.instance for answer in answers}
         for instance in [instance for instance in self._before if instance not in alive]:
             del self._before[instance]
@@ -67,19 +68,26 @@ class DemandTracker:
         recent = [sample for sample in window if now - sample.at < RATE_S]
         if not window or not recent:
             return None
-        load = _rates(recent, RATE_S if now - window[0].at >= RATE_S else max(1.0, now - window[0].at + _STEP_S))
-        older = [sample for sample in window if now - sample.at >= SLOPE_S - RATE_S]
+        load = _rates(recent)
+        newest = _rates(recent[-1:])
+        if _is_surge(newest.total, load.total, recent[-1].seconds):
+            # A shift has begun: the mean of the last seconds would hide it until it is late.
+            load = Load({edge: rate * newest.total / load.total for edge, rate in load.rates.items()})
+        before = [sample for sample in window if RATE_S <= now - sample.at < 2 * RATE_S]
         slope = 0.0
-        if older:
-            then = _rates(older, RATE_S).total
-            slope = max(0.0, (load.total - then) / (SLOPE_S - RATE_S))
+        if before:
+            then = _rates(before).total
+            if _is_surge(load.total, then, RATE_S):
+                slope = (load.total - then) / RATE_S
         return Demand(load, slope, sum(s.missed for s in window), sum(s.seen for s in window))
 
     def times(self, policy: str) -> dict[str, tuple[BucketTime, ...]]:
         """T_sync tables by pool, of workers that the gateways know."""
         return self._tables.get(policy, {})
 
-    def _add(self, policy: str, found: PolicyMeasurement, before: PolicyMeasurement | None, now: float) -> None:
+    def _add(
+        self, policy: str, found: PolicyMeasurement, before: PolicyMeasurement | None, now: float, seconds: float
+    ) -> None:
         earlier = {part.up_to_ms: part.outcomes for part in before.demand} if before else {}
         arrived: dict[float, int] = {}
         missed = seen = 0
@@ -90,7 +98,7 @@ class DemandTracker:
             seen += count
             arrived[part.up_to_ms] = count
         window = self._windows.setdefault(policy, deque())
-        window.append(_Sample(now, arrived, missed, seen))
+        window.append(_Sample(now, seconds, arrived, missed, seen))
         self._forget(window, now)
 
     def _forget(self, window: deque[_Sample], now: float) -> None:
@@ -98,15 +106,18 @@ class DemandTracker:
             window.popleft()
 
 
-_STEP_S = 5.0
-
-
-def _rates(samples: Iterable[_Sample], seconds: float) -> Load:
+def _rates(samples: Sequence[_Sample]) -> Load:
+    seconds = sum({sample.at: sample.seconds for sample in samples}.values())  # gateways count side by side
     rates: dict[float, float] = {}
     for sample in samples:
         for edge, count in sample.arrived.items():
             rates[edge] = rates.get(edge, 0.0) + count / seconds
     return Load(rates)
+
+
+def _is_surge(rate: float, before: float, seconds: float) -> bool:
+    """Whether more arrive than chance explains: four standard deviations of the difference of two Poisson counts."""
+    return before > 0.0 and (rate - before) * seconds > 4.0 * math.sqrt((rate + before) * seconds)
 
 
 def _slowest(parts: Sequence[PolicyMeasurement]) -> dict[str, tuple[BucketTime, ...]]:

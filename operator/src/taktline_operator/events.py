@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from taktline_operator import naming
+from taktline_operator.healing import Removal
 
 Json = dict[str, Any]
 
@@ -53,6 +54,12 @@ def of_rollout(live: Json, previous: Json, current: Json, now: str) -> list[Json
     reason = f": {current['reason']}" if current.get("reason") else ""
     message = f"rollout of {what}: {phase}{reason}; {current.get('message') or 'done'}"
     return [_event(live, identity, f"Rollout{phase}", message, now, healthy=healthy)]
+
+
+def of_removal(live: Json, removal: Removal, now: str) -> Json:
+    """The Event of a pod that the operator takes away."""
+    message = f"pod {removal.pod} makes room for another: {removal.message}"
+    return _event(live, ["removal", removal.pod], removal.reason, message, now, healthy=False)
 
 
 def _event(live: Json, identity: list[Any], reason: str, message: str, now: str, *, healthy: bool) -> Json:

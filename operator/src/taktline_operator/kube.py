@@ -21,6 +21,7 @@ Json = dict[str, Any]
 RESOURCES: dict[str, tuple[str, str, str]] = {
     "ConfigMap": ("/api/v1", "v1", "configmaps"),
     "Service": ("/api/v1", "v1", "services"),
+    "Node": ("/api/v1", "v1", "nodes"),
     "Pod": ("/api/v1", "v1", "pods"),
     "Event": ("/api/v1", "v1", "events"),
     "Deployment": ("/apis/apps/v1", "apps/v1", "deployments"),

@@ -16,6 +16,7 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_POLICY = "taktline.dev/policy"
 LABEL_POOL = "taktline.dev/pool"
 LABEL_TRACK = "taktline.dev/track"  # tells the workers of a second Deployment of one pool apart
+LABEL_QUARANTINE = "taktline.dev/quarantine"  # a node that has it gets no workers
 LABEL_ACCELERATOR = "taktline.dev/accelerator"
 
 ANNOTATION_APPLIED = (

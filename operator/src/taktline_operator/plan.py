@@ -12,6 +12,7 @@ from taktline_protocol.messages import BucketTime
 
 from taktline_operator import (
     diff,
+    healing,
     lineup,
     monitors,
     naming,
@@ -24,6 +25,7 @@ from taktline_operator import (
     trials,
     workload,
 )
+from taktline_operator.healing import NodeFault, Removal
 from taktline_operator.lineup import Line, Lineup
 from taktline_operator.scaling import Demand
 from taktline_operator.spec import PolicyDeployment
@@ -63,6 +65,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         children: objects of the names and labels this PolicyDeployment uses, whoever made them.
         pods: its worker pods.
         trials: what each gateway that answered measures of a candidate; None where none answered, or none was asked.
+        nodes: what is wrong with nodes, by name; those that are well are left out.
         demand: what robots ask for; None where it is not known, or nothing scales by it.
         tables: T_sync by pool, as the gateways measure it.
         name_owner: the (namespace, name) that owns this policy name at the gateway; None when it is this one.
@@ -75,6 +78,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     children: Mapping[Ref, Json] = {}
     pods: Sequence[Json] = ()
     trials: Sequence[Measured] | None = None
+    nodes: Mapping[str, NodeFault] = {}
     demand: Demand | None = None
     tables: Mapping[str, Sequence[BucketTime]] = {}
     name_owner: tuple[str, str] | None = None
@@ -88,6 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         desired: every object that must exist, in the order to create them.
         writes: those of `desired` that differ from what is live.
         deletions: children that are wanted no longer.
+        removals: pods that do not come back by themselves, or must leave their node.
         status: the whole status.
         status_changed: whether `status` differs from the live one.
         again_s: when to look again though nothing happens in the cluster; None for never.
@@ -97,6 +102,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     desired: tuple[Json, ...] = ()
     writes: tuple[Json, ...] = ()
     deletions: tuple[Ref, ...] = ()
+    removals: tuple[Removal, ...] = ()
     status: Json
     status_changed: bool
     route: Route | None = None
@@ -189,6 +195,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
             if ownership[ref_of(found)] != "stale" and diff.needs_apply(found, observed.children.get(ref_of(found)))
         ),
         deletions=_deletions(policy, observed, desired, trial, settled=all(count.settled for count in counts)),
+        removals=healing.removals(observed.pods, observed.nodes),
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),

@@ -14,7 +14,7 @@ from taktline_protocol.deployment import Route
 from taktline_protocol.errors import TaktlineError
 from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement, Trial
 
-from taktline_operator import diff, events, monitors, naming, revisions, routing, spec
+from taktline_operator import diff, events, healing, monitors, naming, revisions, routing, spec
 from taktline_operator.demand import DemandTracker
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
@@ -94,6 +94,7 @@ class Controller:
         self._routes: dict[Key, Route | None] = {}
         self._table: dict[str, Route] = {}  # the table as last read
         self._parsed: dict[Key, tuple[tuple[str, int], spec.PolicyDeployment]] = {}
+        self._nodes: dict[str, healing.NodeFault] = {}
         self._demand = DemandTracker()
         self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
 
@@ -214,6 +215,7 @@ class Controller:
             children=children,
             pods=pods,
             trials=await self._trials(policy, live),
+            nodes=self._nodes,
             demand=self._demand.of(policy.name, time.monotonic()),
             tables=self._demand.times(policy.name),
             name_owner=None if owner == policy.key else owner,
@@ -250,6 +252,12 @@ class Controller:
         for found in result.writes:
             logger.info("applying", extra={"policy": name, "namespace": namespace, "object": "/".join(ref_of(found))})
             await self._api.apply(found)
+        for removal in result.removals:
+            about = {"policy": name, "namespace": namespace, "object": f"Pod/{removal.pod}", "reason": removal.reason}
+            logger.warning("removing a pod", extra=about | {"cause": removal.message})
+            if removal.reason != "Tidied":  # tidying up is no news
+                await self._tell(events.of_removal(live, removal, self._clock()), namespace, name)
+            await self._api.delete("Pod", namespace, removal.pod)
         for ref in result.deletions:
             logger.info("deleting", extra={"policy": name, "namespace": namespace, "object": "/".join(ref)})
             await self._api.delete(ref.kind, namespace, ref.name)
@@ -261,12 +269,7 @@ class Controller:
         told = events.of_changes(live, previous.get("conditions", []), result.status["conditions"], now)
         told += events.of_rollout(live, previous.get("rollout", {}), result.status.get("rollout", {}), now)
         for event in told:
-            try:
-                await self._api.create(event)
-            except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
-                if "NamespaceTerminating" in error.causes:
-                    return
-                logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
+            await self._tell(event, namespace, name)
         body = {
             "apiVersion": live["apiVersion"],
             "kind": live["kind"],
@@ -280,6 +283,32 @@ class Controller:
             if error.status == 404:  # deleted meanwhile; its event brings the rest
                 return
             raise
+
+    async def _tell(self, event: Json, namespace: str, name: str) -> None:
+        try:
+            await self._api.create(event)
+        except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
+            if "NamespaceTerminating" in error.causes:
+                raise
+            logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
+
+    async def look_at_nodes(self) -> None:
+        """List the nodes, and queue every policy that has a worker on one that is not well.
+
+        Raises:
+            ApiError: nodes could not be listed; 403 where the operator has no rights on them.
+        """
+        found = [fault for node in await self._api.list("Node", None) if (fault := healing.node_fault(node))]
+        before, self._nodes = self._nodes, {fault.node: fault for fault in found}
+        for fault in found:
+            if fault.node not in before:
+                logger.warning("a node is not well", extra={"object": f"Node/{fault.node}", "cause": fault.message})
+        if self._nodes:
+            for scope in self.scopes:
+                for pod in await self._api.list("Pod", scope, naming.CHILD_SELECTOR):
+                    if pod.get("spec", {}).get("nodeName") in self._nodes:
+                        labels = pod["metadata"]["labels"]
+                        self.queue.add((pod["metadata"]["namespace"], labels[naming.LABEL_POLICY]))
 
     async def _write_routes(self) -> None:
         if not self.listed:

@@ -139,6 +139,8 @@ def _commanded(state: State, facts: Facts) -> tuple[State, str]:
     state = msgspec.structs.replace(state, paused=action == "pause" and meant and state.phase in ON_TRIAL)
     if action not in ("promote", "abort", "retry") or facts.command == state.handled:
         return state, ""
+    if target and not meant:  # it names a candidate that may still come
+        return state, ""
     return msgspec.structs.replace(state, handled=facts.command), action if meant else ""
 
 

@@ -19,6 +19,7 @@ from taktline_operator.capacity import Load, workers_for
 from taktline_operator.rollout import seconds_between
 from taktline_operator.spec import Pool, Scaling, Shift
 
+DOWN_ROOM = 1.1
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
@@ -145,7 +146,10 @@ def _wanted(
             return state.desired, "OutOfReach", f"{described}: no batch of this pool meets their deadlines"
         wanted, reason = max(state.desired, 1 if load.total > 0.0 else 0), "NotMeasured"
         return wanted, reason, f"{described}; T_sync is not measured yet"
-    wanted = math.ceil(needed - 1e-9) + (scaling.warm_replicas if load.total > 0.0 else 0)
+    warm = scaling.warm_replicas if load.total > 0.0 else 0
+    wanted = math.ceil(needed - 1e-9) + warm
+    if wanted < state.desired:  # fewer must be enough with room to spare, or noise would bring the worker back
+        wanted = min(state.desired, math.ceil(DOWN_ROOM * needed - 1e-9) + warm)
     reason, message = "Demand", f"{described} need {needed:.1f} workers"
     missing = demand.seen >= 50 and demand.missed > 3.0 * (1.0 - objective) * demand.seen
     if missing and ready >= state.desired >= wanted:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 WORKERS = 8  # reconciliations at a time
+NODES_S = 30.0  # between two looks at the nodes
 DEMAND_S = 5.0  # between two looks at what robots ask for
 RESYNC_S = 60.0  # list all PolicyDeployments: finds what the watch missed
 FULL_RESYNC_EVERY = 10  # resyncs; then every PolicyDeployment is reconciled, whatever the watch said
@@ -110,6 +111,18 @@ class Service:
                 await self.controller.look_at_demand()
             except ApiError as error:
                 logger.warning("demand is not known", extra={"cause": str(error)})
+
+    async def follow_nodes(self) -> None:
+        """Look at the nodes at intervals for ever; an operator without rights on nodes does without."""
+        while True:
+            try:
+                await self.controller.look_at_nodes()
+            except ApiError as error:
+                if error.status == 403:
+                    logger.info("nodes are not looked at: no rights on them", extra={"cause": error.message})
+                    return
+                logger.warning("nodes are not known", extra={"cause": str(error)})
+            await asyncio.sleep(NODES_S)
 
     async def _list(self, *, everything: bool) -> None:
         self._policies = await self.controller.resync(everything=everything)
@@ -221,7 +234,9 @@ async def _work(
     stop: asyncio.Event,
 ) -> None:
     """Watch and reconcile until `stop` is set or the lease is lost; nothing is written after this returns."""
-    background = [asyncio.create_task(service.resync()), asyncio.create_task(service.follow_demand())]
+    background = [
+        asyncio.create_task(work) for work in (service.resync(), service.follow_demand(), service.follow_nodes())
+    ]
     background += [asyncio.create_task(service.work()) for _ in range(WORKERS)]
 
     def lost(_: asyncio.Task[None]) -> None:

@@ -178,23 +178,24 @@ def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
+                "topologyKey": key,
                 "whenUnsatisfiable": "ScheduleAnyway",
                 "labelSelector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
             }
+            for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
         ],
     }
     runtime_class = pool.runtime_class_name or found.runtime_class
     if runtime_class:
         spec["runtimeClassName"] = runtime_class
-    affinity = accelerators.node_affinity(pool.accelerator)
     if pool.node_selector:
         spec["nodeSelector"] = pool.node_selector
-    elif affinity:
-        spec["affinity"] = affinity
-    tolerations = accelerators.tolerations(pool.accelerator) + [msgspec.to_builtins(t) for t in pool.tolerations]
-    if tolerations:
-        spec["tolerations"] = tolerations
+        spec["affinity"] = accelerators.node_affinity("cpu")
+    else:
+        spec["affinity"] = accelerators.node_affinity(pool.accelerator)
+    spec["tolerations"] = accelerators.tolerations(pool.accelerator) + [
+        msgspec.to_builtins(toleration) for toleration in pool.tolerations
+    ]
     return spec
 
 

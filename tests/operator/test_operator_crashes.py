@@ -1,0 +1,100 @@
+"""The operator ends between any two API calls, and just after any one: every scenario ends in the same state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from simulated_cluster import Cluster, comparable, differing_trial
+
+Json = dict[str, Any]
+PLAN = {
+    "strategy": "Progressive",
+    "steps": [50, 100],
+    "stepSeconds": 10,
+    "stepMinObservations": 20,
+    "shadow": {"percent": 100, "minObservations": 50},
+}
+POOLS = [{"name": "cpu", "accelerator": "cpu", "minReplicas": 2}]
+B = {"family": "pi05", "source": {"path": "/srv/policies/reach-b"}, "revision": "b"}
+Scenario = Callable[[Cluster], Awaitable[None]]
+
+
+async def good(cluster: Cluster) -> None:
+    cluster.edit(model=B)
+    await cluster.run(160)
+
+
+async def bad(cluster: Cluster) -> None:
+    cluster.trial = differing_trial
+    cluster.edit(model=B)
+    await cluster.run(100)
+
+
+async def aborted(cluster: Cluster) -> None:
+    cluster.edit(model=B)
+    await cluster.run(30)
+    cluster.say("abort")
+    await cluster.run(60)
+
+
+async def promoted(cluster: Cluster) -> None:
+    cluster.edit(model=B)
+    cluster.say("promote b")
+    await cluster.run(100)
+
+
+async def replaced(cluster: Cluster) -> None:
+    cluster.edit(model=B)
+    await cluster.run(30)
+    cluster.edit(model=B | {"revision": "c"})
+    await cluster.run(190)
+
+
+async def rolling(cluster: Cluster) -> None:
+    cluster.edit(model=B, rollout={"strategy": "RollingUpdate"})
+    await cluster.run(60)
+
+
+async def scaled(cluster: Cluster) -> None:
+    cluster.edit(pools=[{"name": "cpu", "accelerator": "cpu", "minReplicas": 1}, {"name": "two", "accelerator": "cpu"}])
+    await cluster.run(60)
+    cluster.edit(pools=[{"name": "two", "accelerator": "cpu", "minReplicas": 3}])
+    await cluster.run(60)
+
+
+async def played(
+    make: Any, scenario: Scenario, kills: tuple[int, int] | None = None, *, after: bool = False
+) -> Cluster:
+    """Play a scenario; `kills` = (first, every): the operator ends at these calls, before or just after them."""
+    cluster = Cluster(make, make.body(rollout=PLAN, pools=POOLS))
+    cluster.start_s = 10.0
+    await cluster.run(30)
+    cluster.door.calls = 0
+    if kills is not None:
+        cluster.door.kill_at, cluster.door.kill_every = kills
+        cluster.door.after = after
+    await scenario(cluster)
+    cluster.door.kill_at = None
+    await cluster.run(20)
+    return cluster
+
+
+@pytest.mark.parametrize("scenario", [good, bad, aborted, promoted, replaced, rolling, scaled])
+async def test_a_killed_operator_ends_where_a_living_one_does(make: Any, scenario: Scenario) -> None:
+    undisturbed = await played(make, scenario)
+    expected = comparable(undisturbed)
+    # It dies again and again, every EVERY calls; over all first calls every boundary between two calls is one of them.
+    for first in range(1, EVERY + 1, STEP):
+        for after in (False, True):
+            cluster = await played(make, scenario, (first, EVERY), after=after)
+            assert cluster.restarts > 2, (scenario.__name__, first)
+            assert comparable(cluster) == expected, (scenario.__name__, first, after)
+            if scenario is not rolling:  # the simulated Deployments replace all workers of a rolling update at once
+                assert all(route.targets for route in cluster.routes_seen[1:]), (scenario.__name__, first)
+
+
+EVERY = 41  # more than one reconciliation takes, or no operator would ever get through
+STEP = int(os.environ.get("TAKTLINE_CRASH_STEP", "20"))  # 1 visits every boundary; that takes minutes
