@@ -23,6 +23,7 @@ _KNOWN = {
     "up": "Run a PolicyDeployment on this machine: gateway, workers and robots.",
     "checkpoint": "Look at policy checkpoints.",
     "profile": "Measure the phases of a policy on this machine, against its roofline.",
+    "profile-planner": "Measure a planner on several ranks and fit its latency model.",
     "bench": "Measure a part of the platform on this machine.",
     "kernels": "Say which kernel each operation gets and why; measure candidates on a GPU.",
     "rollout": "Look at and steer the rollout of a PolicyDeployment.",

@@ -1,0 +1,153 @@
+"""Plans of one planner on meshes of several sizes: measured, and the latency model that they determine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
+from taktline_protocol.deployment import SearchOptions as Options
+
+from taktline_worker.lifecycle import read_config
+from taktline_worker.models.vjepa2_ac.adapter import FAMILY, load
+from taktline_worker.planning.latency import LatencyModel, Measurement, fit
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What was measured and what fits it.
+
+    Attributes:
+        measurements: one for each number of ranks, the median of its runs.
+        plans_equal: whether all meshes gave the same plan, to the last bit.
+    """
+
+    measurements: tuple[Measurement, ...]
+    model: LatencyModel
+    plans_equal: bool
+    candidates: int
+    horizon: int
+    precision: str
+    device: str
+
+
+def planner_config(source: Path, device: str, precision: str) -> EngineConfig:
+    """The engine config in `source`, or one for the checkpoint folder `source` with the published search.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where it is neither, or of another family.
+    """
+    if source.is_dir():
+        options = EngineOptions(device=device, precision=precision or "bf16", search=Options())  # type: ignore[arg-type]
+        model = ModelConfig(family=FAMILY, path=str(source), revision="profile")
+        return EngineConfig(policy=source.name, model=model, engine=options)
+    config = read_config(source)
+    if config.model.family != FAMILY:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"{source} is for family {config.model.family}, which does not plan",
+            f"give the engine.json or checkpoint folder of a {FAMILY} policy; `taktline profile` is for the others",
+        )
+    changes = {"device": device} | ({"precision": precision} if precision else {})
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, **changes))
+
+
+def measure(
+    config: EngineConfig,
+    sizes: Sequence[int],
+    runs: int,
+    say: Callable[[str], None],
+    rounds: int = 0,
+    candidates: int = 0,
+) -> RankTimes:
+    """Loads the planner once for each number of ranks, and times its deployment's own search on neutral images.
+
+    Args:
+        sizes: ranks, 1 and at least two more.
+        runs: plans of each, after one more.
+        rounds: instead of the deployment's own; likewise `candidates`.
+
+    Raises:
+        TaktlineError: what loading refuses, or CONFIG_INVALID where the sizes cannot determine the model.
+    """
+    wanted = sorted(set(sizes))
+    if len(wanted) < 3 or wanted[0] != 1:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"{wanted} ranks do not determine the three constants of the model",
+            "measure 1 and at least two more, e.g. --ranks 1,2,3",
+        )
+    measurements, plans = [], []
+    for size in wanted:
+        say(f"loading on {size} rank{'s' if size > 1 else ''}")
+        parallel = msgspec.structs.replace(config.engine.parallel, search=size, dp=1)
+        engine = msgspec.structs.replace(config.engine, parallel=parallel)
+        adapter = load(msgspec.structs.replace(config, engine=engine))
+        try:
+            row = adapter.largest_row()
+            settings = replace(
+                row.settings,
+                rounds=rounds or row.settings.rounds,
+                candidates=candidates or row.settings.candidates,
+            )
+            row = replace(row, settings=settings)
+            seconds = []
+            for run in range(runs + 1):
+                say(f"{size} rank{'s' if size > 1 else ''}: plan {run} of {runs}")
+                began = time.perf_counter()
+                (outcome,) = adapter.run([row], 1)
+                if run:
+                    seconds.append(time.perf_counter() - began)
+            if outcome.plan is None:
+                raise outcome.error or AssertionError("a plan without a budget has no reason to fail")
+            measurements.append(Measurement(size, outcome.plan.rounds, statistics.median(seconds)))
+            plans.append((outcome.plan.actions.numpy().tobytes(), outcome.plan.energies.numpy().tobytes()))
+        finally:
+            adapter.close()
+    return RankTimes(
+        measurements=tuple(measurements),
+        model=fit(measurements),
+        plans_equal=len(set(plans)) == 1,
+        candidates=settings.candidates,
+        horizon=settings.horizon,
+        precision=adapter.description.precision,
+        device=adapter.description.device,
+    )
+
+
+def draw(times: RankTimes, path: Path, deadline_s: float | None = None) -> None:
+    """Seconds of a plan by ranks: the measured points, the model through them, and the deadline if there is one.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "the plot needs matplotlib, which is not installed",
+            "install taktline-worker[plot], or give --no-plot",
+        ) from error
+    rounds = times.measurements[0].rounds
+    most = max(8, max(one.ranks for one in times.measurements))
+    ranks = list(range(1, most + 1))
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(ranks, [times.model.plan_s(one, rounds) for one in ranks], color="#0072B2", label="model")
+    points = times.measurements
+    axes.plot([one.ranks for one in points], [one.seconds for one in points], "o", color="#D55E00", label="measured")
+    if deadline_s is not None:
+        axes.axhline(deadline_s, color="#555555", linestyle="--", label=f"deadline {deadline_s:g} s")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("seconds a plan")
+    axes.set_xticks(ranks)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{times.candidates} candidates, {rounds} rounds, {times.precision} on {times.device}")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
