@@ -1,0 +1,393 @@
+"""The operator at size: many PolicyDeployments and pods on a real control plane, with simulated nodes.
+
+    python -m benchmarks.operator.scale --policies 1000 --pods 5            1,000 policies and 5,000 pods
+    python -m benchmarks.operator.scale --policies 20 --pods 2 --quiet-s 20 a look
+
+kube-apiserver, etcd, scheduler and controller manager are the real ones (`make control-plane`). Nodes are objects; a
+simulated kubelet in this process marks bound pods as running and ready at once, so that the operator and the API are
+measured, not workers. All share one machine: times are those of a busy API server, not of the operator alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from taktline_local.cluster import Cluster
+from taktline_local.kube_api import ApiError, KubeApi
+from taktline_operator import schema
+from taktline_protocol import metrics
+
+Json = dict[str, Any]
+PODS_PER_NODE = 250
+PDS = "/apis/taktline.dev/v1alpha1/namespaces/{}/policydeployments"
+DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
+NAMESPACE, SYSTEM = "scale", "taktline-system"
+
+
+def policy(name: str, pods: int) -> Json:
+    """A PolicyDeployment with one CPU pool."""
+    return {
+        "apiVersion": "taktline.dev/v1alpha1",
+        "kind": "PolicyDeployment",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "model": {"family": "pi05", "source": {"path": "/srv/policy"}, "revision": "a"},
+            "pools": [{"name": "cpu", "accelerator": "cpu", "minReplicas": pods, "maxReplicas": pods + 10}],
+            "slo": {"controlBudgetMs": 250},
+        },
+    }
+
+
+def bare_deployment(name: str, pods: int) -> Json:
+    """The floor: a Deployment as anybody writes it."""
+    labels = {"app": name}
+    container = {"name": "main", "image": "none", "resources": {"requests": {"cpu": "10m"}}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "replicas": pods,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+        },
+    }
+
+
+class SimulatedNodes:
+    """Node objects, and a kubelet for all of them that reports every bound pod as ready."""
+
+    def __init__(self, api: KubeApi, count: int) -> None:
+        self._api, self._count = api, count
+        self._tasks: list[asyncio.Task[None]] = []
+        self._addresses = 0
+
+    async def start(self) -> None:
+        """Makes the nodes and begins to report."""
+        await asyncio.gather(*(self._make(number) for number in range(self._count)))
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._report())]
+
+    async def stop(self) -> None:
+        """Stops reporting."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _make(self, number: int) -> None:
+        name = f"sim-{number}"
+        await self._api.request("POST", "/api/v1/nodes", body={"metadata": {"name": name}})
+        await self._ready(name)
+        await self._api.request("PATCH", f"/api/v1/nodes/{name}", body={"spec": {"taints": []}}, patch="merge")
+
+    async def _ready(self, name: str) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        condition = {"type": "Ready", "status": "True", "reason": "Simulated", "message": "", "lastHeartbeatTime": now}
+        capacity = {"cpu": "10000", "memory": "100Ti", "pods": str(PODS_PER_NODE)}
+        status = {"conditions": [condition], "capacity": capacity, "allocatable": capacity}
+        await self._api.request("PATCH", f"/api/v1/nodes/{name}/status", body={"status": status}, patch="strategic")
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(15)
+            for number in range(self._count):
+                with contextlib.suppress(ApiError, httpx.TransportError):  # the next beat comes
+                    await self._ready(f"sim-{number}")
+
+    async def _report(self) -> None:
+        # Only pods that wait for their first report are listed, so a steady cluster costs next to nothing.
+        while True:
+            await asyncio.sleep(0.5)
+            with contextlib.suppress(ApiError, httpx.TransportError):
+                found = await self._api.request(
+                    "GET", "/api/v1/pods", parameters={"fieldSelector": "status.phase=Pending", "limit": "500"}
+                )
+                bound = [pod for pod in found["items"] if pod["spec"].get("nodeName")]
+                for start in range(0, len(bound), 16):
+                    await asyncio.gather(*(self._run(pod) for pod in bound[start : start + 16]))
+
+    async def _run(self, pod: Json) -> None:
+        self._addresses += 1
+        high, low = divmod(self._addresses % 60_000, 250)
+        address = f"198.18.{high % 250}.{low + 1}"
+        ready = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
+        names = [container["name"] for container in pod["spec"]["containers"]]
+        state = {
+            "image": "x",
+            "imageID": "",
+            "ready": True,
+            "started": True,
+            "restartCount": 0,
+            "state": {"running": {}},
+        }
+        status = {
+            "phase": "Running",
+            "podIP": address,
+            "podIPs": [{"ip": address}],
+            "conditions": ready,
+            "containerStatuses": [{"name": name, **state} for name in names],
+        }
+        path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}/status"
+        with contextlib.suppress(ApiError):  # gone meanwhile
+            await self._api.request("PATCH", path, body={"status": status}, patch="strategic")
+
+
+class Operator:
+    """The operator's process and what it says of itself."""
+
+    def __init__(self, kubeconfig: Path, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._log = (folder / "operator.log").open("a")
+        self._command = [Path(sys.executable).parent / "taktline-operator", "run", f"--kubeconfig={kubeconfig}"]
+        self._command += [f"--health-listen={self._address}", f"--gateway-namespace={SYSTEM}"]
+        self.process = subprocess.Popen(self._command, stderr=self._log)
+
+    def restart(self) -> None:
+        """Kills it without warning and starts it anew."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process = subprocess.Popen(self._command, stderr=self._log)
+
+    def stop(self) -> None:
+        """Ends it."""
+        self.process.terminate()
+        self.process.wait(30)
+
+    async def read(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+        """All its series: name, labels, value; empty until it answers."""
+        try:
+            async with httpx.AsyncClient(timeout=10) as http:
+                text = (await http.get(f"http://{self._address}/metrics")).text
+        except httpx.TransportError:
+            return {}
+        found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+        return found
+
+
+class Reading:
+    """Numbers of one look at the operator's metrics."""
+
+    def __init__(self, series: dict[str, dict[tuple[tuple[str, str], ...], float]]) -> None:
+        self._series = series
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the series with these labels."""
+        wanted = set(labels.items())
+        return sum(value for key, value in self._series.get(name, {}).items() if wanted <= set(key))
+
+    @property
+    def writes(self) -> float:
+        """Requests that change something, but for the lease."""
+        return sum(
+            value
+            for key, value in self._series.get(metrics.OPERATOR_REQUESTS, {}).items()
+            if dict(key)["verb"] != "GET" and dict(key)["kind"] != "Lease"
+        )
+
+    def quantile_ms(self, share: float, since: Reading | None = None) -> float:
+        """Upper edge of the bucket that holds this quantile of the reconciliations, in ms."""
+        name = f"{metrics.OPERATOR_RECONCILE}_bucket"
+        before = since._series.get(name, {}) if since else {}
+        buckets = sorted(
+            (float(dict(key)["le"].replace("+Inf", "inf")), value - before.get(key, 0.0))
+            for key, value in self._series.get(name, {}).items()
+        )
+        count = buckets[-1][1] if buckets else 0.0
+        return next((1e3 * edge for edge, value in buckets if count and value >= share * count), float("nan"))
+
+
+async def until(condition: Any, what: str, limit_s: float) -> float:
+    """Waits for an awaitable condition; returns the seconds it took."""
+    began = time.monotonic()
+    while time.monotonic() - began < limit_s:
+        if await condition():
+            return time.monotonic() - began
+        await asyncio.sleep(0.2)
+    raise SystemExit(f"{what} did not happen within {limit_s:g} s")
+
+
+class Scale:
+    """The measurement."""
+
+    def __init__(self, api: KubeApi, operator: Operator, options: argparse.Namespace) -> None:
+        self.api, self.operator, self.options = api, operator, options
+        self.result: Json = {}
+
+    async def available(self, names: set[str]) -> bool:
+        """Whether all these PolicyDeployments are Available."""
+        found = await self.api.get(PDS.format(NAMESPACE))
+        ready = {
+            item["metadata"]["name"]
+            for item in found["items"]
+            for condition in item.get("status", {}).get("conditions", [])
+            if condition["type"] == "Available" and condition["status"] == "True"
+        }
+        return names <= ready
+
+    async def reading(self) -> Reading:
+        """The operator's numbers now."""
+        return Reading(await self.operator.read())
+
+    async def one_by_one(self) -> None:
+        """Apply-to-Available of single policies, and of bare Deployments of the same size, in turn."""
+        ours, bare = [], []
+        for number in range(self.options.singles):
+            name = f"single-{number}"
+            await self.api.request("POST", PDS.format(NAMESPACE), body=policy(name, self.options.pods))
+            ours.append(await until(lambda n=name: self.available({n}), f"{name} Available", 120))
+            await self.api.request(
+                "POST", DEPLOYMENTS.format(NAMESPACE), body=bare_deployment(f"bare-{number}", self.options.pods)
+            )
+            bare.append(await until(lambda n=f"bare-{number}": self._deployed(n), "the bare Deployment", 120))
+        self.result["apply_to_available_s"] = round(statistics.median(ours), 2)
+        self.result["bare_deployment_s"] = round(statistics.median(bare), 2)
+
+    async def _deployed(self, name: str) -> bool:
+        found = await self.api.get(f"{DEPLOYMENTS.format(NAMESPACE)}/{name}")
+        return bool(found.get("status", {}).get("availableReplicas", 0) >= self.options.pods)
+
+    async def all_at_once(self) -> None:
+        """Every policy, as fast as the API takes them, until all are Available."""
+        names = [f"p-{number:04d}" for number in range(self.options.policies)]
+        before, began = await self.reading(), time.monotonic()
+        for start in range(0, len(names), 16):
+            bodies = [policy(name, self.options.pods) for name in names[start : start + 16]]
+            await asyncio.gather(*(self.api.request("POST", PDS.format(NAMESPACE), body=body) for body in bodies))
+        self.result["created_s"] = round(time.monotonic() - began, 1)
+        limit_s = 120 + 3.0 * self.options.policies
+        await until(lambda: self.available(set(names)), "all policies Available", limit_s)
+        self.result["all_available_s"] = round(time.monotonic() - began, 1)
+        after = await self.reading()
+        requests = after.total(metrics.OPERATOR_REQUESTS) - before.total(metrics.OPERATOR_REQUESTS)
+        self.result["api_calls_a_policy"] = round(requests / len(names), 1)
+        self.result["writes_a_policy"] = round((after.writes - before.writes) / len(names), 1)
+        self.result["reconcile_p50_ms_at_most"] = after.quantile_ms(0.5, before)
+        self.result["reconcile_p99_ms_at_most"] = after.quantile_ms(0.99, before)
+        cpu = after.total("process_cpu_seconds_total") - before.total("process_cpu_seconds_total")
+        self.result["cpu_s_a_policy"] = round(cpu / len(names), 4)
+        self.result["operator_mib"] = round(after.total("process_resident_memory_bytes") / 2**20, 1)
+
+    async def steady(self) -> None:
+        """What an hour without changes costs, from a shorter look."""
+        await until(self._is_quiet, "a quiet operator", 300)
+        before = await self.reading()
+        await asyncio.sleep(self.options.quiet_s)
+        after = await self.reading()
+        self.result["steady_s"] = self.options.quiet_s
+        self.result["steady_writes"] = after.writes - before.writes
+        reads = after.total(metrics.OPERATOR_REQUESTS, verb="GET") - before.total(metrics.OPERATOR_REQUESTS, verb="GET")
+        self.result["steady_reads_a_minute"] = round(60 * reads / self.options.quiet_s, 1)
+        cpu = after.total("process_cpu_seconds_total") - before.total("process_cpu_seconds_total")
+        self.result["steady_cores"] = round(cpu / self.options.quiet_s, 4)
+
+    async def _is_quiet(self) -> bool:
+        before = (await self.reading()).total(metrics.OPERATOR_RECONCILES)
+        await asyncio.sleep(5)
+        return (await self.reading()).total(metrics.OPERATOR_RECONCILES) == before
+
+    async def one_change(self) -> None:
+        """API calls of one more replica of one policy, mean over a few."""
+        changed = [f"p-{number:04d}" for number in range(min(10, self.options.policies))]
+        await until(self._is_quiet, "a quiet operator", 300)
+        before = await self.reading()
+        for name in changed:
+            pools = policy(name, self.options.pods + 1)["spec"]["pools"]
+            body = {"spec": {"pools": pools}}
+            await self.api.request("PATCH", f"{PDS.format(NAMESPACE)}/{name}", body=body, patch="merge")
+        await until(self._is_quiet, "a quiet operator", 300)
+        after = await self.reading()
+        calls = after.total(metrics.OPERATOR_REQUESTS) - before.total(metrics.OPERATOR_REQUESTS)
+        self.result["api_calls_a_change"] = round(calls / len(changed), 1)
+        self.result["writes_a_change"] = round((after.writes - before.writes) / len(changed), 1)
+
+    async def restart(self) -> None:
+        """Killed and started anew: until every policy has been reconciled once, and what that writes."""
+        everything = self.options.policies + self.options.singles
+        self.operator.restart()
+
+        async def done() -> bool:
+            return (await self.reading()).total(metrics.OPERATOR_RECONCILES, result="done") >= everything
+
+        self.result["converged_after_restart_s"] = round(await until(done, "convergence", 900), 1)
+        after = await self.reading()
+        self.result["writes_after_restart"] = after.writes
+        self.result["operator_mib_after_restart"] = round(after.total("process_resident_memory_bytes") / 2**20, 1)
+
+
+async def measure(options: argparse.Namespace) -> Json:
+    """Runs everything; returns the row."""
+    with tempfile.TemporaryDirectory() as text, Cluster.open(Path(text)) as cluster:
+        folder = Path(text)
+        (folder / "crd.yaml").write_text(schema.crd_text())
+        cluster.kubectl("apply", "--server-side", "-f", str(folder / "crd.yaml"))
+        for namespace in (NAMESPACE, SYSTEM):
+            cluster.kubectl("create", "namespace", namespace)
+        api = KubeApi(cluster.kubeconfig)
+        pods = (options.policies + 2 * options.singles + 20) * (options.pods + 1)
+        nodes = SimulatedNodes(api, 1 + pods // PODS_PER_NODE)
+        operator = Operator(cluster.kubeconfig, folder)
+        try:
+            await nodes.start()
+            found = Scale(api, operator, options)
+            await until(operator.read, "the operator's metrics", 60)
+            for step in (found.one_by_one, found.all_at_once, found.steady, found.one_change, found.restart):
+                print(f"{step.__name__} ...", file=sys.stderr, flush=True)
+                await step()
+            return found.result
+        finally:
+            await nodes.stop()
+            operator.stop()
+            await api.close()
+
+
+def main() -> None:
+    """Prints the numbers and, with --out, writes them as a row of results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--policies", type=int, default=1000)
+    parser.add_argument("--pods", type=int, default=5, help="pods of each policy")
+    parser.add_argument("--singles", type=int, default=5, help="policies applied one at a time for apply-to-Available")
+    parser.add_argument("--quiet-s", type=float, default=120.0, help="length of the look at the steady state")
+    parser.add_argument("--out", type=Path, help="JSON file with a list of rows")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    row = {
+        "bench": "operator_scale",
+        "policies": options.policies,
+        "pods": options.policies * options.pods,
+        **asyncio.run(measure(options)),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load_before": round(load, 1),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": f"python -m benchmarks.operator.scale --policies {options.policies} --pods {options.pods}",
+    }
+    print(json.dumps(row, indent=1))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        rows = json.loads(options.out.read_text()) if options.out.exists() else []
+        kept = [found for found in rows if found["policies"] != options.policies]
+        options.out.write_text(json.dumps([*kept, row], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
