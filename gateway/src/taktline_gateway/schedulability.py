@@ -63,7 +63,7 @@ def schedulable(new: Demand, rate_hz: float, tightest_s: float, workers: Sequenc
         return Verdict(False, (rate_hz + new.rate_hz) / _rate_of_one(workers), 0, worst_s, 0, "budget")
     rate, size, worst_s = best
     left_hz = TARGET_LOAD * rate - rate_hz - new.rate_hz
-    spare = int((left_hz + 1e-9) / new.rate_hz) if left_hz >= -1e-9 and new.rate_hz > 0 else 0
+    spare = int(min(1e9, (left_hz + 1e-9) / new.rate_hz)) if left_hz >= -1e-9 and new.rate_hz > 0 else 0
     fits = left_hz >= -1e-9
     return Verdict(fits, (rate_hz + new.rate_hz) / rate, size, worst_s, spare, "" if fits else "rate")
 
