@@ -140,6 +140,19 @@ def test_vision_runs_for_new_frames_only(
     assert counts == [3, 1]
 
 
+def test_a_batch_larger_than_was_checked_is_computed_whole(
+    paths: Any, config_of: Any, observations: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = load(config_of(paths["pi05"]))
+    counts: list[int] = []
+    compute = modules.image_features
+    monkeypatch.setattr(modules, "image_features", lambda w, p, h: (counts.append(p.shape[0]), compute(w, p, h))[1])
+    first = _answers(adapter, *[observations.make(seed=n) for n in range(2)], pool=pool)
+    many = _answers(adapter, *[observations.make(seed=n) for n in range(4)], pool=pool)
+    assert counts == [3, 12], "two observations have three distinct frames; four have twelve images, over the eight"
+    assert np.allclose(first[0], many[0], atol=1e-5)
+
+
 def test_calibration_never_profits(paths: Any, config_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """T_sync must be that of new frames, however often the measuring row is repeated."""
     adapter = load(config_of(paths["pi05"]))

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Prompts mostly fit the first; a row pays for the slots of its graph, so the full budget has one of its own.
 _PROMPT_SLOTS = 64
+# A large vision tower takes a second an image on a CPU, and the check of its reuse encodes a whole batch.
+_CHECKED_ON_CPU = 8
 
 
 class BatchRunner(Protocol):
@@ -238,7 +240,10 @@ def load(config: EngineConfig) -> PiAdapter:
     same_kernels = device.type == "cpu" or (rtc is not None and rtc.mode == "guided" and not rtc.exact)
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
-        exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, cameras * max(config.engine.buckets))
+        most = cameras * max(config.engine.buckets)
+        if device.type == "cpu":
+            most = min(most, _CHECKED_ON_CPU)
+        exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, most)
         logger.info("features of frames seen before are reused" if exact else "features are not reused: not exact here")
     together = rtc is None or (isinstance(runner, PiRunner) and same_kernels)
     cheaper: dict[int, tuple[BatchRunner, BatchRunner | None]] = {}

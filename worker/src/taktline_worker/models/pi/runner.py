@@ -165,6 +165,7 @@ class PiRunner:
         self.dtype = weights.embedding.dtype
         self._steps = int(weights.times.shape[0])
         self.seen: FrameCache[Tensor] | None = None
+        self._reuse_up_to = 0
         self._times: list[float] = weights.times.tolist()
         self._key_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
         self._value_buffer = torch.empty(0, device=self.device, dtype=self.dtype)
@@ -241,7 +242,7 @@ class PiRunner:
 
         Args:
             limit_bytes: memory of the features on the device.
-            most_images: images of the largest batch.
+            most_images: images of the largest batch that may use it; larger ones are computed whole.
         """
         size = self.architecture.image_size
         generator = torch.Generator().manual_seed(0)
@@ -256,13 +257,14 @@ class PiRunner:
         counts = sorted({2, (most_images + 1) // 2, most_images} - {0, 1})
         if limit_bytes and all(torch.equal(features(0, count)[1], alone) for count in counts):
             self.seen = FrameCache(limit_bytes)
+            self._reuse_up_to = most_images
         return self.seen is not None
 
     @torch.no_grad()
     def encode_images(self, batch: PiBatch) -> Tensor:
         """(N, T, W) of the batch's images; those of frames seen before come from the cache."""
         heads, vision = self.architecture.vision_heads, self.weights.vision
-        if self.seen is None or batch.frames is None:
+        if self.seen is None or batch.frames is None or len(batch.frames) > self._reuse_up_to:
             return modules.image_features(vision, batch.pixels, heads)
         found = {key: self.seen.get(key) for key in dict.fromkeys(batch.frames)}
         fresh = {key: place for place, key in reversed(list(enumerate(batch.frames))) if found[key] is None}
