@@ -108,14 +108,18 @@ class Shares:
             self._epoch += 1
             return
         self._turned_away = False
-        epoch, tenants = self._epoch, len(self._tenants.accounts) > 1
+        epoch, several = self._epoch, len(self._tenants.accounts) > 1
+        by_tenant: dict[Account, int] = {}
         for ticket in tickets:
             account = ticket.account
             if not isinstance(account, Account):  # queued without a look at its share
                 continue
-            _charge(account, epoch)
-            if tenants and account.level.tenant is not None:
-                _charge(account.level.tenant, epoch)
+            _charge(account, 1, epoch)
+            tenant = account.level.tenant
+            if several and tenant is not None:
+                by_tenant[tenant] = by_tenant.get(tenant, 0) + 1
+        for tenant, count in by_tenant.items():
+            _charge(tenant, count, epoch)
 
     def forgive(self) -> None:
         """A worker idles and nobody waits: everybody starts anew."""
@@ -123,11 +127,13 @@ class Shares:
         self._epoch += 1
 
 
-def _charge(account: Account, epoch: int) -> None:
-    level = account.level
-    now, unit = level.now, 1.0 / account.weight
+def _charge(account: Account, count: int, epoch: int) -> None:
+    level, weight = account.level, account.weight
+    now, weights = level.now, level.weights
     had = account.served if account.epoch == epoch and account.served > now else now
     # A debt is bounded, so that a sender that stops flooding is soon like the others.
-    account.served = min(had, now + 2.0 * level.burst * unit) + unit
+    most = now + (2.0 * level.burst + 1.0) / weight
+    served = had + count / weight
+    account.served = served if served < most else most
     account.epoch = epoch
-    level.now = now + 1.0 / (level.weights if level.weights > account.weight else account.weight)
+    level.now = now + count / (weights if weights > weight else weight)

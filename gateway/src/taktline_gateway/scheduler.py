@@ -24,7 +24,7 @@ __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
 
 LOSS_WEIGHT = 1 / 64
 """Weight of the newest ticket in the running share of refused ones."""
-DROPS_A_POLL = 16
+DROPS_A_POLL = 8
 """Tickets refused in one decision; the next one follows at once, and batches do not wait for refusals."""
 
 
