@@ -1,6 +1,7 @@
-"""Figures of the gateway's benchmarks as SVG, from their rows, without a plotting library.
+"""Figures and tables of docs/scheduling.md from the rows of the gateway's benchmarks, without a plotting library.
 
-python -m benchmarks.gateway.figures   draws docs/figures/*.svg again from benchmarks/results/cpu/*.json
+python -m benchmarks.gateway.figures   draws docs/figures/*.svg and fills the tables of docs/scheduling.md again from
+                                       benchmarks/results/cpu/*.json
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gateway.tables import PAGE, TABLES, filled
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -127,11 +130,13 @@ FROM: dict[str, tuple[str, Callable[[Sequence[dict[str, Any]]], str]]] = {
 
 
 def main() -> None:
-    """Draws every figure."""
+    """Draws every figure and fills every table."""
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, (source, draw) in FROM.items():
         (FIGURES / name).write_text(draw(json.loads((RESULTS / source).read_text())))
         print(FIGURES / name)
+    PAGE.write_text(filled(PAGE.read_text(), {name: make() for name, make in TABLES.items()}))
+    print(PAGE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,167 @@
+"""Markdown tables of docs/scheduling.md from the rows of the gateway's benchmarks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+PAGE = ROOT / "docs" / "scheduling.md"
+Row = dict[str, Any]
+
+
+def rows_of(name: str, bench: str) -> list[Row]:
+    """Rows of one benchmark from one committed file."""
+    return [row for row in json.loads((RESULTS / name).read_text()) if row["bench"] == bench]
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """One table."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in body)])
+
+
+def filled(page: str, tables: Mapping[str, str]) -> str:
+    """The page with each `<!-- table: NAME -->` ... `<!-- end -->` filled. Raises KeyError for an unknown name."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"<!-- table: {found[1]} -->\n{tables[found[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: ([a-z-]+) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
+
+
+def _table(
+    rows: Sequence[Row],
+    head: Sequence[str],
+    key: Callable[[Row], tuple[str, ...]],
+    column: str,
+    cell: Callable[[Row], str],
+) -> str:
+    columns = list(dict.fromkeys(str(row[column]) for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        lines.setdefault(key(row), {})[str(row[column])] = cell(row)
+    return markdown(
+        (*head, *columns), ((*keys, *(cells.get(name, "") for name in columns)) for keys, cells in lines.items())
+    )
+
+
+def scheduling() -> str:
+    """On-time shares of all policies on the traces of π0.5 on Hopper."""
+    rows = [row for row in rows_of("gateway-scheduling.json", "gateway-scheduling") if row["policy"] == "pi05"]
+    return _table(
+        rows,
+        ("trace", "load"),
+        lambda row: (row["trace"], f"{row['load']:g}"),
+        "scheduler",
+        lambda row: f"{100 * row['on_time']:.2f}",
+    )
+
+
+def best_of() -> str:
+    """In how many cases ours is the best."""
+    rows = rows_of("gateway-scheduling.json", "gateway-scheduling")
+    groups: dict[tuple[str, str, float], dict[str, float]] = {}
+    for row in rows:
+        groups.setdefault((row["policy"], row["trace"], row["load"]), {})[row["scheduler"]] = row["on_time"]
+    behind = [
+        (key, shares["Taktline"], max(shares.values()), max(shares, key=lambda name: shares[name]))
+        for key, shares in groups.items()
+        if shares["Taktline"] < max(shares.values()) - 5e-4
+    ]
+    text = f"Best, or within 0.05 points of the best: {len(groups) - len(behind)} of {len(groups)} cases."
+    if not behind:
+        return text
+    table = markdown(
+        ("engine", "trace", "load", "ours", "best", "by"),
+        ((k[0], k[1], f"{k[2]:g}", f"{100 * ours:.2f}", f"{100 * best:.2f}", by) for k, ours, best, by in behind),
+    )
+    return f"{text} The others:\n\n{table}"
+
+
+def bound() -> str:
+    """Ours against the offline optimum."""
+    rows = rows_of("gateway-scheduling.json", "gateway-scheduling-bound")
+    return markdown(
+        ("trace", "load", "ours", "Clockwork-like", "offline, reached", "offline, bound", "ours below the bound"),
+        (
+            (
+                row["trace"],
+                f"{row['load']:g}",
+                *(f"{100 * row[name]:.2f}" for name in ("on_time", "peer_on_time", "reached_offline", "bound")),
+                f"{100 * (row['bound'] - row['on_time']):.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def overload() -> str:
+    """Goodput at three times the capacity."""
+    rows = [row for row in rows_of("gateway-scheduling.json", "gateway-overload") if row["load"] == 3.0]
+    return _table(
+        rows, ("engine",), lambda row: (row["policy"],), "scheduler", lambda row: f"{row['share_of_peak']:.3f}"
+    )
+
+
+def robots() -> str:
+    """Robots on one GPU."""
+    rows = rows_of("gateway-robots-per-gpu.json", "gateway-robots-per-gpu")
+    return _table(
+        rows,
+        ("engine", "Hz", "replan", "start", "full load"),
+        lambda row: (
+            row["policy"],
+            f"{row['control_hz']:g}",
+            str(row["replan"]),
+            row["start"],
+            f"{row['full_load_robots']:g}",
+        ),
+        "scheduler",
+        lambda row: str(row["robots"]),
+    )
+
+
+def hints() -> str:
+    """What hints buy."""
+    rows = rows_of("gateway-dephasing.json", "gateway-dephasing")
+    return _table(
+        rows,
+        ("robots", "Hz", "left ms", "load", "start"),
+        lambda row: (
+            str(row["robots"]),
+            f"{row['control_hz']:g}",
+            f"{row['left_ms']:g}",
+            f"{row['load']:g}",
+            row["start"],
+        ),
+        "hints",
+        lambda row: f"{100 * row['on_time']:.2f} % (p99 {row['p99_ms']:.0f} ms)",
+    )
+
+
+def decisions() -> str:
+    """CPU time of the scheduler's operations."""
+    rows = [row for row in rows_of("gateway-decisions.json", "gateway-decisions") if row["workers"] == 1]
+    return _table(
+        rows,
+        ("operation", "mix"),
+        lambda row: (row["operation"], row["mix"]),
+        "queued",
+        lambda row: f"{row['median_us']:.0f} / {row['p99_us']:.0f}",
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "scheduling": scheduling,
+    "best-of": best_of,
+    "bound": bound,
+    "overload": overload,
+    "robots": robots,
+    "hints": hints,
+    "decisions": decisions,
+}
