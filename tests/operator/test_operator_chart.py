@@ -190,3 +190,43 @@ def test_a_shared_cluster_asks_for_keys_and_may_encrypt(render: Render) -> None:
     mounted = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted["access"] == "/etc/taktline-access"
     assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+
+
+def environment(container: Json) -> Json:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container.get("env", [])}
+
+
+def container_of(objects: list[Json], name: str) -> Json:
+    found: Json = find(objects, "Deployment", name)["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def test_gateways_that_speak_tls_and_ask_for_keys_are_asked_that_way(render: Render) -> None:
+    objects = render(
+        "--set",
+        "gateway.tls.secret=cert",
+        "--set",
+        "gateway.access.mode=keys",
+        "--set",
+        "operator.gatewayKeySecret=key",
+    )
+    operator = container_of(objects, "taktline-operator")
+    told = environment(operator)
+    assert told["TAKTLINE_GATEWAY_SCHEME"] == "https"
+    assert told["TAKTLINE_GATEWAY_KEY"] == {"secretKeyRef": {"name": "key", "key": "key"}}
+    mounted = {mount["mountPath"] for mount in operator["volumeMounts"]}
+    assert told["TAKTLINE_GATEWAY_CA"].rpartition("/")[0] in mounted
+    volumes = find(objects, "Deployment", "taktline-operator")["spec"]["template"]["spec"]["volumes"]
+    assert volumes[0]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]  # never the private key
+
+
+def test_the_redis_url_comes_from_a_secret_and_is_on_no_command_line(render: Render) -> None:
+    gateway = container_of(render("--set", "gateway.redis.secret=sessions"), "taktline-gateway")
+    assert environment(gateway)["TAKTLINE_REDIS_URL"] == {"secretKeyRef": {"name": "sessions", "key": "url"}}
+    assert not any("redis" in word for word in gateway["command"])
+    assert "TAKTLINE_REDIS_URL" not in environment(container_of(render(), "taktline-gateway"))
+
+
+def test_an_operator_may_be_kept_from_nodes(render: Render) -> None:
+    rules = find(render("--set", "operator.watchNodes=false"), "ClusterRole", "factory-taktline-operator")["rules"]
+    assert not any("nodes" in rule["resources"] for rule in rules)

@@ -29,6 +29,12 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("TAKTLINE_GATEWAY_NAMESPACE", defaults.gateway_namespace),
         help="where the gateways run and read their routes (env TAKTLINE_GATEWAY_NAMESPACE; default %(default)s)",
     )
+    shared.add_argument(
+        "--gateway-scheme",
+        choices=["http", "https"],
+        default=os.environ.get("TAKTLINE_GATEWAY_SCHEME", defaults.gateway_scheme),
+        help="https where the gateways serve TLS (env TAKTLINE_GATEWAY_SCHEME; default %(default)s)",
+    )
     parser = argparse.ArgumentParser(
         prog="taktline-operator",
         description="Turns PolicyDeployments into workers and gateway routes.",
@@ -40,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     scope = run.add_mutually_exclusive_group()
     scope.add_argument("--namespace", action="append", metavar="NS", help="serve this namespace only; may be repeated")
     scope.add_argument("--all-namespaces", action="store_true", help="serve every namespace (the default)")
+    run.add_argument(
+        "--gateway-ca",
+        type=Path,
+        metavar="PEM",
+        default=os.environ.get("TAKTLINE_GATEWAY_CA") or None,
+        help="issuer of the gateways' certificates (env TAKTLINE_GATEWAY_CA); where they ask for an API key, one with"
+        " the right `observe` comes in the environment, TAKTLINE_GATEWAY_KEY",
+    )
     run.add_argument("--kubeconfig", type=Path, help="credentials; default: the pod's own, else $KUBECONFIG")
     run.add_argument(
         "--health-listen",
@@ -90,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _authority(path: Path | str | None) -> str:
+    """The issuer's file where there is one: a Secret without ca.crt leaves the system's issuers."""
+    return str(path) if path is not None and Path(path).is_file() else ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 when `run` fails, 2 for bad input."""
     options = _parser().parse_args(arguments)
@@ -106,7 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             )
             return 0
-        settings = Settings(image=options.image, gateway_namespace=options.gateway_namespace)
+        settings = Settings(
+            image=options.image,
+            gateway_namespace=options.gateway_namespace,
+            gateway_scheme=options.gateway_scheme,
+        )
         if options.command == "plan":
             bodies = planfile.read_policies(
                 options.file, lambda text: print(f"taktline-operator: {text}", file=sys.stderr)
@@ -127,6 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kubeconfig=options.kubeconfig,
                 health_listen=options.health_listen,
                 lease=options.lease,
+                gateway_scheme=options.gateway_scheme,
+                gateway_key=os.environ.get("TAKTLINE_GATEWAY_KEY", ""),
+                gateway_authority=_authority(options.gateway_ca),
             ),
         )
     except TaktlineError as error:

@@ -141,6 +141,15 @@ class KubeApi:
         """Close all connections."""
         await self._session.close()
 
+    async def raw(self, path: str) -> Json | None:
+        """The JSON at an API path; None when there is nothing."""
+        try:
+            return await self._request("GET", path)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
     async def get(self, kind: str, namespace: str, name: str) -> Json | None:
         """One object; None when it does not exist."""
         try:

@@ -46,15 +46,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         image: worker image of pools that name none.
         gateway_namespace: where the gateways run and read their routes.
+        gateway_scheme: http, or https where they serve TLS.
     """
 
     image: str = "taktline/worker:0.1.0"
     gateway_namespace: str = "taktline-system"
+    gateway_scheme: str = "http"
 
     @property
     def gateway_url(self) -> str:
         """Base URL of the gateway inside the cluster."""
-        return f"http://taktline-gateway.{self.gateway_namespace}"
+        return f"{self.gateway_scheme}://taktline-gateway.{self.gateway_namespace}"
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):

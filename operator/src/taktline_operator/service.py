@@ -17,7 +17,7 @@ import msgspec
 from kubernetes import client
 from taktline_protocol import metrics
 
-from taktline_operator import health, logs, measuring, naming, schema, watching
+from taktline_operator import health, logs, measuring, naming, schema, served_crd, watching
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
 from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 WORKERS = 8  # reconciliations at a time
+CRD_LOOK_S = 5.0
+UPGRADE_CRD = "upgrade it: taktline-operator crd | kubectl apply --server-side -f -"
 NODES_S = 30.0  # between two looks at the nodes
 DEMAND_S = 5.0  # between two looks at what robots ask for
 RESYNC_S = 60.0  # list all PolicyDeployments: finds what the watch missed
@@ -46,6 +48,7 @@ class Service:
         self.telemetry = telemetry
         self.ledger = ledger
         self.standby = False  # another operator leads
+        self.outdated: list[str] = []  # fields that the installed CRD lacks
         self._api = api
         self._policies: list[Json] = []
         self._heard_at = asyncio.get_running_loop().time()
@@ -68,6 +71,8 @@ class Service:
 
     def ready(self) -> str:
         """Empty once every PolicyDeployment is known, or while another operator leads."""
+        if self.outdated:
+            return f"the installed CRD lacks {', '.join(self.outdated[:8])}: {UPGRADE_CRD}"
         return "" if self.controller.listed or self.standby else "PolicyDeployments are not listed yet"
 
     def heard(self) -> None:
@@ -80,7 +85,15 @@ class Service:
         while True:
             try:
                 await self._list(everything=True)
-                return
+                self.outdated = served_crd.missing(await self._api.raw(served_crd.PATH) or {})
+                if not self.outdated:
+                    return
+                self.controller.listed = False
+                logger.error(
+                    "the installed CRD is older than this operator: it would lose what is written",
+                    extra={"cause": "it lacks " + ", ".join(self.outdated[:8]), "next_step": UPGRADE_CRD},
+                )
+                await asyncio.sleep(CRD_LOOK_S)
             except ApiError as error:
                 step = "install the CRD: taktline-operator crd | kubectl apply -f -" if error.status == 404 else ""
                 logger.warning("cannot list PolicyDeployments yet", extra={"cause": str(error), "next_step": step})

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import msgspec
+from taktline_protocol import tracing
 from taktline_protocol.deployment import EngineConfig
 
 from taktline_operator import accelerators, naming, revisions
@@ -215,7 +216,11 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             f"0.0.0.0:{naming.METRICS_PORT}",
         ],
         # Compilers and libraries cache under HOME and TMPDIR; the root file system is read-only.
-        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}, {"name": "TMPDIR", "value": SCRATCH_MOUNT}],
+        "env": [
+            {"name": "HOME", "value": SCRATCH_MOUNT},
+            {"name": "TMPDIR", "value": SCRATCH_MOUNT},
+            *(_tracing_variable(name) for name in tracing.VARIABLES),
+        ],
         "ports": [
             {"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"},
             {"name": naming.METRICS_PORT_NAME, "containerPort": naming.METRICS_PORT, "protocol": "TCP"},
@@ -238,6 +243,11 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "scratch", "mountPath": SCRATCH_MOUNT},
         ],
     }
+
+
+def _tracing_variable(name: str) -> dict[str, Any]:
+    reference = {"name": tracing.CONFIG_MAP, "key": name, "optional": True}
+    return {"name": name, "valueFrom": {"configMapKeyRef": reference}}
 
 
 def _model_mount(policy: PolicyDeployment) -> str:
