@@ -292,12 +292,14 @@ class Conversation:
     async def _observe(self, session: Session, frame: Observe, now: float) -> None:
         exchange = Exchange({"headers": ()})
         observation: Observation | None = None
+        principal: Principal | None = None
         try:
             principal = await self._streams.principal(self._caller, self.policy, session.robot_id, exchange.request_id)
             observation = resolve(session, frame)
             check_observation(observation, self._streams.limits)
         except TaktlineError as error:
-            await self._refuse(session, exchange, observation, frame.seq, now, error, held=False)
+            counted = error if principal is None else self._streams.counted(principal, observation, error)
+            await self._refuse(session, exchange, observation, frame.seq, now, counted, held=False)
             return
         images = {camera: HeldFrame(f.name, observation.images[camera]) for camera, f in frame.images.items()}
         self._streams.sessions.hold(session, images, frame.instruction)
@@ -313,7 +315,8 @@ class Conversation:
                     "wait for an answer before sending more",
                 )
         except TaktlineError as error:
-            await self._refuse(session, exchange, observation, frame.seq, now, error, held=True)
+            counted = self._streams.counted(principal, observation, error)
+            await self._refuse(session, exchange, observation, frame.seq, now, counted, held=True)
             return
         started_at, observation = budget_from(observation, now, self._clock)
         flight = Flight(frame.seq, now, exchange.request_id)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
-from taktline_protocol import ErrorCode, PolicyInfo, TaktlineError
+from taktline_protocol import ErrorCode, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.limits import Limits
 from taktline_protocol.messages import AdmissionAnswer
 from taktline_protocol.stream import Hello
@@ -140,6 +140,15 @@ class Streams:
         principal = await access.authenticate(caller.credential)
         access.authorise(principal, caller.credential, "act", policy, robot=robot_id, request_id=request_id)
         return principal
+
+    def counted(self, principal: Principal, observation: Observation | None, error: TaktlineError) -> TaktlineError:
+        """`error`, or `rate_limited`: what is refused before it is served counts against the caller's rates, too."""
+        size = 0 if observation is None else sum(len(image.data) for image in observation.images.values())
+        try:
+            self._gateway.access.admit(principal, size)
+        except TaktlineError as over:
+            return over
+        return error
 
     def admit(self, policy: str, principal: Principal, hello: Hello, seq: int, now: float) -> PolicyInfo:
         """Whether a robot may open a stream; `seq` is the newest of its session. Raises TaktlineError."""
