@@ -10,9 +10,6 @@ from torch import Tensor
 from taktline_kernels.triton_impl.activations import gelu_tanh
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
-LARGEST = 448.0
-"""Largest finite value of e4m3."""
-
 PLAIN, GELU, GEGLU = 0, 1, 2
 
 

@@ -100,7 +100,7 @@ def image_features(towers: Fp8Towers, weights: VisionWeights, patches: Tensor, h
     for index, layer in enumerate(towers.vision):
         plain = layer.plain
         qkv = gpu.linear_fp8(hidden, layer.qkv, plain.qkv_bias).view(images, tokens, 3, heads, -1)
-        attended = ops.attention_vision(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).view(images, tokens, width)
+        attended = ops.attention_vision(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).reshape(images, tokens, width)
         attended = gpu.linear_fp8(gpu.quantise_rows(attended), layer.out, plain.out_bias)
         x, hidden = gpu.layer_norm_fp8(x, attended, plain.norm2_weight, plain.norm2_bias, LAYER_NORM_EPS)
         hidden = gpu.gelu_fp8(gpu.linear_fp8(hidden, layer.fc1, layer.fc1_bias))

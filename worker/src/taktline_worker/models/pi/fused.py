@@ -131,7 +131,7 @@ def image_features(weights: VisionWeights, patches: Tensor, heads: int) -> Tenso
     _, hidden = gpu.layer_norm(x, None, first.norm1_weight, first.norm1_bias, LAYER_NORM_EPS, dtype)
     for index, layer in enumerate(weights.layers):
         qkv = gpu.linear(hidden, layer.qkv_weight, layer.qkv_bias).view(images, tokens, 3, heads, -1)
-        attended = ops.attention_vision(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).view(images, tokens, width)
+        attended = ops.attention_vision(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).reshape(images, tokens, width)
         attended = gpu.linear(attended, layer.out_weight, layer.out_bias)
         x, hidden = gpu.layer_norm(x, attended, layer.norm2_weight, layer.norm2_bias, LAYER_NORM_EPS, dtype)
         hidden = gpu.linear_gelu(hidden, layer.fc1_weight, layer.fc1_bias)

@@ -1,0 +1,176 @@
+"""What each function of `taktline_kernels.gpu` computes, in plain PyTorch on any device and in any float dtype.
+
+Same names, arguments and results. Tests hold the kernels to it, and the composition of a policy's fused computation can
+be run with it where there is no GPU. FP8 is real: values are rounded to e4m3, and products of them are exact up to fp32
+sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_kernels.fp8_rows import LARGEST, Fp8Rows, pack_gate_up, quantise_weight
+from taktline_kernels.ops.dispatch import REGISTRY
+
+__all__ = [
+    "action_head",
+    "assemble",
+    "attention_cached",
+    "attention_cached_fp8",
+    "geglu_fp8",
+    "gelu_fp8",
+    "layer_norm",
+    "layer_norm_fp8",
+    "linear",
+    "linear_fp8",
+    "linear_geglu",
+    "linear_gelu",
+    "pack_gate_up",
+    "quantise_rows",
+    "quantise_weight",
+    "rms_norm_fp8",
+    "rope_cache",
+]
+
+
+def quantise_rows(x: Tensor) -> Fp8Rows:
+    """See `gpu.quantise_rows`."""
+    flat = x.float().reshape(-1, x.shape[-1])
+    scales = flat.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / LARGEST
+    return Fp8Rows((flat / scales).to(torch.float8_e4m3fn).view(x.shape), scales)
+
+
+def linear_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
+    """See `gpu.linear_fp8`."""
+    flat = x.values.view(-1, x.values.shape[-1]).float()
+    out = (flat @ weight.values.float().T) * x.scales * weight.scales.T
+    if bias is not None:
+        out = out + bias.float()
+    return out.bfloat16().view(*x.values.shape[:-1], -1)
+
+
+def gelu_fp8(x: Tensor) -> Fp8Rows:
+    """See `gpu.gelu_fp8`."""
+    return quantise_rows(functional.gelu(x.float(), approximate="tanh"))
+
+
+def geglu_fp8(gate_up: Tensor) -> Fp8Rows:
+    """See `gpu.geglu_fp8`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return quantise_rows(functional.gelu(gate, approximate="tanh") * up)
+
+
+def rms_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """See `gpu.rms_norm_fp8`."""
+    total = x if y is None else x + y
+    return total, quantise_rows(REGISTRY["rms_norm"].reference(total.float(), weight, eps))
+
+
+def layer_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """See `gpu.layer_norm_fp8`."""
+    total = x if y is None else (x + y).to(x.dtype)
+    return total, quantise_rows(REGISTRY["layer_norm"].reference(total.float(), weight, bias, eps))
+
+
+def layer_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `gpu.layer_norm`."""
+    total = x if y is None else (x + y).to(x.dtype)
+    normed: Tensor = REGISTRY["layer_norm"].reference(total.float(), weight, bias, eps)
+    return total, normed.to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `gpu.linear`."""
+    return functional.linear(x, weight, bias)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """See `gpu.linear_gelu`."""
+    out = functional.linear(x.float(), weight.float(), bias.float())
+    return functional.gelu(out, approximate="tanh").to(x.dtype)
+
+
+def linear_geglu(x: Tensor, packed: Tensor) -> Tensor:
+    """See `gpu.linear_geglu`."""
+    product = functional.linear(x.float(), packed.float())
+    pairs = product.view(*x.shape[:-1], -1, 2, 8)
+    hidden: Tensor = functional.gelu(pairs[..., 0, :], approximate="tanh") * pairs[..., 1, :]
+    return hidden.flatten(-2).to(x.dtype)
+
+
+def assemble(images: Tensor, embedding: Tensor, tokens: Tensor, source: Tensor) -> Tensor:
+    """See `gpu.assemble`."""
+    width = embedding.shape[1]
+    text = (functional.embedding(tokens, embedding).float() * width**0.5).to(embedding.dtype)
+    pool = torch.cat((images.to(embedding.dtype), text.view(-1, width)))
+    return pool.index_select(0, source.reshape(-1)).view(*source.shape, width)
+
+
+def rope_cache(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    *,
+    heads: int,
+    suffix: bool,
+) -> None:
+    """See `gpu.rope_cache`."""
+    batch, tokens, width = qkv.shape
+    head_dim = width // (heads + 2)
+    parts = qkv.view(batch, tokens, heads + 2, head_dim)
+    start = lengths.long() if suffix else torch.zeros_like(lengths, dtype=torch.long)
+    position = start[:, None] + torch.arange(tokens, device=qkv.device)
+    turned = REGISTRY["rope"].reference(parts[:, :, : heads + 1], cos[position], sin[position])
+    parts[:, :, :heads] = turned[:, :, :heads]
+    row = torch.arange(batch, device=qkv.device)[:, None]
+    k_cache[row, position], v_cache[row, position] = turned[:, :, heads], parts[:, :, heads + 1]
+
+
+def attention_cached(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, extra: int, *, first_alone: bool = False
+) -> Tensor:
+    """See `gpu.attention_cached`."""
+    keys, values = k_cache[:, :, None], v_cache[:, :, None]
+    attend = REGISTRY["attention_prefix"].reference
+    out: Tensor = attend(q, keys, values, lengths + extra)
+    if first_alone:
+        out = torch.cat((attend(q[:, :1], keys, values, lengths + 1), out[:, 1:]), dim=1)
+    return out
+
+
+def attention_cached_fp8(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, extra: int) -> Fp8Rows:
+    """See `gpu.attention_cached_fp8`."""
+    return quantise_rows(attention_cached(q, k_cache, v_cache, lengths, extra).flatten(2))
+
+
+def action_head(
+    actions: Tensor,
+    next_hidden: Tensor,
+    projections: tuple[Tensor, Tensor, Tensor, Tensor],
+    hidden: Tensor | None,
+    update: Tensor | None,
+    final: tuple[Tensor, Tensor] | None,
+    gate: Tensor | None,
+    *,
+    dt: float,
+    last: bool,
+    before: int = 0,
+    silu: bool = False,
+) -> None:
+    """See `gpu.action_head`."""
+    in_weight, in_bias, out_weight, out_bias = projections
+    if hidden is not None and update is not None and final is not None and gate is not None:
+        norm = REGISTRY["gated_add_ada_rms_norm"].reference
+        _, normed = norm(hidden[:, before:], update[:, before:], gate, *final, 1e-6)
+        velocity = functional.linear(normed.float().flatten(0, 1), out_weight, out_bias)
+        actions += dt * velocity
+    if not last:
+        embedded = functional.linear(actions, in_weight, in_bias)
+        next_hidden.copy_(functional.silu(embedded) if silu else embedded)
