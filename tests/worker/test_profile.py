@@ -206,3 +206,28 @@ def test_random_policies_need_no_checkpoint(monkeypatch: pytest.MonkeyPatch, fam
     assert subject.shape == {"views": 2, "prompt_tokens": 5, "horizon": 4, "steps": 3}
     assert [phase.name for phase in subject.phases(2)] == ["vision", "prefix", "expert"]
     subject.whole(2)()
+
+
+@pytest.mark.gpu
+def test_phases_of_captured_graphs_add_up(golden: Path, network: Any) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    from taktline_worker.models.pi.graphs import Bucket, GraphRunner
+    from taktline_worker.models.pi.profile import PiProfile
+    from taktline_worker.models.pi.weights import BF16_VISION, on_device
+    from taktline_worker.profiling.kernels import record
+
+    folder = golden / "pi05_tiny" / "full_real_heads"
+    heads = json.loads((folder / "config_tiny.json").read_text())["vision"]["num_attention_heads"]
+    eager, architecture = network.load(folder / "model.safetensors", heads, BF16_VISION)
+    runner = GraphRunner(on_device(eager.weights, torch.device("cuda")), architecture, 50, [Bucket(2, 2, 60)])
+    runner.capture()
+    subject = PiProfile(runner, architecture, 50, 10, 2, 60, "bf16")
+    (row,) = report.profile(subject, [2], lambda text: None, runs=10)
+    assert row.gpus == 1
+    assert row.versions["gpu"]
+    assert 0.5 * row.median_ms < sum(phase.ms for phase in row.phases) < 2.0 * row.median_ms
+    assert all(0.0 < phase.of_roof <= 1.1 for phase in row.phases)
+    names = {call.name for call in record(subject, 2)}
+    assert "attention_cached" in names
+    assert all(call.again is not None for call in record(subject, 2))
