@@ -93,10 +93,10 @@ def upper_bound(trace: Trace, engine: Engine) -> float:
         min(
             engine.median_s(bucket) / bucket
             for bucket in BUCKETS
-            if engine.median_s(bucket) <= job.deadline - job.arrival
+            if engine.median_s(bucket) <= job.deadline - job.arrival + 1e-9
         )
         for job in trace.jobs
-        if engine.median_s(1) <= job.deadline - job.arrival
+        if engine.median_s(1) <= job.deadline - job.arrival + 1e-9
     ]
     if not costs:
         return 0.0
@@ -104,7 +104,7 @@ def upper_bound(trace: Trace, engine: Engine) -> float:
     open_jobs: list[tuple[float, int, float]] = []
     done = 0.0
     now = 0.0
-    upcoming = [job for job in trace.jobs if engine.median_s(1) <= job.deadline - job.arrival]
+    upcoming = [job for job in trace.jobs if engine.median_s(1) <= job.deadline - job.arrival + 1e-9]
     index = 0
     while index < len(upcoming) or open_jobs:
         if not open_jobs:

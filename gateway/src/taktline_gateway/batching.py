@@ -74,8 +74,9 @@ def weigh_batch(
     for start, size in candidates:
         on_time, elapsed, waited = _follow(start, size, deadlines, now, times, limit)
         worth = on_time - price * elapsed
-        # Whoever arrives while these are served waits for their end: rate * elapsed arrivals, half of elapsed each.
-        cost = elapsed if beyond else waited + 0.5 * rate_hz * elapsed * elapsed
+        # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
+        # then for its own batch, which is about as long again where the load is high.
+        cost = elapsed if beyond else waited + rate_hz * elapsed * elapsed
         if worth > best_worth or (worth == best_worth and (cost, start, -size) < (best_cost, best[0], -best[1])):
             best, best_worth, best_cost = (start, size, on_time), worth, cost
     return best
