@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -247,6 +248,36 @@ def test_a_closed_robot_frees_its_name_at_once(stack):
     for _ in range(3):
         with taktline.Robot(stack.url, "scripted", "same name") as robot:
             assert robot.act(IMAGES, STATE, "go", BUDGET_MS).seq == 1
+
+
+FORGETFUL = """
+import sys, numpy as np, taktline
+frame = np.zeros((8, 8, 3), np.uint8)
+robot = taktline.Robot(sys.argv[1], "scripted", "forgetful")
+print(robot.act({"front": frame, "wrist": frame}, np.zeros(6), "go", 20_000.0).seq)
+"""
+
+
+def test_a_program_that_ends_without_closing_frees_its_robots_name_too(stack):
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", FORGETFUL, stack.url], capture_output=True, text=True, timeout=60)
+        assert (done.stdout.strip(), done.stderr) == ("1", "")
+
+
+async def test_the_player_plays_for_asyncio_too(stack):
+    async with taktline.AsyncRobot(stack.url, "scripted", "async player") as robot:
+        player = taktline.Player(robot.ask, 0.05, replan_rows=2)
+        actions = []
+        for _ in range(12):
+            if player.wants_observation():
+                player.observe(IMAGES, STATE, "go")
+            actions.append(player.next_action())
+            await asyncio.sleep(0.05)
+        assert player.metrics()["hand_offs"] >= 3
+        # The scripted worker answers with the sequence number: each hand-off is to a newer chunk.
+        values = [float(action[0]) for action in actions if action is not None]
+        assert values == sorted(values)
+        assert values[-1] >= 3.0
 
 
 def test_two_robots_of_one_name_are_told(stack):

@@ -169,7 +169,7 @@ class Conversation:
         """Housekeeping, about once a second: ends a connection that stalls or is silent."""
         sending = self._sending_since
         if sending is not None and now - sending > self._settings.stall_s:
-            log(_logger, logging.WARNING, "slow_reader", policy=self.policy, robot=self._robot())
+            log(_logger, logging.WARNING, "slow_reader", policy=self.policy, robot=self.robot_id)
             self._ending = Ended(1008, ErrorCode.SLOW_READER.value)
             self._open = False
             self._abort()
@@ -183,7 +183,9 @@ class Conversation:
                 1001,
             )
 
-    def _robot(self) -> str | None:
+    @property
+    def robot_id(self) -> str | None:
+        """The robot's name, once it has said hello."""
         return None if self._session is None else self._session.robot_id
 
     def _leave_soon(self, error: TaktlineError, close_code: int) -> None:

@@ -82,8 +82,18 @@ class Streams:
         )
         self._conversations.add(conversation)
         try:
+            began = time.monotonic()
             word = await conversation.run()
             self.telemetry.closed(conversation.policy, word)
+            log(
+                _logger,
+                logging.INFO,
+                "stream_closed",
+                policy=conversation.policy[:128],
+                robot=conversation.robot_id,
+                code=word,
+                lasted_s=round(time.monotonic() - began, 3),
+            )
         finally:
             self._conversations.discard(conversation)
 
