@@ -19,14 +19,15 @@ import numpy as np
 
 HORIZON, WIDTH = 50, 7
 ACTIONS = np.zeros((HORIZON, WIDTH), np.float32)
-_pack = msgspec.msgpack.Encoder(
-    enc_hook=lambda array: {
-        b"__ndarray__": True,
-        b"data": array.tobytes(),
-        b"dtype": array.dtype.str,
-        b"shape": array.shape,
-    }
-).encode
+
+
+def pack(value: object) -> bytes:
+    """A result in openpi's layout."""
+    return msgspec.msgpack.encode(value, enc_hook=_array)
+
+
+def _array(array: np.ndarray) -> dict[bytes, object]:  # type: ignore[type-arg]
+    return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
 def unpack(frame: bytes) -> object:
@@ -47,7 +48,7 @@ def serve_openpi(port: int) -> None:
     from websockets.asyncio.server import ServerConnection, serve
 
     async def converse(connection: ServerConnection) -> None:
-        await connection.send(_pack({}))
+        await connection.send(pack({}))
         previous_ms = None
         async for frame in connection:
             began = time.monotonic()
@@ -55,7 +56,7 @@ def serve_openpi(port: int) -> None:
             result = {"actions": ACTIONS, "server_timing": {"infer_ms": 0.0}, "policy_timing": {"infer_ms": 0.0}}
             if previous_ms is not None:
                 result["server_timing"] = {"infer_ms": 0.0, "prev_total_ms": previous_ms}
-            await connection.send(_pack(result))
+            await connection.send(pack(result))
             previous_ms = 1e3 * (time.monotonic() - began)
 
     async def run() -> None:
@@ -72,10 +73,13 @@ def serve_fastapi(port: int) -> None:
 
     app = FastAPI()
 
-    @app.post("/act")
     async def act(request: Request) -> Response:
         unpack(await request.body())
-        return Response(_pack({"actions": ACTIONS}), media_type="application/msgpack")
+        return Response(pack({"actions": ACTIONS}), media_type="application/msgpack")
+
+    # FastAPI reads the types of a route's parameters, which here are names of this function only.
+    act.__annotations__ = {"request": Request, "return": Response}
+    app.post("/act")(act)
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
@@ -94,7 +98,7 @@ def serve_ray(port: int) -> None:
             answers = []
             for body in bodies:
                 unpack(body)
-                answers.append(_pack({"actions": ACTIONS}))
+                answers.append(pack({"actions": ACTIONS}))
             return answers
 
         async def __call__(self, request: Request) -> Response:

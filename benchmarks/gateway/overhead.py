@@ -55,7 +55,7 @@ def peer(name: str, folder: Path) -> Iterator[tuple[Callable[[int], robots.Robot
     python = str(environment("ray-serve", RAY, "msgspec", "numpy")) if name == "ray" else sys.executable
     script = str(Path(__file__).with_name("bare_servers.py"))
     log = folder / f"{name}.log"
-    server = Server([python, script, name, "--port", str(port)], log, group=name == "ray")
+    server = Server([python, script, name, "--port", str(port)], log)
     body = robots.bare_body()
 
     def robot(number: int) -> robots.Robot:
@@ -135,10 +135,10 @@ def median_of(rounds: list[Measured]) -> Measured:
     """The median of each figure over the rounds."""
     first = rounds[0]
     fields = {
-        field: statistics.median(getattr(found, field) for found in rounds)
+        field: round(statistics.median(getattr(found, field) for found in rounds), 3)
         for field in ("per_s", "p50_ms", "p99_ms", "p99_9_ms")
     }
-    cpu = {label: statistics.median(found.cpu_us[label] for found in rounds) for label in first.cpu_us}
+    cpu = {label: round(statistics.median(found.cpu_us[label] for found in rounds), 1) for label in first.cpu_us}
     return Measured(first.server, first.clients, errors=sum(found.errors for found in rounds), cpu_us=cpu, **fields)
 
 

@@ -43,15 +43,11 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -
 class Server:
     """A child process with its output in a file."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, group: bool = False) -> None:
-        """`group` gives it a session of its own, so that its children end with it."""
+    def __init__(self, command: Sequence[str], log: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
         self.log = log
-        self._group = group
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                list(command), cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=group
-            )
+            self.process = subprocess.Popen(list(command), cwd=ROOT, env=environment, stdout=output, stderr=output)
 
     @property
     def pid(self) -> int:
@@ -64,9 +60,13 @@ class Server:
         return self.process.poll() is None
 
     def cpu_s(self) -> float:
-        """CPU seconds of this process and its threads so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / _TICK
+        """CPU seconds of this process and of what it has started, so far."""
+        total = 0.0
+        for pid in [self.pid, *_descendants(self.pid)]:
+            with contextlib.suppress(FileNotFoundError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                total += (int(fields[11]) + int(fields[12])) / _TICK
+        return total
 
     def resident_mib(self) -> float:
         """Resident memory."""
@@ -82,13 +82,21 @@ class Server:
             self.process.send_signal(number)
 
     def stop(self) -> None:
-        """Kills it and, where it leads a group, the group."""
-        if self._group:
+        """Kills it and whatever it has started: Ray's daemons lead groups of their own."""
+        for pid in [*_descendants(self.pid), self.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        elif self.alive:
-            self.process.kill()
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                for child in map(int, (thread / "children").read_text().split()):
+                    found += [*_descendants(child), child]
+    return found
 
 
 class Deployment:
