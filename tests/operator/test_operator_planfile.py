@@ -56,5 +56,5 @@ def test_a_typo_is_shown_with_its_line_and_one_next_step(tmp_path: Path, text: s
     with pytest.raises(TaktlineError) as caught:
         read_policies(file)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
-    assert f"is no YAML at {where}:" in caught.value.message
+    assert f"it is no YAML at {where}:" in caught.value.message
     assert caught.value.next_step == "correct that line and try again"

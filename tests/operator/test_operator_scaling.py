@@ -384,3 +384,10 @@ def test_scaled_to_zero_is_said_with_its_reason(make: Any) -> None:
     available = next(c for c in result.status["conditions"] if c["type"] == "Available")
     assert (available["reason"], replicas(result)) == ("ScaledToZero", 0)
     assert "no robot asks" in available["message"]
+
+
+def test_a_recommendation_is_told_and_not_followed(make: Any) -> None:
+    stored = {"scaling": {"desired": 2, "changedAt": "2026-03-01T07:00:00Z", "reason": "Demand"}}
+    result = scaled(make, demand(900), stored, mode="Recommend")
+    assert result.status["scaling"]["desired"] == 5
+    assert replicas(scaled(make, demand(900), result.status, mode="Recommend")) == 1

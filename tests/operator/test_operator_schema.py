@@ -89,6 +89,13 @@ RULES = [
         SCALED | {"pools": [{"name": "p", "accelerator": "a40", "maxReplicas": 4, "replicas": 2}]},
         "let no other autoscaler",
     ),
+    (
+        "recommending leaves replicas alone",
+        "spec",
+        SCALED | {"replicas": 3, "scaling": {"mode": "Recommend"}},
+        SCALED | {"replicas": 3, "scaling": {"mode": "Automatic"}},
+        "let no other autoscaler",
+    ),
     ("room", "spec", SCALED, SCALED | {"pools": [{"name": "p", "accelerator": "a40"}]}, "needs room"),
     ("wait", "spec.batching", {"maxWaitMs": 0}, {"maxWaitMs": -1}, "must not be negative"),
     (

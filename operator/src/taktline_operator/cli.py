@@ -131,10 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gateway_scheme=options.gateway_scheme,
         )
         if options.command == "plan":
-            bodies = planfile.read_policies(
-                options.file, lambda text: print(f"taktline-operator: {text}", file=sys.stderr)
-            )
+            notes: list[str] = []
+            bodies = planfile.read_policies(options.file, notes.append)
             planned = planfile.planned_list(bodies, planfile.read_observed(options.observed), settings)
+            sys.stderr.writelines(f"taktline-operator: {note}\n" for note in notes)
             json.dump(planned, sys.stdout, indent=1)
             sys.stdout.write("\n")
             return 0

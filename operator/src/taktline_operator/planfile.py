@@ -33,7 +33,9 @@ def read_policies(path: Path, say: Callable[[str], None] = lambda _: None) -> li
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         reason = " ".join(part for part in (error.context, error.problem) if part)
         raise TaktlineError(
-            ErrorCode.CONFIG_INVALID, f"{path} is no YAML{where}: {reason}", "correct that line and try again"
+            ErrorCode.CONFIG_INVALID,
+            f"cannot read {path}: it is no YAML{where}: {reason}",
+            "correct that line and try again",
         ) from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())

@@ -95,6 +95,8 @@ def of(
         )
         total = before_size.desired if before_size.changed_at else size.desired
         total = max(bounds.low if total else 0, min(total, bounds.high))
+        if spec.scaling.mode == "Recommend":
+            total = sum(spec.desired_replicas().values())
     wanted = scaling.shared_out(total, ordered)
     return Sizing(
         replicas=_made_before_broken(wanted, policy, pods, deployments),

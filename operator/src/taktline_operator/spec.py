@@ -162,6 +162,7 @@ class ToZero(_Struct, frozen=True):
 class Scaling(_Struct, frozen=True):
     """How the number of workers follows demand."""
 
+    mode: Literal["Automatic", "Recommend"] = "Automatic"
     target_utilization: int = 70
     scale_up_step: int = 4
     scale_down_step: int = 1

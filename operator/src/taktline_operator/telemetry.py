@@ -72,13 +72,14 @@ class _Levels(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, value in self._levels().items():
             yield GaugeMetricFamily(name, metrics.BY_NAME[name].help, value=value)
-        conditions, replicas, revisions, rollouts = (
+        conditions, replicas, revisions, rollouts, wanted = (
             GaugeMetricFamily(name, metrics.BY_NAME[name].help, labels=metrics.BY_NAME[name].labels)
             for name in (
                 metrics.POLICY_CONDITION,
                 metrics.POLICY_REPLICAS,
                 metrics.POLICY_REVISION,
                 metrics.POLICY_ROLLOUT,
+                metrics.POLICY_DEMAND,
             )
         )
         for live in self._statuses():
@@ -98,4 +99,6 @@ class _Levels(Collector):
             if rollout:
                 labels = (*owner, rollout["phase"], rollout.get("reason", ""))
                 rollouts.add_metric(labels, float(rollout.get("weight", 0)))
-        yield from (conditions, replicas, revisions, rollouts)
+            if "scaling" in status:
+                wanted.add_metric(owner, float(status["scaling"].get("desired", 0)))
+        yield from (conditions, replicas, revisions, rollouts, wanted)

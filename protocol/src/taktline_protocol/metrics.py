@@ -68,6 +68,7 @@ POLICY_CONDITION = "taktline_policydeployment_condition"
 POLICY_REPLICAS = "taktline_policydeployment_workers"
 POLICY_REVISION = "taktline_policydeployment_revision_info"
 POLICY_ROLLOUT = "taktline_policydeployment_rollout_weight"
+POLICY_DEMAND = "taktline_policydeployment_wanted_workers"
 
 LABEL_POLICY = "policy"
 LABEL_POOL = "pool"
@@ -316,6 +317,12 @@ OPERATOR_METRICS = (
         "gauge",
         (*_OWNED, LABEL_PHASE, LABEL_REASON),
         "Percent of the robots that the candidate serves; the phase of the rollout, and why it was taken back.",
+    ),
+    Metric(
+        POLICY_DEMAND,
+        "gauge",
+        _OWNED,
+        "Workers that demand asks for, of PolicyDeployments with spec.scaling; other autoscalers may follow it.",
     ),
 )
 
