@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+from taktline_protocol import tracing
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 from taktline_local.container import RunnerSettings, timestamp
@@ -42,7 +43,9 @@ class PlannedObjects:
         self._items = {(item["kind"], item["metadata"]["name"]): item for item in items}
 
     async def config_map(self, namespace: str, name: str) -> Object | None:
-        """The planned ConfigMap."""
+        """The planned ConfigMap; the one about traces says what this shell's own variables say."""
+        if name == tracing.CONFIG_MAP:
+            return {"data": {name: os.environ[name] for name in tracing.VARIABLES if name in os.environ}}
         return self._items.get(("ConfigMap", name))
 
     async def secret(self, namespace: str, name: str) -> Object | None:
@@ -135,6 +138,7 @@ def gateway_pod(routes: Path, port: int) -> Object:
     """The gateway's Pod; it listens on plain loopback, where robots and people expect it."""
     probe = {"httpGet": {"path": "/readyz", "port": port, "host": "127.0.0.1"}, "periodSeconds": 1}
     command = ["taktline-gateway", "serve", "--routes", str(routes), "--listen", f"127.0.0.1:{port}"]
+    reference = {"name": tracing.CONFIG_MAP, "optional": True}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -145,6 +149,10 @@ def gateway_pod(routes: Path, port: int) -> Object:
                 {
                     "name": GATEWAY,
                     "command": command,
+                    "env": [
+                        {"name": name, "valueFrom": {"configMapKeyRef": reference | {"key": name}}}
+                        for name in tracing.VARIABLES
+                    ],
                     "readinessProbe": probe,
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                 }
