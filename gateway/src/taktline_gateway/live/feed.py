@@ -115,7 +115,9 @@ class LiveFeed:
         for policy, lane in sorted(gateway.lanes.items())[:POLICIES_SHOWN]:
             recent = gateway.books.recent[policy]
             after = self._told.get(policy, recent.serial)
-            pieces[policy] = msgspec.json.encode(policy_snapshot(lane.info(), gateway.trials.levels(policy), recent, after))
+            pieces[policy] = msgspec.json.encode(
+                policy_snapshot(lane.info(), gateway.trials.levels(policy), recent, after)
+            )
             told[policy] = recent.serial
         self._told = told
         return pieces
