@@ -20,9 +20,9 @@ def checkpoint() -> None:
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Checkpoint folder: LeRobot's or openpi's PyTorch layout.")],
+    folder: Annotated[Path, typer.Argument(help="Checkpoint folder: LeRobot, openpi, GR00T or V-JEPA 2-AC.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    statistics: Annotated[str, typer.Option(help="openpi asset id, where the folder holds several.")] = "",
+    statistics: Annotated[str, typer.Option(help="openpi asset id or GR00T tag, where there are several.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Do not read the weights: no digests, no NaN check.")] = False,
 ) -> None:
     """Print what FOLDER holds and every problem found; exit 1 when a worker would refuse it."""
@@ -45,7 +45,7 @@ def _print(report: Report) -> None:
 
     console = Console(soft_wrap=True)
     for name, value in _lines(report):
-        console.print(f"[bold]{name:<24}[/bold]", end="")
+        console.print(f"[bold]{name:<23}[/bold] ", end="")
         console.print(value, markup=False, highlight=False)
     for problem in report.problems:
         style = "bold red" if problem.severity == "error" else "yellow"
@@ -58,7 +58,16 @@ def _print(report: Report) -> None:
 
 def _lines(report: Report) -> list[tuple[str, str]]:
     lines = [("folder", report.path)]
-    if report.family:
+    if report.facts:
+        lines += [
+            ("family", f"{report.family} ({report.layout} layout)"),
+            *([("description", report.description)] if report.description else []),
+            ("parameters", f"{report.parameters:,}"),
+            *report.facts.items(),
+            ("cameras", ", ".join(report.cameras) or "as the embodiment has them"),
+            ("control period", f"{report.control_period_ms:g} ms" if report.control_period_ms else "not stated"),
+        ]
+    elif report.family:
         size = report.architecture
         lines += [
             ("family", f"{report.family} ({report.layout} layout)"),
@@ -85,7 +94,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         ]
     if report.bytes:
         dtypes = ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
-        lines.append(("tensors", f"{dtypes}; {report.bytes / 1e6:,.1f} MB"))
+        lines.append(("tensors", f"{dtypes}{'; ' if dtypes else ''}{report.bytes / 1e6:,.1f} MB"))
     lines += [(f"sha256 {name}", digest) for name, digest in report.sha256.items()]
     return lines
 

@@ -66,18 +66,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state_normalisation: NormalisationReport | None = None
     action_normalisation: NormalisationReport | None = None
     sha256: dict[str, str] = {}
+    facts: dict[str, str] = {}
+    """What families other than π0 and π0.5 say of themselves, by name."""
 
 
 def inspect(path: Path, *, statistics: str = "", read_weights: bool = True) -> Report:
     """Opens a folder as a worker would and reports what it finds; never raises for a bad checkpoint.
 
     Args:
-        statistics: openpi asset id, where the folder holds several.
+        statistics: openpi asset id or GR00T embodiment tag, where the folder holds several.
         read_weights: also hash the files and look for NaN in every tensor, which reads the weights once.
     """
     problems: list[Problem] = []
     fields: dict[str, Any] = {}
     try:
+        other = _other_family(path)
+        if other is not None:
+            return _inspect_other(path, other, statistics, read_weights)
         files = TensorFiles(path)
         fields["dtypes"] = dict(Counter(str(dtype).removeprefix("torch.") for dtype in files.dtypes.values()))
         fields["bytes"] = sum(file.stat().st_size for file in files.paths)
@@ -93,6 +98,26 @@ def inspect(path: Path, *, statistics: str = "", read_weights: bool = True) -> R
         problems.append(Problem("error", error.code.value, error.message, error.next_step))
     usable = all(problem.severity != "error" for problem in problems)
     return Report(path=str(path), usable=usable, problems=tuple(problems), **fields)
+
+
+def _other_family(path: Path) -> Any:
+    """The module of the family that recognises the folder; None leaves it to π0 and π0.5."""
+    from taktline_worker.models.groot import inspection as groot
+    from taktline_worker.models.vjepa2_ac import inspection as vjepa2
+
+    return next((module for module in (groot, vjepa2) if module.recognises(path)), None)
+
+
+def _inspect_other(path: Path, family: Any, statistics: str, read_weights: bool) -> Report:
+    fields, notes = family.describe(path, statistics, read_weights)
+    if read_weights:
+        fields["sha256"] = {file.name: file_sha256(file) for file in _weight_files(path)}
+    problems = tuple(Problem("note", "", message, next_step) for message, next_step in notes)
+    return Report(path=str(path), usable=True, problems=problems, **fields)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.name.endswith((".safetensors", ".pt", ".pth", ".pth.tar")))
 
 
 def _describe(opened: pi_folder.PiFolder) -> dict[str, Any]:
