@@ -15,7 +15,7 @@ PLANNER = Path(__file__).resolve().parents[1] / "golden" / "vjepa2_ac_tiny" / "f
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+    return CliRunner().invoke(app, ["inspect", *(str(one) for one in arguments)])
 
 
 def test_a_groot_folder_and_each_embodiment(kit: Any, tmp_path: Path) -> None:
