@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -119,6 +120,9 @@ class GraphRunner:
 
     @torch.inference_mode()
     def _capture(self, bucket: Bucket) -> None:
+        # What nothing uses any more must not hide what this graph takes: capturing gives it back.
+        gc.collect()
+        torch.cuda.empty_cache()
         started, before = time.monotonic(), torch.cuda.memory_reserved(self.device)
         # Indices that another bucket left may lie outside this one.
         self._source.zero_()
