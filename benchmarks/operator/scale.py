@@ -72,17 +72,19 @@ def bare_deployment(name: str, pods: int) -> Json:
 
 
 class SimulatedNodes:
-    """Node objects, and a kubelet for all of them that reports every bound pod as ready."""
+    """Node objects, and a kubelet for all of them: bound pods are ready at once, deleted ones gone at once."""
 
     def __init__(self, api: KubeApi, count: int) -> None:
         self._api, self._count = api, count
         self._tasks: list[asyncio.Task[None]] = []
         self._addresses = 0
+        self._due: asyncio.Queue[Json] = asyncio.Queue()
 
     async def start(self) -> None:
         """Makes the nodes and begins to report."""
         await asyncio.gather(*(self._make(number) for number in range(self._count)))
-        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._report())]
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
+        self._tasks += [asyncio.create_task(self._work()) for _ in range(16)]
 
     async def stop(self) -> None:
         """Stops reporting."""
@@ -104,23 +106,31 @@ class SimulatedNodes:
         await self._api.request("PATCH", f"/api/v1/nodes/{name}/status", body={"status": status}, patch="strategic")
 
     async def _beat(self) -> None:
+        # Late heartbeats make the node controller evict: all nodes at once, well within its patience.
         while True:
-            await asyncio.sleep(15)
-            for number in range(self._count):
-                with contextlib.suppress(ApiError, httpx.TransportError):  # the next beat comes
-                    await self._ready(f"sim-{number}")
+            await asyncio.sleep(10)
+            names = [f"sim-{number}" for number in range(self._count)]
+            await asyncio.gather(*(self._ready(name) for name in names), return_exceptions=True)
 
-    async def _report(self) -> None:
-        # Only pods that wait for their first report are listed, so a steady cluster costs next to nothing.
+    async def _watch(self) -> None:
+        seen: set[tuple[str, bool]] = set()
+        async for kind, found in self._api.watch("/api/v1/pods", "spec.nodeName!="):
+            for pod in found["items"] if kind == "LISTED" else [found]:
+                leaving = bool(pod["metadata"].get("deletionTimestamp"))
+                key = (pod["metadata"]["uid"], leaving)
+                if kind != "DELETED" and key not in seen and (leaving or pod["status"].get("phase") == "Pending"):
+                    seen.add(key)
+                    self._due.put_nowait(pod)
+
+    async def _work(self) -> None:
         while True:
-            await asyncio.sleep(0.5)
-            with contextlib.suppress(ApiError, httpx.TransportError):
-                found = await self._api.request(
-                    "GET", "/api/v1/pods", parameters={"fieldSelector": "status.phase=Pending", "limit": "500"}
-                )
-                bound = [pod for pod in found["items"] if pod["spec"].get("nodeName")]
-                for start in range(0, len(bound), 16):
-                    await asyncio.gather(*(self._run(pod) for pod in bound[start : start + 16]))
+            pod = await self._due.get()
+            path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+            with contextlib.suppress(ApiError, httpx.TransportError):  # gone meanwhile
+                if pod["metadata"].get("deletionTimestamp"):
+                    await self._api.request("DELETE", path, body={"gracePeriodSeconds": 0})
+                else:
+                    await self._run(pod)
 
     async def _run(self, pod: Json) -> None:
         self._addresses += 1
@@ -144,8 +154,7 @@ class SimulatedNodes:
             "containerStatuses": [{"name": name, **state} for name in names],
         }
         path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}/status"
-        with contextlib.suppress(ApiError):  # gone meanwhile
-            await self._api.request("PATCH", path, body={"status": status}, patch="strategic")
+        await self._api.request("PATCH", path, body={"status": status}, patch="strategic")
 
 
 class Operator:

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.timeout(600)
 # Panels without data in this run, each with its reason.
 EMPTY_HERE = {
     "Memory of the worker processes": "the model runs on the CPU",
+    "Observations by stream": "its robots ask request by request",
+    "Bytes by stream": "its robots ask request by request",
+    "Sessions that began": "its robots ask request by request",
 }
 
 

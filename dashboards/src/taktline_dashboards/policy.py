@@ -27,6 +27,7 @@ def page() -> Page:
     _queue_and_batches(found)
     _roofline(found)
     _workers(found)
+    _streams(found)
     return found
 
 
@@ -270,7 +271,15 @@ def _workers(found: Page) -> None:
             "ok, or the error code of what a worker could not answer.",
             Query(rate(metrics.WORKER_ITEMS, metrics.LABEL_CODE, _CHOSEN), "{{code}}"),
             unit="reqps",
-            width=9,
+            width=6,
+            height=6,
+        ),
+        time_series(
+            "T_sync as measured at start",
+            "Median by batch; compare with what the queue predicts now.",
+            Query(f'max by (batch) ({metrics.WORKER_CALIBRATION}{_CHOSEN[:-1]},quantile="0.5"}})', "B={{batch}}"),
+            unit="ms",
+            width=6,
             height=6,
         ),
         time_series(
@@ -278,7 +287,43 @@ def _workers(found: Page) -> None:
             "How long each stage of the last start took: what a replacement costs.",
             Query(f"max by (stage) ({metrics.WORKER_START}{_CHOSEN})", "{{stage}}"),
             unit="s",
-            width=9,
+            width=6,
             height=6,
+        ),
+    )
+
+
+def _streams(found: Page) -> None:
+    found.row(
+        "Streams",
+        time_series(
+            "Robots connected",
+            "By stream; robots that ask request by request are not among them.",
+            Query(f"sum({metrics.STREAMS}{_CHOSEN})", "streams"),
+            unit="none",
+            width=6,
+        ),
+        time_series(
+            "Observations by stream",
+            "keyframe carries every camera whole, delta refers to what is known already.",
+            Query(rate(metrics.STREAM_OBSERVATIONS, metrics.LABEL_KIND, _CHOSEN), "{{kind}}"),
+            unit="reqps",
+            stacked=True,
+            width=6,
+        ),
+        time_series(
+            "Bytes by stream",
+            "Frames received and sent.",
+            Query(rate(metrics.STREAM_BYTES, metrics.LABEL_KIND, _CHOSEN), "{{kind}}"),
+            unit="Bps",
+            width=6,
+        ),
+        time_series(
+            "Sessions that began",
+            "moved came from another gateway; lost was not found and sends its keyframes anew.",
+            Query(rate(metrics.STREAM_SESSIONS, metrics.LABEL_RESULT, _CHOSEN), "{{result}}"),
+            unit="reqps",
+            stacked=True,
+            width=6,
         ),
     )
