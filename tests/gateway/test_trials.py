@@ -115,7 +115,8 @@ def stack(gateway):
     gateway.record.write_text("")
     yield gateway
     gateway.write_routes(gateway.serving)
-    until(lambda: trial(gateway) is None and gateway.policy().get("workers") == 1, "the end of the trial")
+    until(lambda: trial(gateway) is None, "the end of the trial")
+    until(lambda: getattr(gateway.act()[1], "worker", "") == gateway.serving, "the first worker to serve again")
     for address in [address for address in gateway.workers if address != gateway.serving]:
         process = gateway.workers.pop(address)
         process.kill()
@@ -168,7 +169,10 @@ def test_robots_move_by_share_and_stay(stack, serving):
     other = stack.start_worker(revision="r2")
     with Load(stack, 8) as load:
         load.seen(40)
-        stack.write_routes(serving, candidate=candidate(other, weight=25, step="a"))
+        first = candidate(other, step="a")
+        stack.write_routes(serving, candidate=first)
+        until(lambda: (now := trial(stack)) is not None and now.seconds > 2.1, "the fleet to be known")
+        stack.write_routes(serving, candidate={**first, "weight": 25, "step": "b"})
         trial_up(stack, candidate_robots=2)
         load.seen(10)
         settled = len(load.answers)
@@ -195,9 +199,8 @@ def test_nothing_is_lost_from_the_first_step_to_the_old_workers_end(stack):
         for weight in (17, 50, 100):
             stack.write_routes(serving, candidate={**first, "weight": weight, "step": str(weight)})
             trial_up(stack, step=str(weight))
-            until(
-                lambda share=-(-6 * weight // 100): trial(stack).candidate_robots >= share, f"{weight} % of the robots"
-            )
+            share = -(-6 * weight // 100)
+            until(lambda share=share: trial(stack).candidate_robots >= share, f"{weight} % of the robots")
             load.seen(60)
         stack.write_routes(targets=first["targets"])  # promoted: the candidate's workers are the policy's
         until(lambda: trial(stack) is None, "the end of the trial")
