@@ -278,5 +278,5 @@ def test_demand_is_counted_by_deadline_class_with_the_pools_measured_times(stack
     (pool,) = policy.pools
     assert (pool.pool, pool.workers) == ("default", 1)
     assert [time_.batch for time_ in pool.t_sync] == [1, 2, 4, 8]
-    assert pool.t_sync[0].median_ms == pytest.approx(10, rel=0.5)
+    assert pool.t_sync[0].median_ms > 9  # it sleeps for ten
     assert measured(stack).seconds > 0
