@@ -43,3 +43,19 @@ def test_fp8_moves_the_actions_as_on_the_gpu(golden: Path, network: Any, distanc
     error = distance(reference.FusedReference(weights, architecture, "fp8").run(batch), case["actions"])
     print(f"fp8 error {error:.3e}")
     assert 2e-2 < error < 5e-2
+
+
+def test_fewer_steps_share_the_packed_matrices(golden: Path, network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from taktline_kernels import gpu_reference
+    from taktline_worker.models.pi import fused
+    from taktline_worker.models.pi.weights import fewer_steps
+
+    monkeypatch.setattr(fused, "gpu", gpu_reference)
+    weights, architecture, *_ = load(network, golden / "pi05_tiny", "case_b3", FP32)
+    whole, half = (fused.fuse(w, architecture, 10, 100).packed for w in (weights, fewer_steps(weights, 5)))
+    for ours, theirs in zip((*whole.prefix, *whole.expert), (*half.prefix, *half.expert), strict=True):
+        assert ours.gate_up_weight is theirs.gate_up_weight
+    other, *_ = load(network, golden / "pi05_tiny", "case_b3", FP32)
+    assert (
+        fused.fuse(other, architecture, 10, 100).packed.prefix[0].gate_up_weight is not whole.prefix[0].gate_up_weight
+    )

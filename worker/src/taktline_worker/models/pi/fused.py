@@ -6,6 +6,7 @@ Shapes: B rows, N images, T tokens an image, S prefix slots, C cache rows, H act
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from taktline_kernels.cuda import expert
 from taktline_kernels.cuda.expert import ExpertChain
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from taktline_worker.models.pi.config import LAYER_NORM_EPS, RMS_EPS, PiArchitecture
 from taktline_worker.models.pi.weights import AdaptiveNorms, GemmaLayer, PiWeights, VisionWeights
@@ -50,11 +52,22 @@ def fuse(weights: PiWeights, architecture: PiArchitecture, horizon: int, max_key
     """
     packed = replace(
         weights,
-        prefix=tuple(replace(layer, gate_up_weight=gpu.pack_gate_up(layer.gate_up_weight)) for layer in weights.prefix),
-        expert=tuple(replace(layer, gate_up_weight=gpu.pack_gate_up(layer.gate_up_weight)) for layer in weights.expert),
+        prefix=tuple(replace(layer, gate_up_weight=_interleaved(layer.gate_up_weight)) for layer in weights.prefix),
+        expert=tuple(replace(layer, gate_up_weight=_interleaved(layer.gate_up_weight)) for layer in weights.expert),
     )
     norms = _modulations(packed)
     return FusedWeights(packed, norms, _chain(packed, norms, architecture, horizon, max_keys))
+
+
+# A policy with fewer solver steps shares its matrices with the one it comes from, and so shall their packed copies.
+_PACKED: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+
+def _interleaved(gate_up: Tensor) -> Tensor:
+    packed = _PACKED.get(gate_up)
+    if packed is None:
+        packed = _PACKED[gate_up] = gpu.pack_gate_up(gate_up)
+    return packed
 
 
 def _modulations(weights: PiWeights) -> AdaptiveNorms:
