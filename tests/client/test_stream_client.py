@@ -177,9 +177,10 @@ def test_frames_that_the_gateway_had_to_let_go_are_sent_again_unasked(bare):
     assert bare.metric("taktline_requests_total", code="keyframe_needed") == 4
 
 
-def test_several_at_once_and_the_newest_wins(robot):
-    first = robot.ask(IMAGES, STATE, "slow 200", BUDGET_MS)
-    time.sleep(0.05)
+def test_several_at_once_and_the_newest_wins(robot, stack):
+    batches = len(stack.batches())
+    first = robot.ask(IMAGES, STATE, "slow 400", BUDGET_MS)
+    until(lambda: len(stack.batches()) > batches, "the first being on the worker")
     second = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
     third = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
     assert first.result(10).seq == 1
@@ -208,10 +209,11 @@ def test_cancelling_takes_a_queued_observation_out(bare):
             taktline.AsyncRobot(bare.url, "scripted", "blocker") as blocker,
             taktline.AsyncRobot(bare.url, "scripted", "arm") as arm,
         ):
-            blocking = asyncio.create_task(blocker.act(IMAGES, STATE, "slow 300", BUDGET_MS))
-            await asyncio.sleep(0.1)
+            blocking = asyncio.create_task(blocker.act(IMAGES, STATE, "slow 800", BUDGET_MS))
+            await asyncio.to_thread(until, bare.batches, "the blocker being on the worker")
+            await arm.connect()
             asking = asyncio.create_task(arm.act(IMAGES, STATE, "go", BUDGET_MS))
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(until, lambda: arm.metrics.keyframes, "the other being sent")
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await blocking
@@ -227,9 +229,13 @@ def test_a_pause_asked_for_is_kept_without_asking_again(bare):
     bare.wait_workers(1)
     robots = [taktline.Robot(bare.url, "scripted", f"arm-{n}") for n in range(3)]
     answers = []
+    for robot in robots:
+        robot.connect()
     for robot in robots[:2]:
-        answers.append(robot.ask(IMAGES, STATE, "slow 400", BUDGET_MS))
-        time.sleep(0.1)
+        answers.append(robot.ask(IMAGES, STATE, "slow 800", BUDGET_MS))
+        until(lambda: bare.batches(), "the first being on the worker")
+    until(lambda: robots[1].metrics.keyframes, "the second having been sent")
+    time.sleep(0.1)
     for _ in range(2):
         with pytest.raises(taktline.TaktlineError) as caught:
             robots[2].act(IMAGES, STATE, "go", BUDGET_MS)

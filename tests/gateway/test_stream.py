@@ -193,7 +193,7 @@ def test_pings_give_the_gateways_clock(robot):
 def test_newest_wins(robot):
     """While a worker has one, of the others only the newest is served; each gets an answer."""
     first = robot.observe("slow 150")
-    time.sleep(0.05)
+    robot.until(Ack)
     second = robot.observe()
     third = robot.observe()
     answers = {}
@@ -221,7 +221,7 @@ def test_cancel_takes_a_queued_observation_out_and_comes_too_late_for_one_on_a_w
     bare_stack.wait_workers(1)
     blocker, robot = StreamRobot(bare_stack.url, "blocker"), StreamRobot(bare_stack.url)
     blocker.observe("slow 300")
-    time.sleep(0.05)
+    blocker.until(Ack)
     queued = robot.observe()
     robot.send(Cancel(queued))
     refused = robot.answer()
@@ -240,16 +240,18 @@ def test_what_dallies_is_acknowledged(robot):
 
 
 def test_a_full_window_is_said_and_kept(bare_stack):
-    bare_stack.write_routes(bare_stack.start_worker(), bare_stack.start_worker())
+    times = "1:300,2:300,4:300,8:300"
+    bare_stack.write_routes(bare_stack.start_worker(t_sync=times), bare_stack.start_worker(t_sync=times))
     bare_stack.start_gateway("--stream-window", "2")
     bare_stack.wait_workers(2)
     robot = StreamRobot(bare_stack.url)
     assert robot.welcome.limits.window == 2
-    robot.observe("slow 200")
-    time.sleep(0.05)
-    robot.observe("slow 200")
+    robot.observe()
+    robot.until(Ack)
+    robot.observe()
     pressure = robot.until(Backpressure)
     assert (pressure.reason, pressure.pause_ms, pressure.unanswered) == ("window", 0.0, 2)
+    robot.until(Ack)  # then the other worker has it
     refused = robot.observe()
     answer = robot.answer()
     assert (answer.seq, answer.code, answer.held) == (refused, "overloaded", True)
@@ -259,15 +261,30 @@ def test_a_full_window_is_said_and_kept(bare_stack):
     assert bare_stack.metric("taktline_requests_total", code="overloaded") == 1
 
 
+def test_in_a_full_window_the_newest_still_wins(bare_stack):
+    bare_stack.write_routes(bare_stack.start_worker())
+    bare_stack.start_gateway("--stream-window", "2")
+    bare_stack.wait_workers(1)
+    robot = StreamRobot(bare_stack.url)
+    first = robot.observe("slow 300")
+    robot.until(Ack)
+    queued = robot.observe()
+    newest = robot.observe()
+    answers = {answer.seq: answer for answer in (robot.answer() for _ in range(3))}
+    assert answers[queued].code == "superseded"
+    assert values(answers[first]) == first
+    assert values(answers[newest]) == newest
+
+
 def test_a_full_queue_is_said_as_a_pause(bare_stack):
     bare_stack.write_routes(bare_stack.start_worker())
     bare_stack.start_gateway("--max-queued", "1")
     bare_stack.wait_workers(1)
     robots = [StreamRobot(bare_stack.url, f"arm-{n}") for n in range(3)]
-    robots[0].observe("slow 300")
-    time.sleep(0.05)
+    robots[0].observe("slow 500")
+    robots[0].until(Ack)
     robots[1].observe()
-    time.sleep(0.05)
+    robots[1].until(Ack)
     robots[2].observe()
     assert robots[2].answer().code == "overloaded"
     pressure = robots[2].until(Backpressure)
@@ -365,10 +382,10 @@ def test_what_is_queued_leaves_with_a_dropped_connection(bare_stack):
     bare_stack.start_gateway()
     bare_stack.wait_workers(1)
     blocker, robot = StreamRobot(bare_stack.url, "blocker"), StreamRobot(bare_stack.url)
-    blocker.observe("slow 400")
-    time.sleep(0.05)
+    blocker.observe("slow 500")
+    blocker.until(Ack)
     robot.observe()
-    time.sleep(0.05)
+    robot.until(Ack)
     robot.drop()
     blocker.answer()
     assert bare_stack.metric("taktline_requests_total", code="client_gone") == 1

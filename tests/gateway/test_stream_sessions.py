@@ -125,7 +125,7 @@ def test_answers_wait_for_the_next_connection_the_newest_only(sessions):
 def test_what_is_queued_leaves_with_the_connection_or_on_request(sessions):
     session = sessions.open("p", "arm", hello())
     heard: list = []
-    session.flights[4] = Flight(4, 0.0, "r", withdraw=heard.append)
+    session.flights[4] = Flight(4, 0.0, "r", withdraw=lambda reason: bool(heard.append(reason)))
     session.flights[5] = Flight(5, 0.0, "r")  # not in the queue yet
     error = TaktlineError(ErrorCode.CANCELLED, "m", "n")
     session.cancel(5, error)
@@ -136,12 +136,29 @@ def test_what_is_queued_leaves_with_the_connection_or_on_request(sessions):
     assert heard == [error, None]
 
 
+def test_in_a_full_window_what_is_queued_gives_way():
+    session = Sessions(30.0, 1000, lambda: 0.0).open("p", "arm", hello())
+    error = TaktlineError(ErrorCode.SUPERSEDED, "m", "n")
+    assert session.make_room(1, error)
+    session.flights[1] = Flight(1, 0.0, "r", withdraw=lambda reason: False)  # a worker has it
+    assert not session.make_room(1, error)
+    session.flights[2] = Flight(2, 0.0, "r", withdraw=lambda reason: True)
+    assert session.make_room(2, error), "the queued one leaves"
+    assert session.flights[2].gone
+    assert session.make_room(2, error), "and takes no place while its refusal is on the way"
+    session.flights[3] = Flight(3, 0.0, "r")
+    assert session.make_room(2, error), "nor does one that has not come to the queue yet"
+    heard: list = []
+    session.flights[3].admitted(lambda reason: bool(heard.append(reason)))
+    assert heard == [error]
+
+
 def test_a_cancel_that_is_faster_than_the_queue_is_kept_for_it():
     flight = Flight(1, 0.0, "r")
     error = TaktlineError(ErrorCode.CANCELLED, "m", "n")
     flight.leave(error)
     heard: list = []
-    flight.admitted(heard.append)
+    flight.admitted(lambda reason: bool(heard.append(reason)))
     assert heard == [error]
 
 

@@ -26,8 +26,8 @@ from taktline_gateway.service import Gateway
 _logger = logging.getLogger(__name__)
 _NO_MAPPING = ClientMapping()
 
-Withdraw = Callable[[TaktlineError | None], None]
-"""Takes an observation out of the queue, answering it with the error, or with nothing; too late for one in a batch."""
+Withdraw = Callable[[TaktlineError | None], bool]
+"""Takes an observation out of the queue, answering it with the error, or with nothing; False where a batch has it."""
 
 
 class GatewayService:
@@ -129,10 +129,11 @@ class GatewayService:
             gateway.books.queued(policy, exchange, observation, pending)
             if admitted is not None:
 
-                def withdraw(error: TaktlineError | None) -> None:
+                def withdraw(error: TaktlineError | None) -> bool:
                     nonlocal reason
                     reason = error
                     lane.leave(pending)
+                    return pending.result.done()
 
                 admitted(withdraw)
             served = await _through(lane, pending)

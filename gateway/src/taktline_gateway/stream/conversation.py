@@ -309,7 +309,12 @@ class Conversation:
         session.seq = frame.seq
         try:
             self._streams.check_open()
-            if len(session.flights) >= self._settings.window:
+            newer = TaktlineError(
+                ErrorCode.SUPERSEDED,
+                f"the window was full when observation {frame.seq} came",
+                "use the chunk of the newer observation",
+            )
+            if not session.make_room(self._settings.window, newer):
                 raise TaktlineError(
                     ErrorCode.OVERLOADED,
                     f"{len(session.flights)} observations of this robot are unanswered; the window is"

@@ -32,6 +32,7 @@ class Flight:
     request_id: str
     withdraw: Withdraw | None = None
     left: bool = False
+    gone: bool = False
     reason: TaktlineError | None = None
 
     def admitted(self, withdraw: Withdraw) -> None:
@@ -40,11 +41,12 @@ class Flight:
         if self.left:
             withdraw(self.reason)
 
-    def leave(self, reason: TaktlineError | None) -> None:
-        """Takes it out of the queue, answered with `reason`; nothing where a worker has it."""
+    def leave(self, reason: TaktlineError | None) -> bool:
+        """Takes it out of the queue, answered with `reason`; False where a worker has it."""
         self.left, self.reason = True, reason
-        if self.withdraw is not None:
-            self.withdraw(reason)
+        # Where it is not in the queue yet, it leaves as it comes there.
+        self.gone = self.withdraw is None or self.withdraw(reason)
+        return self.gone
 
 
 class Link(Protocol):
@@ -88,6 +90,11 @@ class Session:
     link: Link | None = None
     away_since: float = 0.0
     changed: bool = True
+
+    def make_room(self, window: int, error: TaktlineError) -> bool:
+        """Whether one more may be under way: of what is still queued the oldest gives way to it, with `error`."""
+        under_way = [flight for flight in self.flights.values() if not flight.gone]
+        return len(under_way) < window or any(flight.leave(error) for flight in under_way)
 
     async def answer(self, seq: int, body: bytes) -> None:
         """Hands an answer to the connection, or keeps it for the next one; an older kept answer gives way."""
