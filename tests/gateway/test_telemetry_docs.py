@@ -13,7 +13,11 @@ PAGE = (ROOT / "docs" / "observability.md").read_text()
 
 def test_the_reference_of_metrics_is_the_catalogues():
     made = subprocess.run(
-        [sys.executable, ROOT / "tools" / "metrics_reference.py"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, ROOT / "tools" / "metrics_reference.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     assert made in PAGE, "run: python tools/metrics_reference.py, and paste it into the page"
 
