@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from taktline_gateway.priorities import priority_of
 from taktline_protocol import Observation
 from taktline_protocol.deployment import Route
 
+from tests.gateway.conftest import until
 from tests.gateway.simulated_clock import TIMES_MS, Simulation, scheduler, service_times, ticket
 
 SERIAL = {1: 10.0}
@@ -311,3 +313,26 @@ def test_every_ticket_of_every_class_ends_exactly_once_and_never_late(arrivals, 
     assert sum(map(len, ended)) == len(tickets)
     assert all(end <= one.deadline + 1e-9 for one, end in simulation.done.items())
     assert len(simulation.scheduler.queue) == 0
+
+
+# ----- through the gateway
+
+
+def test_classes_on_the_wire(bare_stack):
+    """Queued behind a slow batch: the later production goes before the earlier rollout, unless its tenant may not."""
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(t_sync="1:1500"), max_batch=1, priority_ceilings={"*": "production"})
+    stack.start_gateway()
+    stack.wait_workers(1)
+    with ThreadPoolExecutor() as pool:
+        busy = pool.submit(stack.act, robot="busy")
+        until(stack.batches, "the first batch")
+        depth = "taktline_queue_depth"
+        asked = []
+        for place, (robot, priority) in enumerate((("sim", "rollout"), ("low", "background"), ("arm", "safety"))):
+            asked.append(pool.submit(stack.act, robot=robot, priority=priority))
+            until(lambda place=place: stack.metric(depth, policy="scripted") == place + 1, f"{robot} is queued")
+        assert {one.result()[0] for one in (busy, *asked)} == {200}
+    assert [batch["robots"] for batch in stack.batches()] == [["busy"], ["arm"], ["low"], ["sim"]]
+    unknown = stack.http.post(f"{stack.url}/v1/policies/scripted/act", json={"priority": "urgent"})
+    assert unknown.status_code == 400
