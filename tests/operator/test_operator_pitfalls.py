@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from kubernetes import client
-from taktline_operator import kube, surge
+from simulated_cluster import Cluster, trial_of
+from taktline_operator import healing, kube, revisions, schema, served_crd, surge
 from taktline_operator.plan import Ref
+from taktline_protocol.errors import TaktlineError
 
 Json = dict[str, Any]
 DEPLOYMENT = Ref("Deployment", "reach-cpu")
@@ -139,3 +141,130 @@ def test_the_api_servers_spelling_of_a_quantity_is_no_drift(make: Any, side: str
     container["resources"][side] |= {"cpu": "2", "memory": "1Gi"}
     observed = make.Observed(live=make.body(), now=make.now, children=children)
     assert make.plan(make.policy(pools=pools), observed, make.settings).writes == ()
+
+
+# ----- the faults that rollouts, scaling and healing could bring; each names the fault
+
+
+async def cluster_of(make: Any, **parts: Any) -> Cluster:
+    found = Cluster(make, make.body(pools=TWO, rollout=PROGRESSIVE, model=model("a"), **parts))
+    await found.run(60)
+    return found
+
+
+def model(revision: str) -> Json:
+    return {"family": "pi05", "source": {"path": f"/srv/{revision}"}, "revision": revision}
+
+
+PROGRESSIVE = {"strategy": "Progressive", "steps": [50, 100], "stepSeconds": 20}
+
+
+async def test_a_canary_gets_no_traffic_before_it_is_ready_and_the_stable_ones_are_not_scaled_down_early(
+    make: Any,
+) -> None:
+    cluster = await cluster_of(make)
+    cluster.start_s = 200
+    cluster.edit(model=model("b"))
+    for _ in range(15):
+        await cluster.run(10)
+        assert cluster.deployments()["reach-cpu"] == 2
+        assert cluster.route().candidate is None
+        assert len(cluster.route().targets) == 2
+
+
+async def test_consecutive_canaries_leave_no_route_and_no_object_behind(make: Any) -> None:
+    cluster = await cluster_of(make)
+    for revision in ("b", "c", "d", "e"):
+        cluster.edit(model=model(revision))
+        await cluster.run(50)  # each is replaced before it is through
+    cluster.edit(model=model("a"))
+    await cluster.run(120)
+    assert cluster.deployments() == {"reach-cpu": 2}
+    assert cluster.route().candidate is None
+    assert {target.revision for target in cluster.route().targets} == {"a"}
+    assert len(cluster.api.of_kind("ConfigMap")) == 2  # engine.json and the routes
+
+
+async def test_traffic_is_not_switched_to_a_revision_that_only_looks_ready(make: Any) -> None:
+    cluster = await cluster_of(make)
+    cluster.trial = lambda candidate, seconds: trial_of(candidate, 0.0)  # ready pods, but not one answer
+    cluster.edit(model=model("b"))
+    await cluster.run(600, step_s=30)
+    assert cluster.rollout["phase"] == "Shadow"
+    assert {target.revision for target in cluster.route().targets} == {"a"}
+
+
+async def test_a_controller_that_restarts_rebuilds_nothing_with_new_fields(make: Any) -> None:
+    cluster = await cluster_of(make)
+    cluster.edit(model=model("b"))
+    await cluster.run(60)
+    before = {key: found["spec"]["template"] for key, found in cluster.api.objects.items() if key[0] == "Deployment"}
+    cluster.boot()
+    await cluster.reconcile(3)
+    after = {key: found["spec"]["template"] for key, found in cluster.api.objects.items() if key[0] == "Deployment"}
+    assert before == after
+
+
+def test_a_field_that_a_later_operator_adds_is_no_new_revision(make: Any) -> None:
+    spec = make.policy().spec
+    stored = revisions.of_spec(spec)
+    assert set(stored.data()["model"]) == {"family", "source", "revision"}  # what equals a default is not in the hash
+    spelled_out = make.policy(engine={"precision": "bf16", "buckets": [1, 2, 4, 8]}).spec
+    assert revisions.of_spec(spelled_out).hash == stored.hash
+
+
+async def test_a_busy_looking_crash_loop_never_holds_a_take_back(make: Any) -> None:
+    cluster = await cluster_of(make)
+    ended = {"exitCode": 1, "reason": "Error", "message": "boom"}
+    crash = {"containerStatuses": [
+        {"name": "worker", "ready": False, "restartCount": 5, "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+         "lastState": {"terminated": ended}}
+    ]}  # fmt: skip
+    cluster.fails = lambda pod: crash if pod["metadata"]["annotations"]["taktline.dev/revision"] == "b" else None
+    cluster.edit(model=model("b"))
+    await cluster.run(120)
+    assert cluster.rollout["phase"] == "RolledBack"
+    assert cluster.deployments() == {"reach-cpu": 2}
+
+
+def test_one_lost_gpu_does_not_pile_up_failed_pods(make: Any) -> None:
+    refused = [
+        make.pod(f"p{n:04d}", ready=False, phase="Failed", reason="UnexpectedAdmissionError") for n in range(1000)
+    ]
+    found = healing.removals(refused, {})
+    assert len(found) == 1000 - healing.KEPT_FAILED
+
+
+def test_a_second_autoscaler_is_refused_and_told_so(make: Any) -> None:
+    with pytest.raises(TaktlineError, match="let no other autoscaler set them"):
+        make.policy(scaling={}, replicas=3, pools=[{"name": "cpu", "accelerator": "cpu", "maxReplicas": 4}])
+
+
+def test_crd_fields_that_the_cluster_would_prune_are_found_at_the_start() -> None:
+    older = copy.deepcopy(schema.object_schema())
+    del older["properties"]["status"]["properties"]["scaling"]
+    kind = [{"kind": "PolicyDeployment"}]
+    document = {"components": {"schemas": {"x": {"x-kubernetes-group-version-kind": kind, **older}}}}
+    assert served_crd.missing(document) == ["status.scaling"]
+
+
+async def test_an_event_that_was_told_before_a_crash_is_told_once(make: Any) -> None:
+    cluster = await cluster_of(make)
+    cluster.edit(model=model("b"))
+    cluster.door.calls, cluster.door.kill_every, cluster.door.after = 0, 17, True
+    cluster.door.kill_at = 5
+    await cluster.run(60)
+    cluster.door.kill_at = None
+    told = cluster.events()
+    assert told.count("RolloutStarting") == 1
+    assert told.count("RolloutShadow") == 1
+
+
+def test_a_status_in_the_middle_of_a_trial_fits_its_closed_schema(make: Any) -> None:
+    body = make.body(rollout=PROGRESSIVE, scaling={}, pools=[{"name": "cpu", "accelerator": "cpu", "maxReplicas": 4}])
+    state = {"phase": "Shifting", "stable": "x", "candidate": "y", "step": 1, "weight": 25, "baseline": 0.01,
+             "since": "2026-03-01T08:00:00Z", "startedAt": "2026-03-01T07:00:00Z", "message": "m"}  # fmt: skip
+    body["status"] = {"rollout": state}
+    policy = make.policy(**body["spec"])
+    result = make.plan(policy, make.Observed(live=body, now=make.now), make.settings)
+    schema.validated(body | {"status": result.status})
