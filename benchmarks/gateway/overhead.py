@@ -65,7 +65,7 @@ def peer(name: str, folder: Path) -> Iterator[tuple[Callable[[int], robots.Robot
 
     try:
         if name == "ray":
-            until(lambda: "ready" in log.read_text(errors="replace"), "Ray Serve being ready", 120.0)
+            until(lambda: "ready" in log.read_text(errors="replace"), "Ray Serve being ready", 300.0)
         else:
             until(lambda: answers(f"http://127.0.0.1:{port}/"), f"{name} answering")
         yield robot, {name: server}
@@ -168,6 +168,8 @@ def rows_of(results: list[Measured], rounds: int, seconds: float) -> list[dict[s
                 "versions": {name: version(name) for name in ("taktline-gateway", "uvicorn", "websockets", "grpcio")}
                 | {"ray": RAY},
                 "cores": os.cpu_count(),
+                # Above the number of cores others were at work too, and every figure is worse than the server.
+                "load_average": round(os.getloadavg()[0], 1),
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
                 "command": " ".join(["python -m benchmarks.gateway.overhead", *sys.argv[1:]]),
             }
