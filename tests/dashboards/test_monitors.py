@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from taktline_operator import monitors, slo_rules, workload
+from taktline_operator.kube import ApiError
 from taktline_operator.reconcile import ROUTES, Controller
 
 from tests.operator import conftest as doubles
@@ -73,6 +74,21 @@ async def test_kinds_that_come_later_are_noticed_at_the_next_look():
     await controller.handle(KEY)
     assert api.of_kind("PrometheusRule")
     assert condition(api)["status"] == "True"
+
+
+async def test_a_kind_that_the_operator_may_not_use_is_left_alone_and_all_else_goes_on():
+    class Forbidding(doubles.ApiDouble):
+        async def get(self, kind: str, namespace: str, name: str) -> dict | None:
+            if kind == "PrometheusRule":
+                raise ApiError(403, "Forbidden", "an older role")
+            return await super().get(kind, namespace, name)
+
+    api = Forbidding(doubles.body(), doubles.pod("p"))
+    api.monitoring = BOTH
+    await settled(api)
+    assert api.of_kind("Deployment")
+    assert not api.of_kind("PrometheusRule")
+    assert condition(api)["status"] == "False"
 
 
 async def test_a_strangers_rule_of_that_name_is_not_overwritten():

@@ -28,8 +28,8 @@ def condition(kinds: frozenset[str]) -> tuple[str, str, str]:
     return (
         "False",
         "KindsAbsent",
-        f"the cluster has no {' and no '.join(missing)} (Prometheus operator); `taktline-operator rules` prints the"
-        " alerts for any Prometheus",
+        f"the cluster has no {' and no '.join(missing)} (Prometheus operator), or the operator may not use it;"
+        " `taktline-operator rules` prints the alerts for any Prometheus",
     )
 
 

@@ -117,7 +117,7 @@ class Controller:
         if not self.listed:
             namespace = self._settings.gateway_namespace
             self._table = routing.read_table(await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME))
-        monitoring = (await self._api.kinds(monitors.API_VERSION)) & frozenset(monitors.KINDS)
+        monitoring = await self._monitoring_kinds()
         everything = everything or monitoring != self.monitoring
         self.monitoring = monitoring
         found = {_key(live): str(live["metadata"].get("creationTimestamp", "")) for live in policies}
@@ -131,6 +131,21 @@ class Controller:
         self.listed = True
         self.queue.add(ROUTES)
         return policies
+
+    async def _monitoring_kinds(self) -> frozenset[str]:
+        """Kinds of the Prometheus operator that the cluster has and we may use: without them all else goes on."""
+        served = await self._api.kinds(monitors.API_VERSION)
+        usable = set()
+        for kind in served & frozenset(monitors.KINDS):
+            try:
+                await self._api.get(kind, (*self._namespaces, self._settings.gateway_namespace)[0], "taktline-probe")
+            except ApiError as error:
+                if error.status not in (403, 404):
+                    raise
+                logger.warning("monitoring kind left alone", extra={"object": kind, "cause": str(error)})
+            else:
+                usable.add(kind)
+        return frozenset(usable)
 
     async def handle(self, key: Key) -> None:
         """Reconcile one key of the queue. Safe to repeat and to interrupt anywhere.
