@@ -9,6 +9,7 @@ from taktline_kernels.ops.dispatch import REGISTRY
 from torch.nn import functional
 
 expert = pytest.importorskip("taktline_kernels.cuda.expert")
+layout = pytest.importorskip("taktline_kernels.cuda.expert_layout")
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -23,7 +24,7 @@ def test_weight_image_is_what_the_kernel_multiplies() -> None:
     n, k, columns, depth = 64, 1024, 32, 512
     generator = torch.Generator().manual_seed(0)
     weight, a = torch.randn(n, k, generator=generator), torch.randn(3, k, generator=generator)
-    image = expert.weight_image(weight, columns, depth).view(n // columns, k // depth, depth // 64, columns, 8, 8)
+    image = layout.weight_image(weight, columns, depth).view(n // columns, k // depth, depth // 64, columns, 8, 8)
     out = torch.zeros(3, n)
     logical = torch.arange(32)
     step, c = logical // 16, logical % 16
@@ -41,7 +42,7 @@ def test_weight_image_is_what_the_kernel_multiplies() -> None:
 
 def test_pairs_stand_in_one_group_of_sixteen() -> None:
     rows = torch.arange(2560)[:, None]
-    paired = expert.pair_halves(rows)[:, 0].view(160, 2, 8)
+    paired = layout.pair_halves(rows)[:, 0].view(160, 2, 8)
     assert torch.equal(paired[:, 1], paired[:, 0] + 128)
     assert sorted(paired.flatten().tolist()) == list(range(2560))
 
@@ -129,16 +130,16 @@ def test_timed_weight_is_the_fp32_product_with_its_bias() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 1024, generator=generator)
     weight, bias = torch.randn(1024, 1024, generator=generator) / 32, torch.randn(1024, generator=generator)
-    packed = expert.timed_weight(weight, bias)
+    packed = layout.timed_weight(weight, bias)
     assert packed.dtype == torch.bfloat16
-    large, small = (part.double() for part in expert.split_parts(x, 2))
+    large, small = (part.double() for part in layout.split_parts(x, 2))
     ones = torch.zeros(3, 1024, dtype=torch.float64)
     ones[:, :3] = 1
     out = torch.cat((large, large, small, ones), dim=1) @ packed.double().T
     exact = x.double() @ weight.double().T + bias.double()
     assert relative(out, exact) < 1e-5
     # The columns of ones, walked as the kernel's fragments lie.
-    values = expert.timed_input(torch.device("cpu")).view(128, 4, 2, 8, 4, 8)
+    values = layout.timed_input(torch.device("cpu")).view(128, 4, 2, 8, 4, 8)
     columns = values.permute(1, 2, 3, 0, 4, 5).reshape(64, 4096)
     assert torch.equal(columns[:, 3072:3075], torch.ones(64, 3).bfloat16())
     assert float(columns.float().sum()) == 64 * 3
