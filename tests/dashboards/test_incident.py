@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
+from taktline_dashboards import cli
 from taktline_protocol import slo
 
-from .conftest import committed, panels
+from .conftest import ROOT, committed, panels
 from .incident import CHANGE, DEAD, EXPECTED, FLOOD, HEALTHY, SLOW, SLOW_TO_CLEAR, Incident
 
 pytestmark = pytest.mark.timeout(600)
@@ -99,3 +102,15 @@ def test_the_values_of_each_variable_exist(incident, name):
             assert series, variable["query"]
             found = incident.prometheus.query(f"count by ({series[2]}) (last_over_time({series[1]}[10m]))")
             assert found, variable["query"]
+
+
+def test_a_dashboard_can_be_drawn_of_it(incident, tmp_path):
+    record = incident.record
+    span = ["--minutes", str((record.ended - record.began) / 60), "--end", str(record.ended)]
+    dashboard = str(ROOT / "dashboards/grafana/fleet.json")
+    asked = ["--prometheus", incident.prometheus.url, "--rate", "5s", "--out", str(tmp_path)]
+    assert cli.main(["render", dashboard, *asked, *span]) == 0
+    picture = np.asarray(Image.open(tmp_path / "fleet.png").convert("RGB")).reshape(-1, 3)
+    shown = {tuple(colour) for colour in np.unique(picture, axis=0)}
+    assert (86, 166, 75) in shown, "the tile that says all is on time is green at the end"
+    assert len(shown) > 50
