@@ -16,12 +16,13 @@ def reference() -> str:
     """One table a part of the platform."""
     parts = []
     for title, name in PARTS:
-        rows = [
-            f"| `{metric.name}` | {metric.kind} | {', '.join(f'`{label}`' for label in metric.labels)} | {metric.help} |"
-            for metric in getattr(metrics, name, ())
-        ]
+        rows = []
+        for metric in getattr(metrics, name, ()):
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
         if rows:
-            parts.append("\n".join([f"### {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|", *rows]))
+            head = [f"### {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
+            parts.append("\n".join([*head, *rows]))
     return "\n\n".join(parts) + "\n"
 
 
