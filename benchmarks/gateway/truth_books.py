@@ -17,6 +17,9 @@ from benchmarks.gateway.truth_robots import Seen
 OUTCOMES = {"answered", "deadline_missed", "request_refused", "client_gone"}
 TERM_FIELDS = tuple(f"{term}_ms" for term in metrics.TERMS)
 TOLERANCE_MS = 1.0
+_BY_THE_SDK = ("gateway_unreachable", "deadline_expired", "overloaded")
+SDK = "sdk-"
+"""How the names of the SDK's robots begin."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,12 +57,16 @@ class Metrics:
 
 
 def outcomes_in(log: Path) -> list[dict[str, Any]]:
-    """The lines that tell what became of a request."""
+    """The lines that tell what became of a request, each with the id by which its robot knows it."""
+    found = []
     with log.open() as lines:
-        parsed = (json.loads(line) for line in lines if line.startswith("{"))
-        return [
-            line for line in parsed if line.get("message") in OUTCOMES and line.get("request_id", "").startswith("t")
-        ]
+        for text in lines:
+            line = json.loads(text) if text.startswith("{") else {}
+            if line.get("message") in OUTCOMES:
+                if str(line.get("robot", "")).startswith(SDK):
+                    line["request_id"] = f"{line['robot']}#{line['seq']}"
+                found.append(line)
+    return found
 
 
 def cause_of(budget_ms: float, timings: Timings) -> str | None:
@@ -75,6 +82,8 @@ def cause_of(budget_ms: float, timings: Timings) -> str | None:
 def compare(seen: Iterable[Seen], lines: list[dict[str, Any]], found: Metrics) -> list[Finding]:
     """Every claim of a truthful gateway, with what contradicts it."""
     robots = {one.request_id: one for one in seen}
+    for request_id in unsent(robots.values(), lines):
+        del robots[request_id]
     logged: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         logged.setdefault(line["request_id"], []).append(line)
@@ -148,6 +157,17 @@ def compare(seen: Iterable[Seen], lines: list[dict[str, Any]], found: Metrics) -
             lambda pair: pair[0].late and pair[1]["margin_ms"] <= sum(_network_ms(*pair)),
         ),
     ]
+
+
+def unsent(seen: Iterable[Seen], lines: list[dict[str, Any]]) -> set[str]:
+    """Requests that the SDK answered by itself, so that no gateway can know of them.
+
+    It does so where the budget was spent before there was a connection (`gateway_unreachable`, or `deadline_expired`
+    while one is made anew), and where the gateway has asked it to pause (`overloaded`).
+    """
+    logged = {line["request_id"] for line in lines}
+    own = (one for one in seen if one.request_id.startswith(SDK) and one.request_id not in logged)
+    return {one.request_id for one in own if one.outcome in _BY_THE_SDK}
 
 
 def network_ms(seen: Iterable[Seen], lines: list[dict[str, Any]]) -> list[float]:

@@ -8,7 +8,9 @@ import random
 import time
 from collections.abc import Iterator
 
-from taktline_protocol import ActionChunk, Image, Observation
+import numpy as np
+from taktline import AsyncRobot
+from taktline_protocol import ActionChunk, Image, Observation, TaktlineError
 from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, encode
 
 FRAME = Image("raw", bytes(3 * 8 * 8), (8, 8, 3))
@@ -104,9 +106,7 @@ class Robot:
 
     def _observation(self, shape: str, draw: random.Random) -> Observation:
         self._seq += 1
-        budget_ms = {"tight": draw.uniform(1, 40), "slow": draw.uniform(20, 60), "spent": -1.0}.get(
-            shape, draw.uniform(200, 2000)
-        )
+        budget_ms = _budget_ms(shape, draw)
         now = time.monotonic()
         return Observation(
             robot_id=self._name,
@@ -138,6 +138,36 @@ class Robot:
         connection.close()
         now = time.monotonic()
         self._seen.append(Seen(request_id, "dropped", now, now, observation.budget_ms))
+
+
+class SdkRobot:
+    """One robot of the SDK on a stream. It is never told a request id, so its requests are known by `name#seq`."""
+
+    def __init__(self, port: int, name: str, tickets: Tickets, think_s: float, seen: list[Seen]) -> None:
+        self._port = port
+        self._name = name
+        self._tickets = tickets
+        self._think_s = think_s
+        self._seen = seen
+
+    async def run(self) -> None:
+        """Sends until nothing is left to send."""
+        frame = np.zeros((8, 8, 3), np.uint8)
+        async with AsyncRobot(f"http://127.0.0.1:{self._port}", "scripted", self._name, transport="stream") as robot:
+            for seq, (_, shape, draw) in enumerate(self._tickets, 1):
+                state = [0.0] * (3 if shape == "bad" else 6)
+                budget_ms, sent_at, code = _budget_ms(shape, draw), time.monotonic(), "ok"
+                try:
+                    await robot.act({"front": frame, "wrist": frame}, state, _INSTRUCTIONS.get(shape, "go"), budget_ms)
+                except TaktlineError as error:
+                    code = error.code.value
+                self._seen.append(Seen(f"{self._name}#{seq}", code, sent_at, time.monotonic(), budget_ms))
+                await asyncio.sleep(draw.expovariate(1 / self._think_s) if self._think_s else 0)
+
+
+def _budget_ms(shape: str, draw: random.Random) -> float:
+    given = {"tight": draw.uniform(1, 40), "slow": draw.uniform(20, 60), "spent": -1.0}
+    return given.get(shape, draw.uniform(200, 2000))
 
 
 def _seen(

@@ -8,7 +8,7 @@ import pytest
 from taktline_protocol import Timings
 
 from benchmarks.gateway.deadline_truth import measure
-from benchmarks.gateway.truth_books import Metrics, cause_of, compare
+from benchmarks.gateway.truth_books import Metrics, cause_of, compare, unsent
 from benchmarks.gateway.truth_robots import Seen
 from tests.gateway.test_telemetry import timings
 
@@ -74,6 +74,15 @@ def wrong(seen, lines, exposition) -> list[str]:
 
 def test_a_true_story_holds():
     assert wrong(*story()) == []
+
+
+def test_what_the_sdk_answers_by_itself_is_no_request_of_the_gateway():
+    seen, lines, exposition = story()
+    seen.append(Seen("sdk-1#1", "gateway_unreachable", 1.0, 1.1, 15.0))
+    assert unsent(seen, lines) == {"sdk-1#1"}
+    assert wrong(seen, lines, exposition) == []
+    seen.append(Seen("sdk-1#2", "worker_failed", 1.0, 1.1, 15.0))
+    assert "each request of a robot is in the log exactly once" in wrong(seen, lines, exposition)
 
 
 LIES = {
