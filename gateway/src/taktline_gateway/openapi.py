@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from taktline_protocol.codecs import MediaType
 from taktline_protocol.errors import HTTP_STATUS, ErrorCode
+from taktline_protocol.measurements import GatewayMeasurements
 from taktline_protocol.messages import (
     ActionChunk,
     AdmissionAnswer,
@@ -45,7 +46,10 @@ _ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT + _STREAM_
 def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
     """OpenAPI 3.1 of the gateway that serves `policies`."""
     schemas, components = msgspec.json.schema_components(
-        (Observation, ActionChunk, ErrorBody, PolicyInfo, PolicyList, AdmissionQuestion, AdmissionAnswer),
+        (
+            *(Observation, ActionChunk, ErrorBody, PolicyInfo, PolicyList, AdmissionQuestion, AdmissionAnswer),
+            GatewayMeasurements,
+        ),
         ref_template=_REF,
     )
     del schemas
@@ -70,6 +74,7 @@ def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
             "/healthz": {"get": _text("The process is alive", "healthz", probe=True)},
             "/readyz": {"get": _text("New requests are taken", "readyz", unready=True, probe=True)},
             "/metrics": {"get": _text("Prometheus metrics", "metrics")},
+            "/measurements": {"get": _measurements()},
             "/openapi.json": {"get": _document()},
             **kserve_paths(policies, _ACT_CODES),
         },
@@ -222,6 +227,13 @@ def _timeline(policies: Sequence[PolicyInfo]) -> dict[str, Any]:
             **_errors([ErrorCode.INVALID_BODY, ErrorCode.UNKNOWN_POLICY, *_ACCESS_CODES]),
         },
     }
+
+
+def _measurements() -> dict[str, Any]:
+    summary = "What robots ask for and what becomes of it, by policy; the operator scales by this"
+    content = {MediaType.JSON.value: {"schema": _schema("GatewayMeasurements")}}
+    responses = {"200": {"description": summary, "content": content}, **_errors(_ACCESS_CODES)}
+    return {"summary": summary, "operationId": "measurements", "responses": responses}
 
 
 def _document() -> dict[str, Any]:
