@@ -54,6 +54,7 @@ def test_a_route_carries_how_clients_of_other_protocols_are_read(make: Any) -> N
         "state": ["state.arm", "state.hand"],
         "controlHz": 20,
         "actions": [{"name": "hand", "width": 1}, {"name": "arm", "width": 6}],
+        "metadata": {"reset_pose": [0, 0.5], "send_wrist_image": True, "control_freq": 20, "name": "cell 7"},
     }
     table = routing.table([routing.route(make.policy(clients=[client]), [])])
     written = routing.config_map(table, "taktline-system")
@@ -63,6 +64,13 @@ def test_a_route_carries_how_clients_of_other_protocols_are_read(make: Any) -> N
         ("state.arm", "state.hand"),
         20,
     )
+    assert mapping.metadata == {
+        "reset_pose": [0, 0.5],
+        "send_wrist_image": True,
+        "control_freq": 20,
+        "name": "cell 7",
+    }
+    assert mapping.metadata["send_wrist_image"] is True
     assert list(mapping.actions.items()) == [("hand", 1), ("arm", 6)], "the order cuts the row"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from taktline_operator import schema, spec
+from taktline_operator import engine_spec, schema, spec
+from taktline_protocol.deployment import EngineOptions, ParallelOptions, RtcOptions, SearchOptions
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 Json = dict[str, Any]
@@ -41,6 +42,14 @@ SCALED = {
     "slo": {"controlBudgetMs": 100},
     "scaling": {},
 }
+
+
+def engine_of(family: str, **engine: Any) -> Json:
+    """The spec fields of a policy of `family` with these engine fields."""
+    return {"model": {"family": family, "source": {"path": "/srv/x"}}, "engine": engine}
+
+
+JETSON = {"pools": [{"name": "p", "accelerator": "jetson-thor"}]}
 RULES = [
     ("name length", "metadata.name", "a" * 40, "a" * 41, "at most 40 lower-case letters"),
     ("name letters", "metadata.name", "pick-2", "Pick_2", "lower-case letters, digits and dashes"),
@@ -119,6 +128,146 @@ RULES = [
         {"replicas": 2, "pools": [{"name": "a", "accelerator": "cpu", "replicas": 1}]},
         "not both",
     ),
+    (
+        "searching families",
+        "spec",
+        engine_of("vjepa2-ac", search={}),
+        engine_of("pi05", search={}),
+        "only family vjepa2-ac is one",
+    ),
+    (
+        "planners have no tail",
+        "spec",
+        engine_of("pi0", rtc={}),
+        engine_of("vjepa2-ac", rtc={}),
+        "a planner (vjepa2-ac)",
+    ),
+    (
+        "trained tails",
+        "spec",
+        engine_of("pi05", rtc={"mode": "trained"}),
+        engine_of("pi0", rtc={"mode": "trained"}),
+        "which only family pi05 has",
+    ),
+    (
+        "one schedule",
+        "spec",
+        engine_of("gr00t-n1.7", rtc={"schedule": "exp"}),
+        engine_of("gr00t-n1.7", rtc={"schedule": "linear"}),
+        "leave engine.rtc.schedule out",
+    ),
+    (
+        "families with cheaper steps",
+        "spec",
+        engine_of("pi0", cheaperSteps=[5]),
+        engine_of("gr00t-n1.7", cheaperSteps=[2]),
+        "works for families pi0 and pi05",
+    ),
+    (
+        "families that share a search",
+        "spec",
+        engine_of("vjepa2-ac", parallel={"search": 4}),
+        engine_of("pi05", parallel={"search": 2}),
+        "only family vjepa2-ac searches",
+    ),
+    (
+        "families with guidance",
+        "spec",
+        engine_of("cosmos3-nano", parallel={"cfg": 2}),
+        engine_of("pi05", parallel={"cfg": 2}),
+        "only the cosmos3 families have that",
+    ),
+    (
+        "families that can be cut",
+        "spec",
+        engine_of("cosmos3-edge", parallel={"tp": 4, "cfg": 2}),
+        engine_of("gr00t-n1.7", parallel={"tp": 2}),
+        "only the cosmos3 families allow",
+    ),
+    (
+        "one GPU beside the robot",
+        "spec",
+        engine_of("pi05", parallel={"dp": 1}) | JETSON,
+        engine_of("pi05", parallel={"dp": 2}) | JETSON,
+        "a jetson-thor has one GPU",
+    ),
+    (
+        "cheaper and a divisor",
+        "spec.engine",
+        {"solverSteps": 10, "cheaperSteps": [5, 2]},
+        {"solverSteps": 10, "cheaperSteps": [4]},
+        "smaller than solverSteps and divide it",
+    ),
+    (
+        "one horizon",
+        "spec",
+        engine_of("vjepa2-ac", search={"horizon": 3}),
+        engine_of("vjepa2-ac", search={}, actionHorizon=3),
+        "set search.horizon",
+    ),
+    (
+        "enough candidates",
+        "spec",
+        engine_of("vjepa2-ac", search={"candidates": 10}),
+        engine_of("vjepa2-ac", search={"candidates": 9}),
+        "elites must not be more than candidates",
+    ),
+    (
+        "candidates within the limit",
+        "spec",
+        engine_of("vjepa2-ac", search={"candidates": 800, "maxCandidates": 800}),
+        engine_of("vjepa2-ac", search={"maxCandidates": 399}),
+        "candidates must not be more than maxCandidates",
+    ),
+    (
+        "rounds within the limit",
+        "spec",
+        engine_of("vjepa2-ac", search={"rounds": 200, "maxRounds": 200}),
+        engine_of("vjepa2-ac", search={"rounds": 200}),
+        "rounds must not be more than maxRounds",
+    ),
+    (
+        "horizon within the limit",
+        "spec",
+        engine_of("vjepa2-ac", search={"maxHorizon": 2}),
+        engine_of("vjepa2-ac", search={"maxHorizon": 1}),
+        "horizon must not be more than maxHorizon",
+    ),
+    (
+        "closing within the plan",
+        "spec",
+        engine_of("vjepa2-ac", search={"closeGripper": 2}),
+        engine_of("vjepa2-ac", search={"closeGripper": 3}),
+        "closeGripper is a step of the plan",
+    ),
+    (
+        "pinned dimensions",
+        "spec",
+        engine_of("vjepa2-ac", search={"pins": {"z": 0, "gripper": -0.5}}),
+        engine_of("vjepa2-ac", search={"pins": {"yaw": 0}}),
+        "pins takes the dimensions x, y, z and gripper",
+    ),
+    (
+        "side by side or together",
+        "spec",
+        engine_of("vjepa2-ac", parallel={"dp": 2}),
+        engine_of("vjepa2-ac", parallel={"dp": 2, "search": 2}),
+        "set one of the two to 1",
+    ),
+    (
+        "ranks divide heads",
+        "spec",
+        engine_of("cosmos3-nano", parallel={"tp": 8}),
+        engine_of("cosmos3-nano", parallel={"tp": 3}),
+        "parallel.tp must be 1, 2, 4 or 8",
+    ),
+    (
+        "one node",
+        "spec",
+        engine_of("cosmos3-nano", parallel={"dp": 2, "cfg": 2, "tp": 4}),
+        engine_of("cosmos3-nano", parallel={"dp": 3, "cfg": 2, "tp": 4}),
+        "more than the 16 GPUs",
+    ),
 ]
 
 
@@ -163,6 +312,25 @@ def test_every_cel_rule_has_a_case_in_the_table() -> None:
         ("spec.engine", {"buckets": [0]}, "below the minimum 1"),
         ("spec.engine", {"solverSteps": 1.5}, "must be an integer, not number"),
         ("spec.pools.0.resources", {"requests": {"cpu": "lots"}}, "not a quantity"),
+        ("spec.engine", {"parallel": {"dp": 0}}, "spec.engine.parallel.dp: 0 is below the minimum 1"),
+        ("spec.engine", {"parallel": {"cfg": 3}}, "spec.engine.parallel.cfg: 3 is above the maximum 2"),
+        (
+            "spec.engine",
+            {"parallel": {"gpus": 2}},
+            "spec.engine.parallel.gpus: unknown field (known: cfg, dp, search, tp)",
+        ),
+        ("spec.engine", {"frameCacheMb": -1}, "below the minimum 0"),
+        ("spec.engine", {"maxImagePixels": 0}, "below the minimum 1"),
+        ("spec.engine", {"rtc": {"mode": "on"}}, "is not one of auto, guided, trained, off"),
+        ("spec.engine", {"rtc": {"maxGuidanceWeight": 0}}, "below the minimum"),
+        ("spec.engine", {"search": {"pins": {"x": 2}}}, "spec.engine.search.pins.x: 2.0 is above the maximum 1"),
+        ("spec.engine", {"search": {"anytime": "yes"}}, "must be a boolean, not string"),
+        (
+            "spec.clients",
+            [{"protocol": "openpi", "metadata": {"a": {}}}],
+            "spec.clients[0].metadata.a: must be a boolean,",
+        ),
+        ("spec.clients", [{"protocol": "openpi", "metadata": {"a": [1, "b"]}}], "or a list of numbers"),
         ("spec.slo", None, "spec.slo: required"),
         ("metadata.name", None, "metadata.name: required"),
     ],
@@ -213,7 +381,8 @@ def test_every_field_is_described_for_kubectl_explain() -> None:
 
 def test_schema_is_closed_and_bounded() -> None:
     for path, part in walk(schema.object_schema()["properties"]["spec"], "spec"):
-        assert "x-kubernetes-preserve-unknown-fields" not in part, path
+        # No structural schema says "a boolean, a number, a string or a list of numbers"; the operator checks those.
+        assert "x-kubernetes-preserve-unknown-fields" not in part or path == "spec.clients[].metadata{}", path
         if part.get("type") == "array":
             assert "maxItems" in part, f"{path}: an unbounded list makes CEL rules too costly for the API server"
             assert "x-kubernetes-list-type" in part, path
@@ -255,6 +424,26 @@ def flat_literals(annotation: Any) -> list[Any]:
 
 def test_typed_spec_and_schema_have_the_same_fields_enums_and_defaults() -> None:
     assert_agrees(spec.Spec, schema.object_schema()["properties"]["spec"], "spec")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(engine_spec.Search, SearchOptions), (engine_spec.Rtc, RtcOptions), (engine_spec.Parallel, ParallelOptions)],
+    ids=["search", "rtc", "parallel"],
+)
+def test_parts_of_the_engine_have_the_workers_fields_and_defaults(
+    ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
+) -> None:
+    found, expected = ({f.name: f.default for f in msgspec.structs.fields(part)} for part in (ours, theirs))
+    factories = {f.name: f.default_factory for part in (ours, theirs) for f in msgspec.structs.fields(part)}
+    assert found == expected
+    assert {name for name, factory in factories.items() if factory is not msgspec.NODEFAULT} <= {"pins"}
+
+
+def test_every_engine_field_of_the_worker_but_the_device_is_in_the_spec() -> None:
+    decided = {*engine_spec.ALWAYS, *engine_spec.WHERE_SET}
+    assert decided | {"device"} == set(EngineOptions.__struct_fields__)
+    assert decided == set(engine_spec.Engine.__struct_fields__)
 
 
 def test_defaults_reach_the_typed_spec(make: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
-from taktline_operator import accelerators, naming
+from taktline_operator import accelerators, naming, workload
 from taktline_operator.plan import Ref
+from taktline_protocol.deployment import EngineConfig
 
 Json = dict[str, Any]
 QUARANTINE = {"key": "taktline.dev/quarantine", "operator": "DoesNotExist"}
@@ -137,3 +140,107 @@ def test_revision_is_the_users_name_or_follows_the_settings(make: Any) -> None:
     assert first == make.policy(model=unnamed).spec.revision()
     assert first != make.policy(model=unnamed, engine={"solverSteps": 3}).spec.revision()
     assert make.policy().spec.revision() == "a"
+
+
+def test_a_derived_revision_is_golden(make: Any) -> None:
+    """It is in engine.json: where it changes by an upgrade, every worker of an unnamed revision restarts."""
+    unnamed = {"family": "pi05", "source": {"path": "/srv/a"}}
+    assert make.policy(model=unnamed).spec.revision() == "r-8c9b378333"
+    engine = {"solverSteps": 5, "precision": "fp32"}
+    assert make.policy(model=unnamed, engine=engine).spec.revision() == "r-4a128bce82"
+
+
+def engine_of(make: Any, family: str = "pi05", **engine: Any) -> Json:
+    """The engine part of the engine.json of a policy."""
+    found = make.policy(model={"family": family, "source": {"path": "/srv/a"}}, engine=engine)
+    text = workload.engine_json(found, found.spec.pools[0])
+    assert msgspec.json.decode(text, type=EngineConfig).engine == found.spec.engine_options("cpu")
+    content: Json = json.loads(text)["engine"]
+    return content
+
+
+def test_engine_json_holds_what_the_spec_decides_and_no_more(make: Any) -> None:
+    plain = {"device": "cpu", "precision": "bf16", "buckets": [1, 2, 4, 8]}
+    assert engine_of(make) == plain
+    chosen = engine_of(
+        make,
+        solverSteps=10,
+        cheaperSteps=[5, 2],
+        maxImagePixels=1_000_000,
+        frameCacheMb=0,
+        rtc={"mode": "guided", "maxGuidanceWeight": 5},
+        parallel={"dp": 2},
+    )
+    assert chosen == plain | {
+        "solver_steps": 10,
+        "cheaper_steps": [5, 2],
+        "max_image_pixels": 1_000_000,
+        "frame_cache_mb": 0,
+        "rtc": {"mode": "guided", "max_guidance_weight": 5.0, "gradient": "identity"},
+        "parallel": {"dp": 2, "cfg": 1, "tp": 1, "search": 1},
+    }
+
+
+def test_engine_json_spells_a_search_out(make: Any) -> None:
+    search = engine_of(make, "vjepa2-ac", search={"candidates": 800, "pins": {"z": 0}, "closeGripper": 1})["search"]
+    assert search == {
+        "optimiser": "cem",
+        "candidates": 800,
+        "rounds": 10,
+        "elites": 10,
+        "horizon": 2,
+        "max_step_m": 0.05,
+        "momentum_mean": 0.15,
+        "momentum_std": 0.15,
+        "momentum_mean_gripper": 0.15,
+        "momentum_std_gripper": 0.15,
+        "pins": {"z": 0.0},
+        "close_gripper": 1,
+        "convergence": 0.0,
+        "anytime": False,
+        "max_candidates": 4096,
+        "max_rounds": 100,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "gpus", "shared_memory"),
+    [
+        ("pi05", None, 1, False),
+        ("pi05", {"dp": 4}, 4, False),
+        ("vjepa2-ac", {"search": 8}, 8, True),
+        ("vjepa2-ac", {"dp": 2}, 2, False),
+        ("cosmos3-nano", {"cfg": 2}, 2, True),
+        ("cosmos3-nano", {"dp": 2, "cfg": 2, "tp": 4}, 16, True),
+    ],
+)
+def test_a_pod_asks_for_the_gpus_that_its_worker_spreads_over(
+    make: Any, family: str, parallel: Json | None, gpus: int, shared_memory: bool
+) -> None:
+    found = make.policy(
+        model={"family": family, "source": {"path": "/srv/a"}},
+        engine={"parallel": parallel} if parallel else {},
+        pools=[{"name": "p", "accelerator": "h100"}],
+    )
+    pod = make.applied(found)[Ref("Deployment", "reach-p")]["spec"]["template"]["spec"]
+    asked = pod["containers"][0]["resources"]
+    assert asked["limits"] == {"nvidia.com/gpu": str(gpus)}
+    assert asked["requests"] == {"cpu": str(4 * gpus), "memory": f"{24 * gpus}Gi", "nvidia.com/gpu": str(gpus)}
+    memory = [volume for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"]
+    mounts = [mount["name"] for mount in pod["containers"][0]["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    assert ([volume["name"] for volume in memory], mounts) == ((["shm"], ["shm"]) if shared_memory else ([], []))
+
+
+def test_gpus_that_a_pool_names_take_the_place_of_the_counted_ones(make: Any) -> None:
+    found = make.policy(
+        engine={"parallel": {"dp": 2}},
+        pools=[{"name": "p", "accelerator": "h100", "resources": {"limits": {"nvidia.com/mig-3g.40gb": 2}}}],
+    )
+    pod = make.applied(found)[Ref("Deployment", "reach-p")]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "2"}
+
+
+def test_replicas_on_cpus_ask_for_no_gpu(make: Any) -> None:
+    found = make.policy(engine={"parallel": {"dp": 2}})
+    pod = make.applied(found)[Ref("Deployment", "reach-cpu")]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"] == {"requests": {"cpu": "2", "memory": "4Gi"}}

@@ -101,8 +101,12 @@ def tolerations(accelerator: str) -> list[dict[str, Any]]:
     return [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}, *lost]
 
 
-def resources(accelerator: str, requests: dict[str, int | str], limits: dict[str, int | str]) -> dict[str, Any]:
+def resources(
+    accelerator: str, requests: dict[str, int | str], limits: dict[str, int | str], gpus: int = 1
+) -> dict[str, Any]:
     """Container resources of one worker: the class's defaults under what the pool asks for.
+
+    A worker of several GPUs runs a process for each, so the defaults are those of so many workers.
 
     An extended resource must be requested and limited alike, so a GPU count set on one side holds for both. A default
     request never exceeds a limit that the pool sets.
@@ -112,8 +116,14 @@ def resources(accelerator: str, requests: dict[str, int | str], limits: dict[str
     capped: dict[str, str] = {name: str(amount) for name, amount in limits.items()}
     asked = wanted | capped
     if found.device == "cuda" and not any(name.startswith("nvidia.com/") for name in asked):
-        asked[GPU_RESOURCE] = "1"
+        asked[GPU_RESOURCE] = str(gpus)
     extended = {name: amount for name, amount in asked.items() if "/" in name}
-    defaults = {name: capped.get(name, amount) for name, amount in found.requests.items()}
+    defaults = {name: capped.get(name, _times(amount, gpus)) for name, amount in found.requests.items()}
     result = {"requests": defaults | wanted | extended, "limits": capped | extended}
     return {side: amounts for side, amounts in result.items() if amounts}
+
+
+def _times(amount: str, count: int) -> str:
+    """A whole quantity such as 4 or 24Gi, `count` times."""
+    digits = amount.rstrip("Gi")
+    return f"{int(digits) * count}{amount[len(digits) :]}"

@@ -48,4 +48,6 @@ def _type(part: Json) -> str:
         return f"list of {_type(part['items'])}"
     if part.get("type") == "object" and isinstance(part.get("additionalProperties"), dict):
         return f"map to {_type(part['additionalProperties'])}"
+    if part.get("x-kubernetes-preserve-unknown-fields"):
+        return "boolean, number, string or list of numbers"
     return "quantity" if part.get("x-kubernetes-int-or-string") else str(part.get("type"))

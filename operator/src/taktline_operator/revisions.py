@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from taktline_operator import naming
-from taktline_operator.spec import Engine, Model, PolicyDeployment, Spec
+from taktline_operator.engine_spec import Engine
+from taktline_operator.spec import Model, PolicyDeployment, Spec
 
 Json = dict[str, Any]
 

@@ -90,6 +90,11 @@ def _checked(value: Any, schema: Json, path: str, problems: list[str]) -> Any:
         elif "pattern" in schema and not re.search(schema["pattern"], str(value)):
             problems.append(f"{path}: {value!r} is not a quantity such as 500m, 2 or 4Gi")
         return value
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        # No structural schema can say "one of these types": the API server lets everything in, and this refuses.
+        if not _is_plain(value):
+            problems.append(f"{path}: must be a boolean, a number, a string or a list of numbers")
+        return value
     expected: str = schema["type"]
     if not isinstance(value, _TYPES[expected]) or (isinstance(value, bool) and expected != "boolean"):
         article = "an" if expected[0] in "aeiou" else "a"
@@ -110,6 +115,12 @@ def _checked(value: Any, schema: Json, path: str, problems: list[str]) -> Any:
     if len(problems) == before:  # a rule reads only values whose shape is right, as on the API server
         problems += _broken_rules(schema, value, path)
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, int | float) and not isinstance(item, bool) for item in value)
+    return isinstance(value, bool | int | float | str)
 
 
 def _check_object(value: Json, schema: Json, path: str, problems: list[str]) -> None:

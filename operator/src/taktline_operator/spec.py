@@ -10,10 +10,10 @@ import msgspec
 from taktline_protocol.deployment import ClientMapping, ClientProtocol, EngineOptions, ModelConfig
 
 from taktline_operator import schema
+from taktline_operator.engine_spec import Engine
 
 Family = Literal["pi0", "pi05", "gr00t-n1.7", "cosmos3-nano", "cosmos3-edge", "minicpm-robot", "vjepa2-ac"]
 Accelerator = Literal["cpu", "jetson-thor", "rtx-5090", "a40", "a100", "h100", "h200"]
-Precision = Literal["fp32", "bf16", "fp8"]
 
 PVC_MOUNT = "/models"
 
@@ -45,16 +45,6 @@ class Model(_Struct, frozen=True):
     sha256: dict[str, str] = {}
     statistics: str = ""
     cameras: dict[str, str] = {}
-
-
-class Engine(_Struct, frozen=True):
-    """How workers run the checkpoint."""
-
-    precision: Precision = "bf16"
-    buckets: tuple[int, ...] = (1, 2, 4, 8)
-    solver_steps: int | None = None
-    action_horizon: int | None = None
-    control_period_ms: float | None = None
 
 
 class Resources(_Struct, frozen=True):
@@ -209,6 +199,7 @@ class Client(_Struct, frozen=True):
     control_hz: float = 0.0
     execute_steps: int = 0
     actions: tuple[ActionPart, ...] = ()
+    metadata: dict[str, bool | float | str | list[float]] = {}
 
     def mapping(self) -> ClientMapping:
         """The same as the gateway reads it."""
@@ -220,6 +211,7 @@ class Client(_Struct, frozen=True):
             control_hz=self.control_hz,
             execute_steps=self.execute_steps,
             actions={part.name: part.width for part in self.actions},
+            metadata=self.metadata,
         )
 
 
@@ -260,7 +252,7 @@ class Spec(_Struct, frozen=True):
         """The revision every chunk carries: the user's name, else one derived from model and engine."""
         if self.model.revision:
             return self.model.revision
-        described = msgspec.to_builtins((self.model, self.engine))
+        described = [msgspec.to_builtins(self.model), self.engine.described()]
         return f"r-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:10]}"
 
     def model_config(self) -> ModelConfig:
@@ -276,14 +268,7 @@ class Spec(_Struct, frozen=True):
 
     def engine_options(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
         """The engine part of engine.json on the given device."""
-        return EngineOptions(
-            device=device,
-            precision=self.engine.precision,
-            buckets=self.engine.buckets,
-            solver_steps=self.engine.solver_steps,
-            action_horizon=self.engine.action_horizon,
-            control_period_ms=self.engine.control_period_ms,
-        )
+        return self.engine.options(device)
 
 
 class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,9 +16,12 @@ CONFIG_MOUNT = "/etc/taktline"
 SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
 USER_ID = 10001
 
-# The fields of engine.json that a PolicyDeployment decides.
+# Ranks of one pod exchange tensors through it where their GPUs do not reach each other; a pod's own has 64 MiB.
+SHM_MOUNT = "/dev/shm"  # noqa: S108 - a mount of the pod
+SHM = {"medium": "Memory", "sizeLimit": "1Gi"}
+
+# The fields of engine.json's model that a PolicyDeployment decides; those of the engine: engine_spec.py.
 MODEL_FIELDS = ("family", "path", "revision", "sha256", "cameras", "statistics")
-ENGINE_FIELDS = ("device", "precision", "buckets", "solver_steps", "action_horizon", "control_period_ms")
 
 # Loading a checkpoint, warming up and calibrating may take this long before a worker counts as broken.
 STARTUP_PERIOD_S = 2
@@ -36,11 +39,10 @@ def engine_json(policy: PolicyDeployment, pool: Pool) -> str:
     )
     # Exactly what the spec decides, spelled out also where a value is the protocol's default: neither a default that
     # changes there nor a field that is added may change the content, and so restart every worker.
-    engine = {name: getattr(config.engine, name) for name in ENGINE_FIELDS}
     parts = {
         "policy": config.policy,
         "model": {name: getattr(config.model, name) for name in MODEL_FIELDS},
-        "engine": {name: value for name, value in engine.items() if value is not None},
+        "engine": policy.spec.engine.written() | {"device": config.engine.device},
     }
     return json.dumps(parts, indent=1, sort_keys=True)
 
@@ -225,7 +227,9 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"},
             {"name": naming.METRICS_PORT_NAME, "containerPort": naming.METRICS_PORT, "protocol": "TCP"},
         ],
-        "resources": accelerators.resources(pool.accelerator, pool.resources.requests, pool.resources.limits),
+        "resources": accelerators.resources(
+            pool.accelerator, pool.resources.requests, pool.resources.limits, policy.spec.engine.gpus
+        ),
         "startupProbe": probe
         | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": STARTUP_LIMIT_S // STARTUP_PERIOD_S},
         "readinessProbe": probe | {"periodSeconds": 2, "failureThreshold": 2},
@@ -241,6 +245,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "engine", "mountPath": CONFIG_MOUNT, "readOnly": True},
             {"name": "model", "mountPath": _model_mount(policy), "readOnly": True},
             {"name": "scratch", "mountPath": SCRATCH_MOUNT},
+            *([{"name": "shm", "mountPath": SHM_MOUNT}] if policy.spec.engine.has_collectives else []),
         ],
     }
 
@@ -268,4 +273,5 @@ def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
         {"name": "engine", "configMap": {"name": config}},
         {"name": "model", **model},
         {"name": "scratch", "emptyDir": {}},
+        *([{"name": "shm", "emptyDir": SHM}] if policy.spec.engine.has_collectives else []),
     ]
