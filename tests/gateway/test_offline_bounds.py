@@ -17,9 +17,8 @@ from benchmarks.gateway.traces import Job, Trace, even, poisson
 STEADY = dataclasses.replace(ENGINES[0], sigma=0.0)
 ROUND = Engine("round", ((1, 20.0), (2, 30.0), (4, 50.0), (8, 90.0), (16, 170.0), (32, 330.0)), "whole slots", 0.0)
 
-# Arrivals and batches take whole milliseconds and deadlines lie between them: no sum of floats decides a tie.
 small_traces = st.lists(st.tuples(st.integers(0, 150), st.integers(15, 200)), min_size=1, max_size=8).map(
-    lambda pairs: [Job(n, 0, at / 1e3, (at + left + 0.5) / 1e3) for n, (at, left) in enumerate(sorted(pairs))]
+    lambda pairs: [Job(n, 0, at / 1e3, (at + left) / 1e3) for n, (at, left) in enumerate(sorted(pairs))]
 )
 
 
