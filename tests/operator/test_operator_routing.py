@@ -47,6 +47,20 @@ def test_a_route_carries_the_slo_and_batching(make: Any) -> None:
     assert (found.max_batch, found.max_wait_ms) == (2, 3.0)
 
 
+def test_a_route_carries_what_may_be_made_cheaper(make: Any) -> None:
+    assert (
+        "degrade"
+        not in routing.config_map(routing.table([routing.route(make.policy(), [])]), "n")["data"]["routes.json"]
+    )
+    found = make.policy(
+        engine={"solverSteps": 10, "cheaperSteps": [5]},
+        degrade={"minSolverSteps": 5, "fallbackPolicy": "reach-small"},
+    )
+    written = routing.config_map(routing.table([routing.route(found, [])]), "taktline-system")
+    degrade = routing.read_table(written)["reach"].degrade
+    assert (degrade.min_solver_steps, degrade.fallback_policy) == (5, "reach-small")
+
+
 def test_a_route_carries_how_clients_of_other_protocols_are_read(make: Any) -> None:
     client = {
         "protocol": "groot",

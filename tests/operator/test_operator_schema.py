@@ -129,6 +129,13 @@ RULES = [
         "not both",
     ),
     (
+        "steps to fall back on",
+        "spec",
+        {"engine": {"cheaperSteps": [5]}, "degrade": {"minSolverSteps": 5}},
+        {"engine": {"cheaperSteps": [5]}, "degrade": {"minSolverSteps": 6}},
+        "workers that are ready for fewer steps",
+    ),
+    (
         "searching families",
         "spec",
         engine_of("vjepa2-ac", search={}),

@@ -9,7 +9,7 @@ import msgspec
 from taktline_protocol.deployment import Candidate, Route, RoutingTable, Target
 
 from taktline_operator import naming
-from taktline_operator.spec import PolicyDeployment
+from taktline_operator.spec import Degrade, PolicyDeployment
 
 Json = dict[str, Any]
 
@@ -50,7 +50,7 @@ def route(
         candidate: the revision on trial.
     """
     spec = policy.spec
-    return Route(
+    found = Route(
         policy=policy.name,
         family=spec.model.family,
         revision=revision or spec.revision(),
@@ -61,6 +61,7 @@ def route(
         clients={client.protocol: client.mapping() for client in spec.clients},
         candidate=candidate,
     )
+    return found if spec.degrade == Degrade() else msgspec.structs.replace(found, degrade=spec.degrade.options())
 
 
 def table(routes: Iterable[Route]) -> RoutingTable:

@@ -7,7 +7,7 @@ import json
 from typing import Any, Literal
 
 import msgspec
-from taktline_protocol.deployment import ClientMapping, ClientProtocol, EngineOptions, ModelConfig
+from taktline_protocol.deployment import ClientMapping, ClientProtocol, DegradeOptions, EngineOptions, ModelConfig
 
 from taktline_operator import schema
 from taktline_operator.engine_spec import Engine
@@ -215,6 +215,17 @@ class Client(_Struct, frozen=True):
         )
 
 
+class Degrade(_Struct, frozen=True):
+    """What may be made cheaper before a robot is refused."""
+
+    min_solver_steps: int = 0
+    fallback_policy: str = ""
+
+    def options(self) -> DegradeOptions:
+        """The same as the gateway reads it."""
+        return DegradeOptions(min_solver_steps=self.min_solver_steps, fallback_policy=self.fallback_policy)
+
+
 class Spec(_Struct, frozen=True):
     """PolicyDeployment.spec."""
 
@@ -228,6 +239,7 @@ class Spec(_Struct, frozen=True):
     placement: Placement = Placement()
     replicas: int | None = None
     clients: tuple[Client, ...] = ()
+    degrade: Degrade = Degrade()
 
     def desired_replicas(self) -> dict[str, int]:
         """Workers wanted by pool: each pool's minimum, then spec.replicas filled up in the order of the pools."""
