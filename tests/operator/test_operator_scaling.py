@@ -367,6 +367,21 @@ def test_a_decision_is_stored_before_workers_follow_it(make: Any) -> None:
     assert result.again_s is None
 
 
+@pytest.mark.parametrize(("parallel", "workers", "needed"), [({"dp": 2}, 3, "2.0"), ({"dp": 4}, 2, "1.0")])
+def test_a_worker_of_several_replicas_serves_as_many_times_the_demand(
+    make: Any, parallel: Any, workers: int, needed: str
+) -> None:
+    """One replica at a time, 900 observations/s need 4.02 workers."""
+    pools = [{"name": "cpu", "accelerator": "cpu", "minReplicas": 1, "maxReplicas": 9, "costPerHour": 1}]
+    body = make.body(scaling={}, placement={"mode": "Cheapest"}, pools=pools, engine={"parallel": parallel})
+    found = sizing.of(make.policy(**body["spec"]), body, [], [], demand(900), {"cpu": FAST}, make.now)
+    assert found.scaling is not None
+    assert found.scaling.desired == workers
+    assert f"need {needed} workers" in found.scaling.message
+    assert found.placement is not None
+    assert f"cpu: {workers} x 1 = {workers} an hour" in found.placement.message
+
+
 def test_after_a_restart_workers_stay_until_demand_is_known_again(make: Any) -> None:
     stored = {"scaling": {"desired": 6, "changedAt": "2026-03-01T07:00:00Z", "reason": "Demand"}}
     result = scaled(make, None, stored)

@@ -48,10 +48,13 @@ def rate_within(times: Sequence[BucketTime], left_ms: float, max_batch: int) -> 
     return best
 
 
-def workers_for(load: Load, times: Sequence[BucketTime], max_batch: int, utilisation: float) -> float | None:
+def workers_for(
+    load: Load, times: Sequence[BucketTime], max_batch: int, utilisation: float, lanes: int = 1
+) -> float | None:
     """Workers (not rounded) that serve `load` at this utilisation; None where a class cannot be met at all.
 
-    Classes share workers, so what they need adds up. A class is taken at the middle of its edges.
+    Classes share workers, so what they need adds up. A class is taken at the middle of its edges. A worker runs `lanes`
+    batches at a time, each in the time that the table says.
     """
     needed = 0.0
     for edge_ms, rate in load.rates.items():
@@ -65,7 +68,7 @@ def workers_for(load: Load, times: Sequence[BucketTime], max_batch: int, utilisa
         needed += rate / rate_of_one
     if load.total > 0.0 and needed == 0.0:
         return None
-    return needed / utilisation
+    return needed / (utilisation * lanes)
 
 
 def meets(times: Sequence[BucketTime], budget_ms: float, overhead_ms: float) -> bool:

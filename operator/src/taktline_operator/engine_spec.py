@@ -83,6 +83,11 @@ class Engine(_Struct, frozen=True):
         return found.dp * found.cfg * found.tp * found.search
 
     @property
+    def lanes(self) -> int:
+        """Batches that one worker runs at a time: one in each replica."""
+        return (self.parallel or Parallel()).dp
+
+    @property
     def has_collectives(self) -> bool:
         """Whether processes of one pod exchange tensors: ranks do, replicas (`dp`) do not."""
         found = self.parallel or Parallel()

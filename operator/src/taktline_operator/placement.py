@@ -46,8 +46,9 @@ def offers(
     load: Load,
     max_batch: int,
     utilisation: float,
+    lanes: int = 1,
 ) -> list[Offer]:
-    """All pools, the best first; equal ones in the order written."""
+    """All pools, the best first; equal ones in the order written. A worker runs `lanes` batches at a time."""
     found = []
     for pool in pools:
         times = tables.get(pool.name) or [
@@ -62,7 +63,7 @@ def offers(
         if not meets(times, budget_ms, overhead_ms):
             found.append(Offer(pool, 2, math.inf, f"breaks the budget: {fit}"))
             continue
-        needed = workers_for(load, times, max_batch, utilisation)
+        needed = workers_for(load, times, max_batch, utilisation, lanes)
         count = max(1, math.ceil((needed or 0.0) - 1e-9))
         cost = count * pool.cost_per_hour
         found.append(Offer(pool, 0, cost, f"{count} x {pool.cost_per_hour:g} = {cost:g} an hour ({fit})"))

@@ -94,6 +94,7 @@ def decide(
     objective: float,
     ready: int,
     now: str,
+    lanes: int = 1,
 ) -> State:
     """The next decision. Without demand (no gateway answered, or a first look) the last one stands.
 
@@ -102,6 +103,7 @@ def decide(
         max_batch: largest batch the gateway makes.
         objective: slo.onTimeObjective.
         ready: workers that serve now.
+        lanes: batches that a worker runs at a time.
     """
     lead_s = float(max(state.cold_start_seconds, scaling.lead_seconds))
     floor, shift = shift_minimum(scaling.shifts, scaling.time_zone, now, lead_s)
@@ -110,7 +112,7 @@ def decide(
         if state.desired >= max(floor, bounds.low) and state.desired <= bounds.high:
             return state
         return _set(state, min(wanted, bounds.high), reason, message, now)
-    wanted, reason, message = _wanted(state, scaling, demand, times, max_batch, objective, ready, lead_s)
+    wanted, reason, message = _wanted(state, scaling, demand, times, max_batch, objective, ready, lead_s, lanes)
     if floor > wanted:
         wanted, reason, message = floor, "Shift", f"shift {shift} asks for {floor}"
     low = bounds.low
@@ -134,12 +136,13 @@ def _wanted(
     objective: float,
     ready: int,
     lead_s: float,
+    lanes: int,
 ) -> tuple[int, str, str]:
     load = demand.load
     ahead = max(0.0, demand.slope * lead_s)
     growth = 1.0 + min(1.0, ahead / load.total) if load.total > 0.0 else 1.0
     predicted = Load({edge: rate * growth for edge, rate in load.rates.items()})
-    needed = workers_for(predicted, times, max_batch, scaling.target_utilization / 100)
+    needed = workers_for(predicted, times, max_batch, scaling.target_utilization / 100, lanes)
     described = f"{load.total:.0f} observations/s" + (f", {predicted.total:.0f} predicted" if growth > 1.01 else "")
     if needed is None:
         if load.total > 0.0 and times:

@@ -69,7 +69,7 @@ def of(
     place, ordered = before_place, list(spec.pools)
     if spec.placement.mode == "Cheapest":
         budget = spec.slo.control_budget_ms
-        offers = placement.offers(spec.pools, profiles, budget, load, max_batch, utilisation)
+        offers = placement.offers(spec.pools, profiles, budget, load, max_batch, utilisation, spec.engine.lanes)
         place = placement.choose(before_place, spec.placement, offers, now)
         ordered = placement.order(before_place if before_place.pool else place, offers)
     ready = sum(routing.is_ready(pod) for pod in pods)
@@ -92,6 +92,7 @@ def of(
             spec.slo.on_time_objective,
             ready,
             now,
+            spec.engine.lanes,
         )
         total = before_size.desired if before_size.changed_at else size.desired
         total = max(bounds.low if total else 0, min(total, bounds.high))
