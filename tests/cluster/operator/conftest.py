@@ -36,6 +36,7 @@ class HandDrivenNode:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._addresses: dict[str, str] = {}
+        self._since: dict[tuple[str, bool], str] = {}
         self.behave: Callable[[Json], Json] = self.serving
 
     def address(self, pod: Json) -> str:
@@ -59,14 +60,17 @@ class HandDrivenNode:
         return self._status(pod, ready=False, container=container)
 
     def _status(self, pod: Json, *, ready: bool, container: Json) -> Json:
-        condition = {"type": "Ready", "status": "True" if ready else "False"}
+        # Deployments count a pod as available from this instant on, minReadySeconds later.
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        since = self._since.setdefault((pod["metadata"]["uid"], ready), now)
+        condition = {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": since}
         fixed = {"name": "worker", "image": "x", "imageID": "", "ready": ready, "started": ready}
         address = self.address(pod)
         return {
             "phase": "Running",
             "podIP": address,
             "podIPs": [{"ip": address}],
-            "conditions": [condition, {"type": "ContainersReady", "status": condition["status"]}],
+            "conditions": [condition, condition | {"type": "ContainersReady"}],
             "containerStatuses": [fixed | container],
         }
 
