@@ -1,19 +1,18 @@
 """Robots that one worker serves with 99.9% of their chunks in time, by scheduler, and the knee where it stops.
 
-python -m benchmarks.gateway.robots_per_gpu [--output FILE] [--plot FILE] [--quick]
+python -m benchmarks.gateway.robots_per_gpu [--output FILE] [--part table|knee|all] [--engine NAME]
 
 A closed loop (`closed_loop`): each robot executes chunks of 50 actions at its control rate, asks again after `replan`
 of them, and stands still when its buffer is dry. The fleet starts in step, as after a shift change or a power cut, and
 out of step. For each scheduler the largest fleet is sought that meets 99.9%, by doubling and halving; the next larger
 step has been seen to fail. One GPU a robot is the deployment without sharing: one robot a GPU, whatever the rate.
+`python -m benchmarks.gateway.figures` draws the knee.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from benchmarks.gateway.closed_loop import Taktline, fleet, run
 from benchmarks.gateway.peers import ClockworkLike, Fifo, Policy, RayLike, TritonLike
+from benchmarks.gateway.results import write_rows
 from benchmarks.gateway.times import ENGINES, Engine
 
 GOAL = 0.999
@@ -142,24 +142,18 @@ def main() -> None:
     """Runs the table and the knee, writes the rows and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--plot", type=Path, help="SVG of the knee")
-    parser.add_argument("--quick", action="store_true", help="the paper's engine, 50 Hz only")
+    parser.add_argument("--part", choices=("table", "knee", "all"), default="all")
+    parser.add_argument("--engine", choices=[engine.name for engine in ENGINES], action="append")
     arguments = parser.parse_args()
-    engines = [engine for engine in ENGINES if engine.name.startswith("pi05")]
-    if arguments.quick:
-        engines = engines[:1]
-        globals().update(CONTROL_HZ=(50.0,))
-    rows = table(engines) + knee(engines[0], 50.0, 25)
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    command = " ".join(["python -m benchmarks.gateway.robots_per_gpu", *sys.argv[1:]])
+    wanted = arguments.engine or [engine.name for engine in ENGINES if engine.name.startswith("pi05")]
+    engines = [engine for engine in ENGINES if engine.name in wanted]
+    rows: list[dict[str, Any]] = []
+    if arguments.part in ("table", "all"):
+        rows += table(engines)
+    if arguments.part in ("knee", "all"):
+        rows += knee(engines[0], 50.0, 25)
     if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({**row, "date": date, "command": command}) for row in rows]
-        arguments.output.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    if arguments.plot is not None:
-        from benchmarks.gateway.figures import knee_figure
-
-        arguments.plot.write_text(knee_figure(rows))
+        write_rows(arguments.output, rows, " ".join(["python -m benchmarks.gateway.robots_per_gpu", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

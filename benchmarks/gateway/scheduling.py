@@ -1,9 +1,10 @@
 """On-time share of the deadline queue against other servers' policies, on the same traces in one run.
 
-python -m benchmarks.gateway.scheduling [--output FILE] [--part policies|bound|overload|all] [--quick]
+python -m benchmarks.gateway.scheduling [--output FILE] [--part policies|bound|overload|all] [--engine NAME]
+                                          [--seeds N]
 
 policies: every trace, engine and policy, summed over held-out seeds, with a loose bound that costs nothing.
-bound:    traces up to 90% load on six seconds, where the offline optimum is known within a few tenths of a percent;
+bound:    traces up to 90% load on four seconds, where the offline optimum is known within a few tenths of a percent;
           batches take exactly their median, so that the bound is one.
 overload: on-time requests a second while the offered load grows to three times the capacity: ours and a FIFO.
 
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,11 +23,12 @@ from typing import Any
 
 from benchmarks.gateway.bounds import offline_bounds
 from benchmarks.gateway.peers import POLICIES, Fifo, Ours
+from benchmarks.gateway.results import write_rows
 from benchmarks.gateway.simulator import Result, simulate, upper_bound
 from benchmarks.gateway.times import ENGINES, Engine
 from benchmarks.gateway.traces import HELD_OUT_SEEDS, all_traces, bursty, even, fleet, mixed, poisson
 
-BOUND_S = 6.0
+BOUND_S = 4.0
 OVERLOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0)
 
 
@@ -104,7 +104,7 @@ def near_bound(engines: Sequence[Engine], seeds: Sequence[int]) -> list[dict[str
                     for policy in (Ours, POLICIES[-1])
                 )
                 # Near the capacity the prices take longer to find.
-                rounds = 250 if load >= 0.9 else 80
+                rounds = 160 if load >= 0.9 else 60
                 bounds = [offline_bounds(trace.jobs, engine, rounds=rounds) for trace in days]
                 reached, upper = (
                     sum(value * len(trace.jobs) for value, trace in zip(values, days, strict=True)) / total
@@ -188,10 +188,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--part", choices=("policies", "bound", "overload", "all"), default="all")
-    parser.add_argument("--quick", action="store_true", help="the first engine and one seed only")
+    parser.add_argument("--engine", choices=[engine.name for engine in ENGINES], action="append")
+    parser.add_argument("--seeds", type=int, default=len(HELD_OUT_SEEDS), help="how many of the held-out seeds")
     arguments = parser.parse_args()
-    engines = ENGINES[:1] if arguments.quick else ENGINES
-    seeds = HELD_OUT_SEEDS[:1] if arguments.quick else HELD_OUT_SEEDS
+    engines = [engine for engine in ENGINES if not arguments.engine or engine.name in arguments.engine]
+    seeds = HELD_OUT_SEEDS[: arguments.seeds]
     rows: list[dict[str, Any]] = []
     if arguments.part in ("policies", "all"):
         rows += policies(engines, seeds)
@@ -200,12 +201,8 @@ def main() -> None:
             rows += overload(engine, seeds)
     if arguments.part in ("bound", "all"):
         rows += near_bound(engines[:1], seeds[:1])
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    command = " ".join(["python -m benchmarks.gateway.scheduling", *sys.argv[1:]])
     if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({**row, "date": date, "command": command}) for row in rows]
-        arguments.output.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        write_rows(arguments.output, rows, " ".join(["python -m benchmarks.gateway.scheduling", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

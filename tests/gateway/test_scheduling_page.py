@@ -1,0 +1,44 @@
+"""docs/scheduling.md says what the committed rows say, and names tests that exist."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.gateway.figures import FIGURES, FROM, RESULTS
+from benchmarks.gateway.tables import PAGE, TABLES, filled, rows_of
+
+
+def test_its_tables_are_those_of_the_rows():
+    page = PAGE.read_text()
+    assert set(re.findall(r"<!-- table: ([a-z-]+) -->", page)) == set(TABLES)
+    assert filled(page, {name: make() for name, make in TABLES.items()}) == page, (
+        "run python -m benchmarks.gateway.figures"
+    )
+
+
+def test_its_figures_are_those_of_the_rows():
+    import json
+
+    for name, (source, draw) in FROM.items():
+        assert draw(json.loads((RESULTS / source).read_text())) == (FIGURES / name).read_text()
+        assert f"figures/{name}" in PAGE.read_text()
+
+
+def test_the_tests_that_it_names_exist():
+    known = (PAGE.parents[1] / "tests" / "gateway" / "test_known_faults.py").read_text()
+    section = PAGE.read_text().split("## Known faults of other servers")[1]
+    for name in re.findall(r"`([a-z_]+)`", section):
+        found = f"def test_{name}(" in known or any(
+            f"def {name}(" in path.read_text() or path.stem == name
+            for path in (PAGE.parents[1] / "tests").rglob("test_*.py")
+        )
+        assert found, name
+
+
+def test_the_goals_that_the_rows_speak_of():
+    """What the page claims in words: overload keeps the peak, and sharing beats one GPU a robot twelve times."""
+    overload = [row for row in rows_of("gateway-scheduling.json", "gateway-overload") if row["load"] == 3.0]
+    assert all(row["share_of_peak"] >= 0.9 for row in overload if row["scheduler"] == "Taktline")
+    assert all(row["share_of_peak"] <= 0.5 for row in overload if row["scheduler"].startswith("FIFO"))
+    robots = rows_of("gateway-robots-per-gpu.json", "gateway-robots-per-gpu")
+    assert all(row["robots"] >= 12 for row in robots if row["scheduler"] == "Taktline")
