@@ -43,7 +43,10 @@ def specs(draw: st.DrawFn) -> Json:
     )
     model: Json = {"family": "pi05", "source": source, "revision": draw(st.sampled_from(["", "a", "b.2"]))}
     engine: Json = {"precision": draw(st.sampled_from(["fp32", "bf16"]))}
-    steps = draw(st.none() | st.integers(1, 20))
+    engine |= draw(st.sampled_from([{}, {"frameCacheMb": 0}, {"rtc": {"mode": "off"}}, {"cheaperSteps": [1]}]))
+    if all(pool["accelerator"] != "jetson-thor" for pool in pools):  # it has one GPU
+        engine |= draw(st.sampled_from([{}, {"parallel": {"dp": 2}}]))
+    steps = draw(st.none() | st.integers(2, 20))
     return {"model": model, "engine": engine | ({"solverSteps": steps} if steps else {}), "pools": pools}
 
 

@@ -129,6 +129,13 @@ RULES = [
         "not both",
     ),
     (
+        "families with fp8",
+        "spec",
+        engine_of("vjepa2-ac", precision="fp8"),
+        engine_of("gr00t-n1.7", precision="fp8"),
+        "fp8 is there for families pi0, pi05 and vjepa2-ac",
+    ),
+    (
         "steps to fall back on",
         "spec",
         {"engine": {"cheaperSteps": [5]}, "degrade": {"minSolverSteps": 5}},
