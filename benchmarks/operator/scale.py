@@ -136,7 +136,9 @@ class SimulatedNodes:
         self._addresses += 1
         high, low = divmod(self._addresses % 60_000, 250)
         address = f"198.18.{high % 250}.{low + 1}"
-        ready = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")  # Deployments count how long a pod has been ready
+        kinds = ("Ready", "ContainersReady")
+        ready = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in kinds]
         names = [container["name"] for container in pod["spec"]["containers"]]
         state = {
             "image": "x",
@@ -305,15 +307,17 @@ class Scale:
         after = await self.reading()
         self.result["steady_s"] = self.options.quiet_s
         self.result["steady_writes"] = after.writes - before.writes
+        reconciles = after.total(metrics.OPERATOR_RECONCILES) - before.total(metrics.OPERATOR_RECONCILES)
+        self.result["steady_reconciles"] = reconciles
         reads = after.total(metrics.OPERATOR_REQUESTS, verb="GET") - before.total(metrics.OPERATOR_REQUESTS, verb="GET")
         self.result["steady_reads_a_minute"] = round(60 * reads / self.options.quiet_s, 1)
         cpu = after.total("process_cpu_seconds_total") - before.total("process_cpu_seconds_total")
         self.result["steady_cores"] = round(cpu / self.options.quiet_s, 4)
 
     async def _is_quiet(self) -> bool:
-        before = (await self.reading()).total(metrics.OPERATOR_RECONCILES)
+        before = (await self.reading()).writes
         await asyncio.sleep(5)
-        return (await self.reading()).total(metrics.OPERATOR_RECONCILES) == before
+        return (await self.reading()).writes == before
 
     async def one_change(self) -> None:
         """API calls of one more replica of one policy, mean over a few."""
