@@ -38,6 +38,12 @@ def settled_versions(policies: Any, name: str) -> dict[str, str]:
         return {found for found in names if found.startswith("test-")} == {policies.namespace}
 
     wait_until(alone, "the namespaces of earlier tests are gone")
+
+    def available() -> bool:  # minReadySeconds after the workers are ready
+        found = [child for child in policies.children(name) if child["kind"] == "Deployment"]
+        return all(child["status"].get("availableReplicas", 0) == child["spec"]["replicas"] for child in found)
+
+    wait_until(available, "its Deployments call the workers available")
     seen: list[dict[str, str]] = []
 
     def unchanged() -> bool:
