@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from taktline_worker.inspect_command import app
 from typer.testing import CliRunner
 
@@ -51,7 +53,13 @@ def test_a_planner_folder(tmp_path: Path) -> None:
     for name in ("checkpoint.pt", "checkpoint.safetensors"):
         folder = tmp_path / name
         folder.mkdir()
-        shutil.copy(PLANNER / name, folder / name)
+        if name == "checkpoint.pt":
+            shutil.copy(PLANNER / name, folder / name)
+        else:
+            towers = torch.load(PLANNER / "checkpoint.pt", weights_only=True)
+            save_file(
+                {f"{tower}.{key}": value for tower in towers for key, value in towers[tower].items()}, folder / name
+            )
         (folder / "taktline.json").write_text(json.dumps(stated))
         report = json.loads(run(folder, "--json").output)
         assert report["family"] == "vjepa2-ac"

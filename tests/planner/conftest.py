@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, SearchOptions
 from taktline_worker.models.vjepa2_ac.config import SidecarArchitecture
 from taktline_worker.models.vjepa2_ac.processor import to_pixels
@@ -118,10 +118,32 @@ def observe(**changes: Any) -> RobotInput:
     return RobotInput(**(values | changes))
 
 
+def other_form(name: str, folder: Path) -> Path:
+    """The golden `full` weights as a safetensors file, or as a trainer saves them: other prefixes, more entries."""
+    content = torch.load(FILES["full"], weights_only=True)
+    path = folder / name
+    if name.endswith(".safetensors"):
+        save_file({f"{tower}.{key}": value for tower in content for key, value in content[tower].items()}, path)
+        return path
+
+    def prefixed(tower: str) -> dict[str, Tensor]:
+        return {key.replace("module.", "module.backbone."): value for key, value in content[tower].items()}
+
+    encoder = prefixed("encoder") | {"module.backbone.pos_embed": torch.ones(1, 128, 64)}
+    target = {key: value + 1.0 for key, value in encoder.items() if value.ndim == 1}
+    rest = {"opt": {"state": {}, "param_groups": [{"lr": 0.0}]}, "scaler": None, "epoch": 3, "loss": 0.5}
+    rest |= {"batch_size": 1, "world_size": 1, "lr": 0.0}
+    torch.save({"encoder": encoder, "predictor": prefixed("predictor"), "target_encoder": target} | rest, path)
+    return path
+
+
 def make_folder(target: Path, source: str = "checkpoint.pt", **sidecar: Any) -> Path:
     """A servable folder with the golden `full` weights."""
     target.mkdir(parents=True)
-    shutil.copy(GOLDEN / "full" / source, target / source)
+    if source == "checkpoint.pt":
+        shutil.copy(FILES["full"], target / source)
+    else:
+        other_form(source, target)
     stated = {"architecture": {"image_size": 128, "encoder_heads": 2, "predictor_heads": 2}} | sidecar
     (target / "taktline.json").write_text(json.dumps(stated))
     return target
@@ -150,6 +172,7 @@ class Kit:
     observe: Callable[..., RobotInput] = observe
     raw: Callable[..., EncodedImage] = random_raw
     folder: Callable[..., Path] = make_folder
+    other_form: Callable[..., Path] = other_form
     config: Callable[..., EngineConfig] = engine_config
     files: Any = None
     stated: Any = None

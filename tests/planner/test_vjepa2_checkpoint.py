@@ -33,9 +33,9 @@ def published(kit: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "checkpoint_trainer_style.pt"])
 def test_other_prefixes_and_extra_entries_give_the_same_weights(
-    golden: Path, kit: Any, published: Any, name: str
+    kit: Any, published: Any, tmp_path: Path, name: str
 ) -> None:
-    other = open_checkpoint(golden / "full" / name, kit.stated["full"])
+    other = open_checkpoint(kit.other_form(name, tmp_path), kit.stated["full"])
     assert other.architecture == published.architecture
     for ours, theirs in ((other.encoder, published.encoder), (other.predictor, published.predictor)):
         assert ours.keys() == theirs.keys()
@@ -136,11 +136,12 @@ def test_a_file_with_code_is_refused_and_not_run(tmp_path: Path, kit: Any, capsy
 
 
 @pytest.mark.parametrize("name", ["cut.pt", "cut.safetensors", "text.pt"])
-def test_damaged_files_are_refused(golden: Path, kit: Any, tmp_path: Path, name: str) -> None:
+def test_damaged_files_are_refused(kit: Any, tmp_path: Path, name: str) -> None:
     if name == "text.pt":
         (tmp_path / name).write_text("not a checkpoint")
     else:
-        whole = (golden / "full" / f"checkpoint.{name.split('.')[1]}").read_bytes()
+        source = kit.files["full"] if name == "cut.pt" else kit.other_form("checkpoint.safetensors", tmp_path)
+        whole = source.read_bytes()
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TaktlineError) as caught:
         open_checkpoint(tmp_path / name, kit.stated["full"])
@@ -207,7 +208,7 @@ def test_startup_refusals(
     assert caught.value.next_step
 
 
-def test_safetensors_alone_in_a_folder(golden: Path, kit: Any, tmp_path: Path) -> None:
+def test_safetensors_alone_in_a_folder(kit: Any, tmp_path: Path) -> None:
     folder = kit.folder(tmp_path / "planner", "checkpoint.safetensors")
     extra = load_file(folder / "checkpoint.safetensors") | {"target_encoder.x": torch.zeros(2)}
     save_file(extra, folder / "checkpoint.safetensors")
