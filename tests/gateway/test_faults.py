@@ -189,8 +189,23 @@ def test_routes_are_read_again_through_a_symlink_swap(bare_stack):
     fresh = stack.folder / "data.new"
     fresh.symlink_to(two)
     os.replace(fresh, link)
-    # Until the new worker has been reached there is none: a typed refusal, then chunks again.
-    _until(lambda: (answer := stack.act(robot="a"))[0] == 200 and answer[1].worker == second)
+    # The removed worker goes on until the new one is reached: no observation finds none.
+    answers = []
+    _until(lambda: answers.append(stack.act(robot="a")) or answers[-1][1].worker == second)
+    assert {status for status, _ in answers} == {200}
+    assert {chunk.worker for _, chunk in answers} <= {first, second}
+
+
+def test_a_removed_worker_stands_in_for_one_that_does_not_serve_yet(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker())
+    stack.start_gateway()
+    stack.wait_workers(1)
+    stack.write_routes("127.0.0.1:9")
+    assert stack.act(robot="a")[0] == 200
+    # A policy that is left without any target lets its workers go at once.
+    stack.write_routes()
+    _until(lambda: stack.act(robot="a")[0] == 503)
 
 
 def test_a_broken_routing_table_keeps_the_last_good_one(bare_stack):

@@ -34,6 +34,10 @@ from taktline_gateway.worker_link import WorkerLink
 __all__ = ["ClientGone", "Lane", "Pending", "Served"]
 
 
+SWAP_S = 30.0
+"""How long workers that a route no longer names may stand in for those that it names and that do not serve yet."""
+
+
 class Lane:
     """Admits observations of one policy and gets each a chunk or a typed error."""
 
@@ -123,21 +127,35 @@ class Lane:
     # ----- routing
 
     def apply(self, route: Route) -> None:
-        """Takes over a changed route: new targets are connected, removed ones finish their batch and close."""
+        """Takes over a changed route: new targets are connected, removed ones finish their batch and close.
+
+        Where none of the new targets serves yet, the removed ones go on until one does, at most `SWAP_S`: a table that
+        swaps all of them at once costs no request.
+        """
         self.route = route
         self._scheduler.max_batch = route.max_batch
         self._scheduler.max_wait_s = route.max_wait_ms / 1e3
-        wanted = dict.fromkeys(route.targets)
-        for target in [target for target in self._links if target not in wanted]:
-            link = self._links.pop(target)
-            self._worker_down(link)
-            self._dispatch.spawn(self._retire(link))
-        for target in wanted:
+        for target in dict.fromkeys(route.targets):
             if target not in self._links:
                 link = self._links[target] = WorkerLink(
                     route.policy, target, self._worker_up, self._worker_down, self._worker_tls
                 )
                 link.start()
+        self._let_go()
+        if any(target not in route.targets for target in self._links):
+            asyncio.get_running_loop().call_later(SWAP_S, self._let_go, True)
+
+    def _let_go(self, at_once: bool = False) -> None:
+        """Retires the workers that the route no longer names, once one that it names serves."""
+        wanted = set(self.route.targets)
+        replaced = {target.address for target in wanted}  # the same worker under another revision or pool
+        serves = not wanted or any(link.up for target, link in self._links.items() if target in wanted)
+        for target in [target for target in self._links if target not in wanted]:
+            if not (serves or at_once or target.address in replaced):
+                continue
+            link = self._links.pop(target)
+            self._worker_down(link)
+            self._dispatch.spawn(self._retire(link))
 
     async def close(self) -> None:
         """Refuses what is queued and closes every channel."""
@@ -243,6 +261,7 @@ class Lane:
             self._dispatch.seats[seat] = link
             self._scheduler.add_worker(seat, times, now, levels.times)
         self._dispatch.poll_later()
+        self._let_go()
 
     def _worker_down(self, link: WorkerLink) -> None:
         if self._up.get(link.name) is link:
