@@ -79,6 +79,23 @@ def test_a_draining_worker_finishes_its_batch_and_gets_no_other(two_workers):
     assert leaving not in {chunk.worker for _, chunk in others}
 
 
+def test_the_end_of_a_policy_answers_what_is_on_its_workers(bare_stack):
+    """The batch on one worker ends with its channel; the idle one beside it is leaving, too, and cannot take it."""
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(t_sync="1:2000"), stack.start_worker(t_sync="1:2000"))
+    stack.start_gateway()
+    stack.wait_workers(2)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(stack.act, robot="a", budget_ms=20_000.0)
+        until(stack.batches, "the batch")
+        temporary = stack.routes.with_suffix(".new")
+        temporary.write_text('{"routes": []}')
+        temporary.replace(stack.routes)
+        status, error = asked.result(timeout=10.0)
+    assert (status, error.code) == (502, "worker_failed")
+    assert stack.act(robot="a")[0] == 404
+
+
 def test_what_a_worker_will_not_look_at_is_offered_to_another(two_workers):
     """A worker that was restarted with another revision refuses the batches of the old one."""
     stack = two_workers

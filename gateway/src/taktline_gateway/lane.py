@@ -165,7 +165,8 @@ class Lane:
         self._dispatch.stop()
         links = list(self._links.values())
         self._links.clear()
-        self._up.clear()
+        for link in links:  # what their channels leave unanswered must not be sent to one another
+            self._worker_down(link)
         await asyncio.gather(*(link.close() for link in links))
         await self._dispatch.close()
 
