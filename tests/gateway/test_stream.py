@@ -404,6 +404,25 @@ def test_a_second_connection_of_a_session_replaces_the_first(shared_stack):
     again.close()
 
 
+def test_what_leaves_the_queue_as_a_connection_is_replaced_is_not_called_pending(bare_stack):
+    """The old connection still seems open, as after a robot changed its access point; the robot must ask again."""
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(t_sync="1:300"))
+    stack.start_gateway()
+    stack.wait_workers(1)
+    robot = StreamRobot(stack.url, "roamer")
+    on_worker = robot.observe()
+    until(stack.batches, "the first batch")
+    queued = robot.observe()
+    robot.until(Ack)
+    until(lambda: stack.metric("taktline_queue_depth", policy="scripted") == 1, "the second one queued")
+    again = StreamRobot(stack.url, "roamer", token=robot.welcome.token, seq=queued)
+    assert again.welcome.resumed
+    assert again.welcome.pending == (on_worker,)
+    assert again.until(Answer).seq == on_worker
+    again.close()
+
+
 def test_versions_are_negotiated(shared_stack):
     robot = StreamRobot(shared_stack.url, "new", versions=(9, 1, 3))
     assert robot.welcome.version == 1

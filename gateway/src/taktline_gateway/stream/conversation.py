@@ -252,7 +252,7 @@ class Conversation:
                     token=session.token,
                     resumed=result in ("resumed", "moved"),
                     held={camera: frame.name for camera, frame in session.held.items()},
-                    pending=tuple(session.flights),
+                    pending=session.coming(),
                     limits=told_limits(self._streams.limits, self._settings),
                     policy=info,
                     sent_at=time.monotonic(),

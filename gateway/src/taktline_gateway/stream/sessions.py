@@ -110,6 +110,10 @@ class Session:
         for flight in list(self.flights.values()):
             flight.leave(None)
 
+    def coming(self) -> tuple[int, ...]:
+        """Observations whose answer still comes; what has left the queue with a connection gets none."""
+        return tuple(seq for seq, flight in self.flights.items() if not flight.gone or flight.reason is not None)
+
     def cancel(self, seq: int, error: TaktlineError) -> None:
         """Takes one observation out of the queue, answered with `error`; nothing where it is too late."""
         flight = self.flights.get(seq)
