@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import socket
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -296,6 +297,28 @@ def test_keys_rotate_without_restart(key_server, monkeypatch):
         assert (await verifier.verify(new)).tenant == "a", "the last good keys stay"
 
     asyncio.run(run())
+
+
+def test_an_answer_that_is_no_http_leaves_the_last_good_keys():
+    """Something else listens at the address for a while: that must not end the reading of keys."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+    Thread(target=answer, daemon=True).start()
+    address = f"http://127.0.0.1:{server.getsockname()[1]}/keys"
+
+    async def run():
+        keys = tokens.KeySet(Issuer(issuer=ISSUER, audience="taktline", jwks_url=address, tenant="a"))
+        await keys.refresh()
+        assert not keys.known
+
+    asyncio.run(run())
+    server.close()
 
 
 def test_unknown_key_ids_do_not_hammer_the_issuer(key_server):

@@ -10,7 +10,7 @@ import ssl
 import time
 import urllib.request
 from collections import OrderedDict
-from http.client import HTTPMessage
+from http.client import HTTPException, HTTPMessage
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,7 +101,7 @@ class KeySet:
         try:
             document = await asyncio.to_thread(_read, self.issuer)
             keys = public_keys(document)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             log(_logger, logging.ERROR, "jwks_unreadable", issuer=self.issuer.issuer, reason=str(error)[:300])
             return
         if document != self._document:
