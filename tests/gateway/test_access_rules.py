@@ -335,6 +335,29 @@ def test_unknown_key_ids_do_not_hammer_the_issuer(key_server):
     asyncio.run(run())
 
 
+def test_a_changed_access_file_forgets_no_keys(tmp_path, key_server):
+    """Whoever adds a key while the issuer is away must not lock out the holders of its tokens."""
+    _Keys.document = jwks(one=RSA)
+    issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_url=f"{key_server}/keys", tenant="a")
+    file = AccessFile(tenants=(Tenant(name="a"), Tenant(name="b")), issuers=(issuer,))
+    path = tmp_path / "access.json"
+    path.write_bytes(msgspec.json.encode(file))
+
+    async def run():
+        control = AccessControl(path)
+        credential = Credential("rest", "10.0.0.1:1", token())
+        await control.authenticate(credential)
+        _Keys.document = b"not json"
+        control._apply(msgspec.structs.replace(file, tenants=(Tenant(name="a", weight=2.0),)))
+        assert (await control.authenticate(credential)).weight == 2.0
+        other = msgspec.structs.replace(issuer, jwks_url=f"{key_server}/moved")
+        control._apply(msgspec.structs.replace(file, issuers=(other,)))
+        with pytest.raises(TaktlineError, match="could not be read yet"):
+            await control.authenticate(credential)
+
+    asyncio.run(run())
+
+
 def test_a_redirect_to_other_keys_is_not_followed(key_server):
     _Keys.document = jwks(one=RSA)
     issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_url=f"{key_server}/moved", tenant="a")

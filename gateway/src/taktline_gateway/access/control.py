@@ -65,6 +65,7 @@ class AccessControl:
         self._watcher: asyncio.Task[None] | None = None
         self._started = False
         self._quotas: dict[tuple[str, str], Quota] = {}
+        self._tokens = TokenVerifier(())
         self._closing: set[asyncio.Task[None]] = set()
         self._apply(read_access_file(path) if path is not None else AccessFile())
 
@@ -246,7 +247,7 @@ class AccessControl:
         for entry in file.anonymous:
             self._rates["caller", f"{entry.tenant}/anonymous-{entry.protocol}"] = entry.rates
         self._quotas = {name: quota for name, quota in self._quotas.items() if name in self._rates}
-        self._tokens = TokenVerifier(file.issuers)
+        self._tokens = TokenVerifier(file.issuers, self._tokens)
         if self._started:
             self._tokens.start()
 

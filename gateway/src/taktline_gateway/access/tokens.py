@@ -71,6 +71,10 @@ class KeySet:
         self._read_at = -float("inf")
         self._reading: asyncio.Task[None] | None = None
 
+    def take_over(self, older: KeySet) -> None:
+        """Begins with the keys that another set of this issuer has read last."""
+        self._keys, self._document = older._keys, older._document
+
     @property
     def known(self) -> bool:
         """Whether any keys have been read."""
@@ -113,8 +117,12 @@ class KeySet:
 class TokenVerifier:
     """Checks tokens of any number of issuers; what was checked once is remembered until it expires."""
 
-    def __init__(self, issuers: tuple[Issuer, ...]) -> None:
+    def __init__(self, issuers: tuple[Issuer, ...], before: TokenVerifier | None = None) -> None:
+        """`before` is the one that this one replaces: the keys of issuers that did not change stay known."""
         self._sets = {issuer.issuer: KeySet(issuer) for issuer in issuers}
+        for name, older in before._sets.items() if before is not None else ():
+            if name in self._sets and self._sets[name].issuer == older.issuer:
+                self._sets[name].take_over(older)
         self._seen: OrderedDict[bytes, Claims] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
 
