@@ -597,6 +597,22 @@ def test_repetitions_become_one_line_with_their_number(tmp_path, monkeypatch):
     assert sum(line.get("count", 1) for line in lines) == 9, "every decision is accounted for"
 
 
+def test_repetitions_of_a_caller_who_has_gone_are_written_all_the_same(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    book = AuditLog(path)
+    guess = Decision("unauthenticated", "", "", "", "", "rest", "10.0.0.9")
+    for number in range(500):
+        book.note(guess, 0.01 * number)
+    book.note(Decision("allowed", "a", "robot-a", "act", "pick", "rest", "10.0.0.1"), 30.0)
+    book.write_due(59.0)
+    assert len(path.read_text().splitlines()) == 2
+    book.write_due(60.0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (lines[-1]["outcome"], lines[-1]["count"]) == ("unauthenticated", 499)
+    assert len(book._kinds) == 1
+    book.close()
+
+
 def test_memory_of_the_audit_log_is_bounded(monkeypatch):
     monkeypatch.setattr(audit, "KINDS_KEPT", 16)
     book = AuditLog()

@@ -21,7 +21,7 @@ from taktline_gateway.logs import log
 
 WINDOW_S = 60.0
 KINDS_KEPT = 4096
-"""Kinds remembered; beyond, the one unseen for longest is written out and forgotten, so memory stays bounded."""
+"""Kinds remembered; beyond, the one that began first is written out and forgotten, so memory stays bounded."""
 _logger = logging.getLogger("taktline.audit")
 
 
@@ -52,7 +52,7 @@ class AuditLog:
     def __init__(self, path: Path | None = None) -> None:
         """Raises TaktlineError `config_invalid` where the file cannot be opened."""
         self._file: TextIO | None = None
-        self._kinds: OrderedDict[Decision, _Repeated] = OrderedDict()
+        self._kinds: OrderedDict[Decision, _Repeated] = OrderedDict()  # by `since`
         if path is not None:
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -78,6 +78,15 @@ class AuditLog:
         self._kinds.move_to_end(decision)
         while len(self._kinds) > KINDS_KEPT:
             self._flush(*self._kinds.popitem(last=False))
+
+    def write_due(self, now: float) -> None:
+        """Writes the repetitions whose time is over and forgets their kinds; for callers who do not come again."""
+        while self._kinds:
+            decision, seen = next(iter(self._kinds.items()))
+            if now - seen.since < WINDOW_S:
+                break
+            del self._kinds[decision]
+            self._flush(decision, seen)
 
     def event(self, event: str, **fields: object) -> None:
         """Writes one line about the access configuration itself."""

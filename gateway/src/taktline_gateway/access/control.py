@@ -254,6 +254,7 @@ class AccessControl:
     async def _watch(self, path: Path) -> None:
         while True:
             await asyncio.sleep(POLL_S)
+            self.audit.write_due(time.monotonic())
             identity = file_identity(path)
             if identity == self._seen:
                 continue
