@@ -335,6 +335,29 @@ def test_unknown_key_ids_do_not_hammer_the_issuer(key_server):
     asyncio.run(run())
 
 
+def test_a_full_disk_under_the_audit_log_does_not_keep_a_key_alive(world, monkeypatch):
+    path, _, file = world
+    monkeypatch.setattr("taktline_gateway.access.control.POLL_S", 0.01)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    async def run():
+        control = AccessControl(path)
+        monkeypatch.setattr(control.audit, "event", full)
+        await control.start()
+        for kept in (file.keys[1:], file.keys[2:]):  # the second one: the watcher has survived the first
+            path.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, keys=kept)))
+            for _ in range(200):
+                if len(control._keys) == len(kept):
+                    break
+                await asyncio.sleep(0.01)
+            assert len(control._keys) == len(kept)
+        await control.close()
+
+    asyncio.run(run())
+
+
 def test_a_changed_access_file_forgets_no_keys(tmp_path, key_server):
     """Whoever adds a key while the issuer is away must not lock out the holders of its tokens."""
     _Keys.document = jwks(one=RSA)

@@ -254,16 +254,22 @@ class AccessControl:
     async def _watch(self, path: Path) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            self.audit.write_due(time.monotonic())
-            identity = file_identity(path)
-            if identity == self._seen:
-                continue
+            try:
+                self._look(path)
+                self.audit.write_due(time.monotonic())
+            except OSError as error:  # the audit log cannot be written; keys must be revocable all the same
+                log(_logger, logging.ERROR, "audit_unwritable", reason=str(error)[:300])
+
+    def _look(self, path: Path) -> None:
+        """Applies the file where it has changed; one that is not valid changes nothing."""
+        identity = file_identity(path)
+        if identity != self._seen:
             self._seen = identity
             try:
                 file = read_access_file(path)
             except TaktlineError as error:
                 log(_logger, logging.ERROR, "access_refused", code=error.code.value, reason=str(error))
-                continue
+                return
             before, replaced = self._file, self._tokens
             self._apply(file)
             closing = asyncio.create_task(replaced.close())
