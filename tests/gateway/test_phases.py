@@ -98,6 +98,26 @@ def test_capture_is_before_arrival_by_what_lies_between():
     assert next_observation_at_ms(observation, None, 100.0) is None
 
 
+def test_robots_that_come_once_are_forgotten():
+    planner = PhasePlanner()
+    for number in range(1000):
+        planner.arrived(("", f"new name {number}"), 0.1 * number)
+    assert len(planner._robots) <= 31, "those of the last 3 s"
+
+
+def test_a_pause_is_no_period():
+    """A robot's first observation of the morning must not keep everybody's demand of that minute for a day."""
+    planner = PhasePlanner()
+    night_s = 8 * 3600.0
+    for at in (0.0, 0.2, 0.4, night_s):
+        planner.arrived(("", "early bird"), at)
+    assert planner.demand_hz == 0.0
+    for robot, begins in (("first shift", night_s), ("second shift", night_s + 600.0)):
+        for turn in range(50):
+            planner.arrived(("", robot), begins + 0.2 * turn)
+    assert planner.demand_hz == pytest.approx(5.0)
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0.05, 2.0), st.floats(0, 1.0)), min_size=1, max_size=12),

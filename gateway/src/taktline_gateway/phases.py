@@ -19,6 +19,8 @@ FLEX_SHARE = 0.25
 PERIOD_WEIGHT = 0.25
 GONE_PERIODS = 3.0
 """A robot that sent nothing for so many of its periods no longer counts."""
+PERIOD_MAX_S = 30.0
+"""Longer gaps are pauses and tell no rhythm: whoever comes back from one is new."""
 DRIFT_MEMORY = 0.8
 """What of a robot's drift is remembered at its next observation; a lasting change of phase is forgotten."""
 EARLY_CORRECTION = 0.2
@@ -82,8 +84,12 @@ class PhasePlanner:
     def arrived(self, source: tuple[str, str], now: float) -> None:
         """An observation came: the robot's period, and whether it listens to hints."""
         robot = self._robots.get(source)
+        if robot is not None and now - robot.arrived_at > PERIOD_MAX_S:
+            self._drop(source, robot)
+            robot = None
         if robot is None:
             self._robots[source] = _Robot(now)
+            self._forget(now)
             return
         gap = now - robot.arrived_at
         robot.arrived_at = now
@@ -163,12 +169,15 @@ class PhasePlanner:
             source, robot = next(iter(self._robots.items()))
             if now - robot.arrived_at <= GONE_PERIODS * (robot.period_s or 1.0):
                 break
-            if robot.period_s:
-                self._demand_hz -= 1.0 / robot.period_s
-            del self._robots[source]
+            self._drop(source, robot)
         if self._grid is not None and len(self._taken) > 256:
             past = int(now / self._grid.slot_s)
             self._taken = {slot: count for slot, count in self._taken.items() if slot >= past}
+
+    def _drop(self, source: tuple[str, str], robot: _Robot) -> None:
+        if robot.period_s:
+            self._demand_hz -= 1.0 / robot.period_s
+        del self._robots[source]
 
 
 def next_observation_at_ms(observation: Observation, next_at: float | None, now: float) -> float | None:
