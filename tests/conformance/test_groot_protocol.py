@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot, npy_array
-from taktline_gateway.compat.groot_observations import joined_keys, mapping_of, rows_of
+from taktline_gateway.compat.groot_observations import joined_keys, joined_mapping, mapping_of, rows_of
 from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import ClientMapping
 from taktline_protocol.limits import Limits
@@ -223,3 +223,15 @@ def test_fuzz_observations(observation):
     with contextlib.suppress(TaktlineError):
         for row in rows_of(joined_keys(observation)):
             mapping_of(row, ClientMapping())
+
+
+def test_a_mapping_may_be_written_as_flat_clients_write_keys():
+    dotted = ClientMapping(
+        images={"video.front": "scene"}, state=("state.arm", "state/hand"), instruction="annotation.human.task",
+        actions={"action.arm": 6, "hand": 2},
+    )  # fmt: skip
+    assert joined_mapping(dotted) == ClientMapping(
+        images={"video/front": "scene"}, state=("state/arm", "state/hand"), instruction="annotation/human.task",
+        actions={"arm": 6, "hand": 2},
+    )  # fmt: skip
+    assert joined_mapping(joined_mapping(dotted)) == joined_mapping(dotted)

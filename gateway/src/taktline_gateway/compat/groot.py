@@ -21,6 +21,7 @@ from taktline_gateway.compat.groot_observations import (
     action_map,
     is_flat,
     joined_keys,
+    joined_mapping,
     mapping_of,
     modality_config,
     rows_of,
@@ -163,7 +164,8 @@ class GrootListener:
                 return {}
             case "get_modality_config":
                 policy = await self._ready(client)
-                return modality_config(self._service.info(policy), self._service.mapping(policy, "groot"))
+                mapping = joined_mapping(self._service.mapping(policy, "groot"))
+                return modality_config(self._service.info(policy), mapping)
             case "get_action":
                 return await self._get_action(client, data.get("observation"))
             case _:
@@ -172,7 +174,7 @@ class GrootListener:
     async def _get_action(self, client: _Client, observation: Any) -> list[dict[str, Any]]:
         policy = await self._ready(client)
         rows = rows_of(joined_keys(observation))
-        mapping = self._service.mapping(policy, "groot")
+        mapping = joined_mapping(self._service.mapping(policy, "groot"))
         info = self._service.info(policy)
         reads = [read_observation(row, mapping_of(row, mapping), info, "groot") for row in rows]
         while len(client.conversations) < len(reads):

@@ -82,6 +82,22 @@ def mapping_of(row: dict[str, Any], mapping: ClientMapping) -> ClientMapping:
     return msgspec.structs.replace(mapping, **changes)
 
 
+def joined_mapping(mapping: ClientMapping) -> ClientMapping:
+    """The same mapping under joined keys: people may write a flat client's `video.NAME` for `video/NAME`."""
+
+    def joined(key: str) -> str:
+        modality, dot, name = key.partition(".")
+        return f"{modality}/{name}" if dot and modality in _MODALITIES else key
+
+    return msgspec.structs.replace(
+        mapping,
+        images={joined(key): camera for key, camera in mapping.images.items()},
+        state=tuple(joined(key) for key in mapping.state),
+        instruction=joined(mapping.instruction),
+        actions={name.removeprefix("action."): width for name, width in mapping.actions.items()},
+    )
+
+
 def action_map(chunks: list[ActionChunk], mapping: ClientMapping, *, flat: bool) -> dict[str, NDArray[np.float32]]:
     """float32 (B, H, width) for each named part of the action row; one part of all where the route names none.
 
