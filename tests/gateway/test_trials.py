@@ -13,6 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from taktline_protocol.measurements import GatewayMeasurements, Trial
+from taktline_protocol.stream import Ack
+
+from tests.gateway.stream_robot import StreamRobot
 
 _spec = importlib.util.spec_from_file_location("gateway_stack", Path(__file__).with_name("conftest.py"))
 _conftest = importlib.util.module_from_spec(_spec)
@@ -210,6 +213,25 @@ def test_nothing_is_lost_from_the_first_step_to_the_old_workers_end(stack):
         load.seen(60)
     assert load.failures() == []
     assert {revision for _, _, revision in load.answers[-60:]} == {"r2"}
+
+
+def test_in_a_full_window_the_newest_wins_on_the_candidate_too(bare_stack):
+    """A stream asks whether its queued observation has left, and refuses the newer one where it has not."""
+    stack = bare_stack
+    serving, other = stack.start_worker(revision="r1"), stack.start_worker(revision="r2")
+    stack.write_routes(serving, candidate=candidate(other, weight=100, step="all"))
+    stack.start_gateway("--stream-window", "2")
+    trial_up(stack)
+    robot = StreamRobot(stack.url)
+    first = robot.observe("slow 300")
+    robot.until(Ack)
+    queued = robot.observe()
+    robot.until(Ack)  # now it is in the queue
+    newest = robot.observe()
+    answers = {answer.seq: answer for answer in (robot.answer() for _ in range(3))}
+    assert answers[queued].code == "superseded"
+    assert [answers[seq].revision for seq in (first, newest)] == ["r2", "r2"]
+    robot.close()
 
 
 def test_taking_back_loses_nothing(stack, serving):

@@ -290,6 +290,9 @@ class CandidateTrack:
         """The robot is gone."""
         if isinstance(pending, _Relayed) and pending.lane is not None and pending.inner is not None:
             pending.lane.leave(pending.inner)
+            inner = pending.inner.result
+            if inner.done() and isinstance(_error_of(inner), ClientGone):
+                _hand_on(pending.inner, pending)  # now, as with a lane: whoever takes it out asks whether it has left
         else:
             self._canary.stable().leave(pending)
 
