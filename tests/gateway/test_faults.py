@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,7 +14,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+from taktline_gateway.lane import Lane
+from taktline_gateway.telemetry import Telemetry
 from taktline_protocol.codecs import MediaType, encode
+from taktline_protocol.deployment import Route, Target
 
 WAIT = "slow 400"
 
@@ -194,6 +199,29 @@ def test_routes_are_read_again_through_a_symlink_swap(bare_stack):
     _until(lambda: answers.append(stack.act(robot="a")) or answers[-1][1].worker == second)
     assert {status for status, _ in answers} == {200}
     assert {chunk.worker for _, chunk in answers} <= {first, second}
+
+
+def test_each_removed_worker_has_its_own_time_to_stand_in(monkeypatch):
+    """Two swaps in a row: the end of the first one's time takes away the first worker, and not the second."""
+    monkeypatch.setattr("taktline_gateway.lane.SWAP_S", 1000.0)
+    first, second, third = (Target(address=f"127.0.0.1:{port}") for port in (1, 2, 3))
+    route = Route(policy="scripted", targets=(first,))
+
+    async def run():
+        lane = Lane(route, Telemetry(), max_queued=1)
+        for target in (second, third):
+            lane.apply(msgspec.structs.replace(route, targets=(target,)))
+        assert set(lane._leaving) == {first, second}
+        lane._let_go(first)
+        assert set(lane._links) == {second, third}
+        lane.apply(msgspec.structs.replace(route, targets=(second, third)))
+        assert not lane._leaving, "the route names it again"
+        lane.apply(msgspec.structs.replace(route, targets=(third,)))
+        timer = lane._leaving[second]
+        await lane.close()
+        assert timer.cancelled()
+
+    asyncio.run(run())
 
 
 def test_a_removed_worker_stands_in_for_one_that_does_not_serve_yet(bare_stack):

@@ -65,6 +65,7 @@ class Lane:
         self._dispatch = Dispatch(route.policy, self._scheduler, telemetry, self._phases, self._refused)
         self._last_info: PolicyInfo | None = None
         self._retiring: set[WorkerLink] = set()
+        self._leaving: dict[Target, asyncio.TimerHandle] = {}  # connected, and not in the route
         self.apply(route)
 
     # ----- what others see
@@ -141,18 +142,28 @@ class Lane:
                     route.policy, target, self._worker_up, self._worker_down, self._worker_tls
                 )
                 link.start()
+        for target in self._links:
+            if target in route.targets:
+                self._keep(target)
+            elif target not in self._leaving:
+                self._leaving[target] = asyncio.get_running_loop().call_later(SWAP_S, self._let_go, target)
         self._let_go()
-        if any(target not in route.targets for target in self._links):
-            asyncio.get_running_loop().call_later(SWAP_S, self._let_go, True)
 
-    def _let_go(self, at_once: bool = False) -> None:
-        """Retires the workers that the route no longer names, once one that it names serves."""
+    def _keep(self, target: Target) -> None:
+        """The route names this worker again, or it has gone: nothing is to be done when its time is over."""
+        timer = self._leaving.pop(target, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _let_go(self, overdue: Target | None = None) -> None:
+        """Retires the workers that the route no longer names: the overdue one, all once one that it names serves."""
         wanted = set(self.route.targets)
         replaced = {target.address for target in wanted}  # the same worker under another revision or pool
         serves = not wanted or any(link.up for target, link in self._links.items() if target in wanted)
         for target in [target for target in self._links if target not in wanted]:
-            if not (serves or at_once or target.address in replaced):
+            if not (serves or target == overdue or target.address in replaced):
                 continue
+            self._keep(target)
             link = self._links.pop(target)
             self._worker_down(link)
             self._dispatch.spawn(self._retire(link))
@@ -163,6 +174,8 @@ class Lane:
             self._scheduler.cancel(ticket)
             self._dispatch.fail(ticket, unavailable(self.route.policy, None))
         self._dispatch.stop()
+        for target in list(self._leaving):
+            self._keep(target)
         links = list(self._links.values())
         self._links.clear()
         for link in links:  # what their channels leave unanswered must not be sent to one another
