@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
-from taktline_gateway.stream.sessions import Flight, HeldFrame, Sessions
+from taktline_gateway.stream.endpoint import Streams
+from taktline_gateway.stream.sessions import Flight, HeldFrame, Session, Sessions
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.messages import Image
 from taktline_protocol.stream import Hello
@@ -92,6 +94,40 @@ def test_a_newer_connection_takes_over(sessions):
     assert sessions.resume("p", "arm", hello(token=session.token)) is session
     assert link.was_replaced
     assert session.link is None
+
+
+def test_two_hellos_at_once_move_a_session_once(sessions):
+    """Both find nothing here and ask the store; the one that comes second goes on with what the first took in."""
+    both_ask = asyncio.Event()
+    asked = []
+
+    class Store:
+        async def load(self, token: bytes) -> Session:
+            asked.append(token)
+            if len(asked) == 2:
+                both_ask.set()
+            await both_ask.wait()
+            return Session("p", "arm", "arm", "s", token, 4, held={"front": frame(100)}, held_bytes=100)
+
+    streams = SimpleNamespace(sessions=sessions, _store=Store())
+
+    async def run():
+        async def greet(link: FakeLink):
+            session, word = await Streams.resume(streams, "p", "arm", hello(token=b"t" * 16))
+            session.link = link
+            return session, word
+
+        links = FakeLink(), FakeLink()
+        return links, await asyncio.gather(*map(greet, links))
+
+    links, ((one, first), (other, second)) = asyncio.run(run())
+    assert one is other
+    assert (first, second) == ("moved", "resumed")
+    assert links[0].was_replaced
+    assert one.link is links[1]
+    assert sessions.held_bytes == 100
+    sessions.end(one)
+    assert sessions.held_bytes == 0
 
 
 def test_memory_is_taken_from_the_session_idle_longest(sessions):

@@ -195,6 +195,9 @@ class Streams:
             return found, "resumed"
         if self._store is not None:
             moved = await self._store.load(hello.token)
+            found = self.sessions.resume(policy, robot, hello)
+            if found is not None:  # another connection of this robot was faster
+                return found, "resumed"
             if moved is not None and belongs(moved, policy, robot, hello):
                 moved.seq = max(moved.seq, hello.seq)
                 self.sessions.adopt(moved)
