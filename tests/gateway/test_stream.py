@@ -382,7 +382,7 @@ def test_what_is_queued_leaves_with_a_dropped_connection(bare_stack):
     bare_stack.start_gateway()
     bare_stack.wait_workers(1)
     blocker, robot = StreamRobot(bare_stack.url, "blocker"), StreamRobot(bare_stack.url)
-    blocker.observe("slow 2000")  # long enough for the gateway to notice, however busy this machine is
+    blocker.observe("slow 900")  # a second would be a silent worker, whose batch is tried again
     blocker.until(Ack)
     robot.observe()
     robot.until(Ack)
