@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfi
 from taktline_worker.lifecycle import ServeOptions
 from taktline_worker.replicas.assignment import Assignment
 from taktline_worker.replicas.front import Front, _Fleet, launches
+from taktline_worker.replicas.metrics import ReplicaMetrics
 from taktline_worker.replicas.request import count_items
 
 TABLE = {1: 0.010, 2: 0.012, 4: 0.020}
@@ -177,6 +179,24 @@ def test_the_slowest_replica_speaks_for_all() -> None:
     assert [(t.median_ms, t.p99_ms) for level in merged.cheaper for t in level.t_sync] == [(2.0, 4.0)]
     assert (merged.policy, merged.replicas) == ("p", 2)
     assert front._fleet.infos[0].t_sync[0].median_ms == 3.0, "what a replica said is left as it was"
+
+
+def test_a_replica_that_ends_while_it_is_scraped_hides_no_other() -> None:
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx_gauge 1"
+    addresses = {}
+    for replica, answer in enumerate((whole, whole.replace(b": 9", b": 900"), b"no HTTP\r\n")):
+        server = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=_answer_once, args=(server, answer), daemon=True).start()
+        addresses[replica] = f"127.0.0.1:{server.getsockname()[1]}"
+    families = {family.name: family for family in ReplicaMetrics("p", lambda: addresses, lambda: 0).collect()}
+    assert [sample.labels for sample in families["x_gauge"].samples] == [{"replica": "0"}]
+
+
+def _answer_once(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with server, connection:
+        connection.recv(4096)
+        connection.sendall(answer)
 
 
 def test_the_port_of_the_replicas_needs_no_torch() -> None:

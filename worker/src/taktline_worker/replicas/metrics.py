@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from http.client import HTTPException
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -53,7 +54,7 @@ class ReplicaMetrics(Collector):
             try:
                 with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_TIMEOUT_S) as answer:
                     page = answer.read().decode()
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 logger.warning("a replica's metrics cannot be read", extra={"replica": replica, "reason": str(error)})
                 continue
             for family in text_string_to_metric_families(page):
