@@ -139,13 +139,18 @@ class Dispatch:
         self._telemetry.batch_finished(
             self._policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
         )
-        self._deliver(link, members, response, sent_at, batch)
+        self._deliver(link, members, response, sent_at, batch, steps)
         self._poll()
 
     def _deliver(
-        self, link: WorkerLink, members: list[Pending], response: worker_pb2.InferResponse, sent_at: float, batch: Batch
+        self,
+        link: WorkerLink,
+        members: list[Pending],
+        response: worker_pb2.InferResponse,
+        sent_at: float,
+        batch: Batch,
+        steps: int,
     ) -> None:
-        steps = self._steps(link, batch)
         results = {result.request_id: result for result in response.results}
         returned_at = time.monotonic()
         for member in members:
@@ -157,7 +162,7 @@ class Dispatch:
             except TaktlineError as error:
                 if error.code in RETRIED and self._again(member, returned_at):
                     continue
-                if error.code is ErrorCode.WORKER_FAILED and self.elsewhere(member):
+                if error.code in (ErrorCode.WORKER_FAILED, *RETRIED) and self.elsewhere(member):
                     continue
                 self._scheduler.cancel(member)
                 self.fail(member, error)

@@ -1,0 +1,88 @@
+"""Batches on their way, with a worker that is scripted in this process: whatever it answers, each member is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from taktline_gateway.degrade import Levels
+from taktline_gateway.dispatch import Dispatch
+from taktline_gateway.pending import Pending
+from taktline_gateway.phases import PhasePlanner
+from taktline_gateway.scheduler import Batch, Scheduler
+from taktline_gateway.telemetry import Telemetry
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
+from taktline_protocol.deployment import Target
+from taktline_protocol.rpc import to_tensor
+
+from tests.gateway.simulated_clock import service_times
+
+
+class Link:
+    """A worker that answers every item by `answer(result)` once `meanwhile` has happened."""
+
+    name = "w"
+    revision = "r1"
+    target = Target(address="w")
+    info = None
+    failures = 0
+
+    def __init__(self, answer, meanwhile=lambda: None) -> None:
+        self._answer, self._meanwhile = answer, meanwhile
+
+    async def infer(self, body: bytes, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+        self._meanwhile()
+        response = worker_pb2.InferResponse(revision="r1", bucket=1)
+        for item in worker_pb2.InferRequest.FromString(body).items:
+            self._answer(response.results.add(request_id=item.request_id))
+        return response
+
+
+def actions(result) -> None:
+    result.actions.CopyFrom(to_tensor(np.zeros((10, 6), np.float32)))
+
+
+def overloaded(result) -> None:
+    result.error.code = "overloaded"
+
+
+def world(level: int):
+    """A dispatch with one worker, and a batch of one observation that is on it."""
+    now, times = time.monotonic(), service_times()
+    scheduler = Scheduler(max_batch=8, max_wait_s=0.0)
+    scheduler.add_worker("w", times, now, (times,))
+    dispatch = Dispatch("p", scheduler, Telemetry(), PhasePlanner(), lambda *_: None)
+    dispatch.levels["w"] = Levels((4,), (times,))
+    pending = Pending("arm", 1, now + 10.0, now, policy="p", request_id="one")
+    pending.item.request_id = "one"
+    pending.flights = 1
+    return dispatch, pending, Batch("w", (pending,), now + 0.01, now + 0.02, now + 5.0, level)
+
+
+def test_a_level_that_is_withdrawn_while_its_batch_runs_costs_no_answer():
+    async def run():
+        dispatch, pending, batch = world(level=1)
+        link = Link(actions, lambda: dispatch.levels.update(w=Levels()))
+        await dispatch._run(link, batch, time.monotonic())
+        return pending.result.result()
+
+    assert asyncio.run(run()).degraded.solver_steps == 4
+
+
+@pytest.mark.parametrize(("copies", "answered"), [(1, True), (2, False)])
+def test_what_one_worker_will_not_look_at_waits_for_the_copy_on_another(copies, answered):
+    async def run():
+        dispatch, pending, batch = world(level=0)
+        pending.flights, pending.attempts = copies, 1
+        await dispatch._run(Link(overloaded), batch, time.monotonic())
+        return pending.result
+
+    result = asyncio.run(run())
+    assert result.done() is answered
+    if answered:
+        error = result.exception()
+        assert isinstance(error, TaktlineError)
+        assert error.code is ErrorCode.OVERLOADED
