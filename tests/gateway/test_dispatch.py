@@ -1,10 +1,9 @@
-"""Batches on their way, with a worker that is scripted in this process: whatever it answers, each member is answered."""
+"""Batches on their way, with a worker scripted in this process: whatever it answers, each member is answered."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
