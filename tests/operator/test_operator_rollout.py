@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from simulated_cluster import Cluster, differing_trial, late_trial, trial_of
 from taktline_operator import naming
+from taktline_operator.rollout import Facts, State, advance
+from taktline_operator.spec import Rollout
 from taktline_protocol.measurements import Outcomes, Shadow
 
 Json = dict[str, Any]
@@ -300,6 +302,34 @@ async def test_workers_of_the_old_revision_stay_until_every_gateway_has_left_the
     cluster.controller._measurements = cluster
     await cluster.run(60)
     assert len(cluster.deployments()) == 1
+
+
+def test_a_worker_that_finds_no_node_does_not_hold_up_the_end() -> None:
+    """The old workers, which nobody uses any more, may be what it waits for; and a next revision must get its turn."""
+    plan = Rollout()
+    begun, later = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+    state = State(
+        phase="Finishing",
+        stable="a",
+        candidate="b",
+        step=len(plan.steps) - 1,
+        weight=100,
+        since=begun,
+        started_at=begun,
+    )
+    facts = Facts(
+        wanted="c",
+        revision="r3",
+        replicas={"gpu": 4},
+        stable_ready=0,
+        candidate_ready={"gpu": 3},
+        trials=(),
+        now=later,
+    )
+    state = advance(state, plan, 0.99, facts)
+    assert (state.phase, state.stable, state.candidate) == ("Complete", "b", "")
+    state = advance(state, plan, 0.99, facts)
+    assert (state.phase, state.candidate) == ("Starting", "c")
 
 
 async def test_with_no_gateway_to_ask_a_candidate_waits_but_a_take_back_ends(cluster: Cluster) -> None:

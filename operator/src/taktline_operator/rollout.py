@@ -109,7 +109,7 @@ def advance(state: State, rollout: Rollout, objective: float, facts: Facts) -> S
     if state.phase in ON_TRIAL:
         return _on_trial(state, rollout, objective, facts, order)
     if state.phase == "Finishing":
-        return _finishing(state, rollout, facts)
+        return _finishing(state, facts)
     if state.phase == "RollingBack":
         return _rolling_back(state, facts)
     if facts.wanted == state.stable:
@@ -218,8 +218,9 @@ def _shifting(state: State, rollout: Rollout, facts: Facts, verdict: judgement.V
     return _enter(state, "Finishing", facts, message="all robots are served by it; the old workers leave")
 
 
-def _finishing(state: State, rollout: Rollout, facts: Facts) -> State:
-    if not _settled(state, facts) or not _enough(state, rollout, facts):
+def _finishing(state: State, facts: Facts) -> State:
+    # Not until all of the candidate's workers serve: one that lacks a node may be waiting for that of an old worker.
+    if not _settled(state, facts):
         return _waiting(state, "all robots are served by it; the old workers leave")
     return _enter(
         state,
