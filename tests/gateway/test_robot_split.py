@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
+from taktline_gateway.canary import Canary
 from taktline_gateway.robot_split import ACTIVE_S, RobotSplit
+from taktline_protocol import Observation
+from taktline_protocol.deployment import Candidate
 
 
 def split_of(weight: float, *, hold_s: float = 0.0, trial: str = "t", now: float = 100.0) -> RobotSplit:
@@ -93,3 +99,21 @@ def test_a_gateway_that_has_just_started_does_not_put_its_first_robot_on_trial()
         split.set_weight(5, 0.0, 100.0)
         ranks.append(split.is_on_candidate(f"arm-{number}", "s", 100.5))
     assert 2 <= sum(ranks) <= 25  # about 5 %, by rank, though each is the only robot its gateway knows
+
+
+def test_robots_of_one_name_and_two_tenants_have_a_seat_each(monkeypatch):
+    """With one seat for both, each would seem to begin a session every time, and move in the midst of its own."""
+    monkeypatch.setattr("taktline_gateway.canary.time", SimpleNamespace(monotonic=lambda: 100.0))
+    split = split_of(50, hold_s=1000.0)
+    canary = SimpleNamespace(candidate=Candidate(id="t", step="s", weight=50.0), _split=split, stable=lambda: None)
+    observation = Observation(
+        robot_id="arm-1", session_id="", seq=1, captured_at=0.0, budget_ms=100.0, images={}, state=[], instruction=""
+    )
+    for tenant in ("a", "b", "a", "b"):
+        theirs = msgspec.structs.replace(observation, session_id=f"session of {tenant}")
+        Canary.pick(canary, theirs, f"{tenant}/arm-1")
+    assert split.active(100.0)[0] == 2
+    assert {name: seat.session_id for name, seat in split._seats.items()} == {
+        "a/arm-1": "session of a",
+        "b/arm-1": "session of b",
+    }

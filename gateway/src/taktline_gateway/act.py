@@ -59,11 +59,11 @@ class ActEndpoint:
             self._gateway.check_open()
             self._gateway.lane(policy, principal)
             observation = decode_observation(body, media, settings.limits)
-            way = self._gateway.trials.way(policy, observation)
+            robot = principal.robot(observation.robot_id)
+            way = self._gateway.trials.way(policy, observation, robot)
             info = way.info()
             if info.cameras:  # unknown until a first worker has told; without one, `submit` refuses
                 check_policy_fit(observation, info)
-            robot = principal.robot(observation.robot_id)
             self._gateway.robots.arrive(robot, observation.session_id, observation.seq, time.monotonic())
             reserved_ms = observation.actuate_ms + observation.network_ms
             deadline = received_at + (observation.budget_ms - reserved_ms) / 1e3

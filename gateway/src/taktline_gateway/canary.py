@@ -103,10 +103,10 @@ class Canary:
             candidate_robots=on_candidate,
         )
 
-    def pick(self, observation: Observation) -> StableTrack | CandidateTrack:
-        """Where this observation goes."""
+    def pick(self, observation: Observation, robot: str) -> StableTrack | CandidateTrack:
+        """Where this observation goes; `robot` is the robot's name among those of all tenants."""
         now = time.monotonic()
-        robot, session = observation.robot_id, observation.session_id
+        session = observation.session_id
         if self.candidate.weight > 0.0:
             if self._split.is_on_candidate(robot, session, now):
                 return CandidateTrack(self)

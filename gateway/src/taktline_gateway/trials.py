@@ -83,10 +83,10 @@ class Trials:
                 mirror=found.mirror,
             )
 
-    def way(self, policy: str, observation: Observation) -> CountedWay:
-        """What takes this observation; the policy must be one of the lanes."""
+    def way(self, policy: str, observation: Observation, robot: str) -> CountedWay:
+        """What takes this observation of `robot` (its name among all tenants'); the policy must be one of the lanes."""
         canary = self._canaries.get(policy)
-        way: Way = self._lanes[policy] if canary is None else canary.pick(observation)
+        way: Way = self._lanes[policy] if canary is None else canary.pick(observation, robot)
         counts = self._demand.get(policy)
         if counts is None:
             counts = self._demand[policy] = DemandCounts()

@@ -119,11 +119,11 @@ class GatewayService:
             gateway.lane(policy, principal)
             if not checked:
                 check_observation(observation, self.limits)
-            lane = gateway.trials.way(policy, observation)
+            robot = principal.robot(observation.robot_id)
+            lane = gateway.trials.way(policy, observation, robot)
             info = lane.info()
             if info.cameras:  # unknown until a first worker has told; without one, the lane refuses
                 check_policy_fit(observation, info)
-            robot = principal.robot(observation.robot_id)
             gateway.robots.arrive(robot, observation.session_id, observation.seq, time.monotonic())
             pending = _queue(lane, exchange.request_id, observation, received_at, principal)
             gateway.books.queued(policy, exchange, observation, pending)
