@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,16 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import free_port
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taktline" / "clients"
 NO_NETWORK = ("dns error", "error sending request", "failed to fetch", "timed out", "connection refused", "unreachable")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def until(condition, what: str, timeout_s: float = 30.0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -13,14 +12,10 @@ import httpx
 import yaml
 from taktline_operator import slo_rules
 
+from tests.ports import free_port
+
 SCRAPE = "1s"
 _FIRING = 'ALERTS{alertstate="firing",policy!=""}'
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class PrometheusRun:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,15 +17,11 @@ from taktline_protocol.errors import TaktlineError
 from taktline_worker.models.pi.adapter import load
 from taktline_worker.observation import EncodedImage, RobotInput
 
+from tests.ports import free_port
+
 FOLDER = Path(__file__).parents[2] / "demo" / "checkpoint"
 SEEDS = range(900, 902)
 START_S = 120.0
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

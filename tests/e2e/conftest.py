@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ import msgspec
 import pytest
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_protocol.messages import PolicyInfo
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -40,12 +41,6 @@ class RunningStack:
 
     def alive(self) -> dict[str, bool]:
         return {name: process.poll() is None for name, process in self.processes.items()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def engine_config(policy: str, checkpoint: Path, revision: str = "e2e") -> EngineConfig:

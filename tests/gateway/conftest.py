@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,14 +16,10 @@ import pytest
 from taktline_protocol import Image, Observation
 from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, encode
 
+from tests.ports import free_port
+
 HERE = Path(__file__).parent
 FRAME = Image("raw", bytes(3 * 8 * 8), (8, 8, 3))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def until(condition, what, timeout_s=30.0):

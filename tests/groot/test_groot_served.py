@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,18 +21,14 @@ from taktline_protocol.deployment import ClientMapping, Route, RoutingTable, Tar
 from taktline_protocol.limits import Limits
 from taktline_worker.models.groot.adapter import load
 
+from tests.ports import free_port
+
 READY_TIMEOUT_S = 120
 MAPPING = ClientMapping(
     images={"video/image": "image", "video/wrist_image": "wrist_image"},
     state=("state/arm", "state/gripper"),
     actions={"arm": 3, "gripper": 1},
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

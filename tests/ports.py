@@ -1,0 +1,18 @@
+"""Ports for the programs that tests start."""
+
+from __future__ import annotations
+
+import socket
+
+_GIVEN: set[int] = set()
+
+
+def free_port() -> int:
+    """A port that nobody listens on, never one given before: whoever asked for that may be about to listen."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in _GIVEN:
+            _GIVEN.add(port)
+            return port
