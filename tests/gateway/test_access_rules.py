@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import logging
 import socket
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import jwt
@@ -642,3 +644,18 @@ def test_memory_of_the_audit_log_is_bounded(monkeypatch):
     for number in range(1000):
         book.note(Decision("unauthenticated", "", "", "", "", "rest", f"10.0.{number}.1"), 0.0)
     assert len(book._kinds) == 16
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_a_full_audit_disk_stops_no_robot_and_loses_no_decision(caplog):
+    caplog.set_level(logging.INFO, logger="taktline.audit")
+    book = AuditLog(Path("/dev/full"))
+    decision = Decision("allowed", "plant-a", "line-3", "act", "weld", "rest", "10.0.0.1")
+    book.note(decision, 0.0, robot="arm-7", request_id="r1")
+    book.note(decision, 1.0, robot="arm-7", request_id="r2")
+    book.close()
+    lines = [vars(record) for record in caplog.records]
+    first = next(line for line in lines if line["msg"] == "access_decision")
+    assert (first["caller"], first["robot"], first["levelname"]) == ("line-3", "arm-7", "ERROR")
+    assert "space" in first["audit_file_failed"]
+    assert next(line for line in lines if line["msg"] == "access_decisions")["count"] == 1

@@ -47,7 +47,11 @@ class _Repeated:
 
 
 class AuditLog:
-    """Writes to a file of its own (mode 0600, appended), or among the process's other log lines."""
+    """Writes to a file of its own (mode 0600, appended), or among the process's other log lines.
+
+    A line that the file does not take, because its disk is full, goes among the others too, with the reason: robots
+    are served on, and no decision is lost unseen.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         """Raises TaktlineError `config_invalid` where the file cannot be opened."""
@@ -98,7 +102,10 @@ class AuditLog:
             self._flush(decision, seen)
         self._kinds.clear()
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                log(_logger, logging.ERROR, "audit_file_failed", exc_info=False, reason=error.strerror)
             self._file = None
 
     def _flush(self, decision: Decision, seen: _Repeated) -> None:
@@ -112,7 +119,10 @@ class AuditLog:
             log(_logger, logging.INFO, event, exc_info=False, **shown)
             return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, **shown}
-        self._file.write(json.dumps(line, default=str) + "\n")
+        try:
+            self._file.write(json.dumps(line, default=str) + "\n")
+        except OSError as error:
+            log(_logger, logging.ERROR, event, exc_info=False, audit_file_failed=error.strerror, **shown)
 
 
 def _fields(decision: Decision) -> dict[str, object]:
