@@ -171,8 +171,7 @@ def _when_idle(state: State, scaling: Scaling, bounds: Room, idle_since: str, no
         keep = max(1, bounds.low)
         return keep, keep, "ColdStart", f"a start {cold} and the budget is {budget} s: one worker stays warm"
     if seconds_between(idle_since, now) < scaling.to_zero.idle_seconds:
-        keep = max(1, state.desired and 1)
-        return keep, keep, "Idle", "no robot asks; the last worker waits for one"
+        return 1, 1, "Idle", "no robot asks; the last worker waits for one"
     return 0, 0, "ScaledToZero", "no robot asks"
 
 

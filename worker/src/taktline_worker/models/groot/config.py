@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from taktline_worker.checkpoint import refuse
-
-Shapes = Mapping[str, tuple[int, ...]]
+from taktline_worker.shapes import Shapes, count_layers, linear, norm, shown
 
 MODEL_TYPE = "Gr00tN1d7"
 CONFIG_FILE = "config.json"
@@ -155,12 +154,12 @@ def _architecture(config: Mapping[str, Any], backbone: Mapping[str, Any] | None,
     diffusion, refinement = config["diffusion_model_cfg"], config.get("vl_self_attention_cfg") or {}
     if diffusion["norm_type"] != "ada_norm" or diffusion["positional_embeddings"] is not None:
         raise ValueError("the diffusion transformer has another norm or positions than N1.7's")
-    layers = _count(shapes, f"{TEXT}layers.")
+    layers = count_layers(shapes, f"{TEXT}layers.")
     if layers < config["select_layer"]:
         raise ValueError(f"select_layer is {config['select_layer']}, the file has {layers} text layers")
     return GrootArchitecture(
         vision=VisionConfig(
-            depth=_count(shapes, f"{VISUAL}blocks."),
+            depth=count_layers(shapes, f"{VISUAL}blocks."),
             width=width,
             heads=vision["num_heads"],
             mlp=shapes[f"{VISUAL}blocks.0.mlp.linear_fc1.weight"][0],
@@ -220,14 +219,14 @@ def _vision_shapes(a: GrootArchitecture) -> dict[str, tuple[int, ...]]:
     }
     for index in range(v.depth):
         prefix = f"blocks.{index}"
-        shapes |= _norm(f"{prefix}.norm1", v.width) | _norm(f"{prefix}.norm2", v.width)
-        shapes |= _linear(f"{prefix}.attn.qkv", 3 * v.width, v.width) | _linear(f"{prefix}.attn.proj", v.width, v.width)
-        shapes |= _linear(f"{prefix}.mlp.linear_fc1", v.mlp, v.width)
-        shapes |= _linear(f"{prefix}.mlp.linear_fc2", v.width, v.mlp)
+        shapes |= norm(f"{prefix}.norm1", v.width) | norm(f"{prefix}.norm2", v.width)
+        shapes |= linear(f"{prefix}.attn.qkv", 3 * v.width, v.width) | linear(f"{prefix}.attn.proj", v.width, v.width)
+        shapes |= linear(f"{prefix}.mlp.linear_fc1", v.mlp, v.width)
+        shapes |= linear(f"{prefix}.mlp.linear_fc2", v.width, v.mlp)
     mergers = {"merger": v.width} | {f"deepstack_merger_list.{i}": merged for i in range(len(v.deepstack))}
     for name, normed in mergers.items():
-        shapes |= _norm(f"{name}.norm", normed)
-        shapes |= _linear(f"{name}.linear_fc1", merged, merged) | _linear(f"{name}.linear_fc2", a.text.width, merged)
+        shapes |= norm(f"{name}.norm", normed)
+        shapes |= linear(f"{name}.linear_fc1", merged, merged) | linear(f"{name}.linear_fc2", a.text.width, merged)
     return {f"{VISUAL}{name}": shape for name, shape in shapes.items()}
 
 
@@ -255,19 +254,19 @@ def _head_shapes(a: GrootArchitecture) -> dict[str, tuple[int, ...]]:
     h, vl = a.head, a.text.width
     shapes: dict[str, tuple[int, ...]] = {}
     if h.vl_norm:
-        shapes |= _norm("vlln", vl)
+        shapes |= norm("vlln", vl)
     for index in range(h.vl_layers):
         prefix = f"vl_self_attention.transformer_blocks.{index}"
-        shapes |= _norm(f"{prefix}.norm1", vl) | _norm(f"{prefix}.norm3", vl)
+        shapes |= norm(f"{prefix}.norm1", vl) | norm(f"{prefix}.norm3", vl)
         shapes |= _attention(f"{prefix}.attn1", vl, vl) | _feed_forward(f"{prefix}.ff", vl)
     for index in range(h.layers):
         prefix = f"model.transformer_blocks.{index}"
         memory = h.width if h.interleaved and index % 2 else vl
-        shapes |= _linear(f"{prefix}.norm1.linear", 2 * h.width, h.width)
+        shapes |= linear(f"{prefix}.norm1.linear", 2 * h.width, h.width)
         shapes |= _attention(f"{prefix}.attn1", h.width, memory) | _feed_forward(f"{prefix}.ff", h.width)
     time = "model.timestep_encoder.timestep_embedder"
-    shapes |= _linear(f"{time}.linear_1", h.width, TIME_CHANNELS) | _linear(f"{time}.linear_2", h.width, h.width)
-    shapes |= _linear("model.proj_out_1", 2 * h.width, h.width) | _linear("model.proj_out_2", h.hidden, h.width)
+    shapes |= linear(f"{time}.linear_1", h.width, TIME_CHANNELS) | linear(f"{time}.linear_2", h.width, h.width)
+    shapes |= linear("model.proj_out_1", 2 * h.width, h.width) | linear("model.proj_out_2", h.hidden, h.width)
     if h.position_embedding:
         shapes["position_embedding.weight"] = (h.positions, h.width)
     for name, rows, columns in (
@@ -283,32 +282,17 @@ def _head_shapes(a: GrootArchitecture) -> dict[str, tuple[int, ...]]:
     return {f"{HEAD}{name}": shape for name, shape in shapes.items()}
 
 
-def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
 def _attention(name: str, width: int, memory: int) -> dict[str, tuple[int, ...]]:
     return (
-        _linear(f"{name}.to_q", width, width)
-        | _linear(f"{name}.to_k", width, memory)
-        | _linear(f"{name}.to_v", width, memory)
-        | _linear(f"{name}.to_out.0", width, width)
+        linear(f"{name}.to_q", width, width)
+        | linear(f"{name}.to_k", width, memory)
+        | linear(f"{name}.to_v", width, memory)
+        | linear(f"{name}.to_out.0", width, width)
     )
 
 
 def _feed_forward(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return _linear(f"{name}.net.0.proj", 4 * width, width) | _linear(f"{name}.net.2", width, 4 * width)
-
-
-def _count(shapes: Shapes, prefix: str) -> int:
-    indices = {int(name.removeprefix(prefix).split(".")[0]) for name in shapes if name.startswith(prefix)}
-    if not indices or indices != set(range(len(indices))):
-        raise ValueError(f"layers under {prefix!r} are not numbered from 0 without gaps")
-    return len(indices)
+    return linear(f"{name}.net.0.proj", 4 * width, width) | linear(f"{name}.net.2", width, 4 * width)
 
 
 def _check(shapes: Shapes, expected: Shapes) -> None:
@@ -316,7 +300,7 @@ def _check(shapes: Shapes, expected: Shapes) -> None:
     missing, unknown = sorted(expected.keys() - kept), sorted(kept - expected.keys())
     if missing or unknown:
         raise refuse(
-            f"the checkpoint lacks {_some(missing)} and has the unknown {_some(unknown)}",
+            f"the checkpoint lacks {shown(missing)} and has the unknown {shown(unknown)}",
             "use all files of one GR00T N1.7 checkpoint with its own config.json",
         )
     for name, shape in expected.items():
@@ -334,9 +318,3 @@ def _is_cut_layer(name: str, expected: Shapes) -> bool:
         return False
     index = name.removeprefix(f"{TEXT}layers.").split(".")[0]
     return f"{TEXT}layers.{index}.input_layernorm.weight" not in expected
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

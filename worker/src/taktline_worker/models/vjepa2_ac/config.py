@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from taktline_worker.checkpoint import refuse
+from taktline_worker.shapes import Shapes, count_layers, linear, norm, shown
 
 # Facts of the published model that no tensor shape tells.
 BLOCK_NORM_EPS = 1e-6
@@ -21,8 +21,6 @@ PUBLISHED_CONTROL_PERIOD_S = 0.25
 """DROID at 4 frames a second, the rate at which the predictor was trained."""
 PUBLISHED_HEADS = {1408: 22, 1024: 16}
 """Width of a published tower -> its heads."""
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class SidecarArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,11 +99,11 @@ def read_architecture(encoder: Shapes, predictor: Shapes, stated: SidecarArchite
             image_size=stated.image_size,
             patch_size=patch,
             encoder_width=encoder_width,
-            encoder_depth=_count(encoder, "blocks."),
+            encoder_depth=count_layers(encoder, "blocks."),
             encoder_heads=_heads("encoder_heads", encoder_width, stated.encoder_heads),
             encoder_mlp=encoder["blocks.0.mlp.fc1.weight"][0],
             width=width,
-            depth=_count(predictor, "predictor_blocks."),
+            depth=count_layers(predictor, "predictor_blocks."),
             heads=_heads("predictor_heads", width, stated.predictor_heads),
             mlp=predictor["predictor_blocks.0.mlp.fc1.weight"][0],
         )
@@ -123,7 +121,7 @@ def read_architecture(encoder: Shapes, predictor: Shapes, stated: SidecarArchite
 
 def expected_encoder_shapes(a: VJepa2Architecture) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of every encoder tensor."""
-    shapes = _norm("norm", a.encoder_width)
+    shapes = norm("norm", a.encoder_width)
     shapes["patch_embed.proj.weight"] = (a.encoder_width, 3, TUBELET, a.patch_size, a.patch_size)
     shapes["patch_embed.proj.bias"] = (a.encoder_width,)
     for index in range(a.encoder_depth):
@@ -133,7 +131,7 @@ def expected_encoder_shapes(a: VJepa2Architecture) -> dict[str, tuple[int, ...]]
 
 def expected_predictor_shapes(a: VJepa2Architecture) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of every predictor tensor; the extrinsics encoder is stored and never used."""
-    shapes = _norm("predictor_norm", a.width)
+    shapes = norm("predictor_norm", a.width)
     for name, rows, columns in (
         ("predictor_embed", a.width, a.encoder_width),
         ("predictor_proj", a.encoder_width, a.width),
@@ -141,7 +139,7 @@ def expected_predictor_shapes(a: VJepa2Architecture) -> dict[str, tuple[int, ...
         ("state_encoder", a.width, POSE_WIDTH),
         ("extrinsics_encoder", a.width, POSE_WIDTH - 1),
     ):
-        shapes |= _linear(name, rows, columns)
+        shapes |= linear(name, rows, columns)
     for index in range(a.depth):
         shapes |= _block(f"predictor_blocks.{index}", a.width, a.mlp)
     return shapes
@@ -149,28 +147,13 @@ def expected_predictor_shapes(a: VJepa2Architecture) -> dict[str, tuple[int, ...
 
 def _block(prefix: str, width: int, mlp: int) -> dict[str, tuple[int, ...]]:
     return (
-        _norm(f"{prefix}.norm1", width)
-        | _linear(f"{prefix}.attn.qkv", 3 * width, width)
-        | _linear(f"{prefix}.attn.proj", width, width)
-        | _norm(f"{prefix}.norm2", width)
-        | _linear(f"{prefix}.mlp.fc1", mlp, width)
-        | _linear(f"{prefix}.mlp.fc2", width, mlp)
+        norm(f"{prefix}.norm1", width)
+        | linear(f"{prefix}.attn.qkv", 3 * width, width)
+        | linear(f"{prefix}.attn.proj", width, width)
+        | norm(f"{prefix}.norm2", width)
+        | linear(f"{prefix}.mlp.fc1", mlp, width)
+        | linear(f"{prefix}.mlp.fc2", width, mlp)
     )
-
-
-def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def _count(shapes: Shapes, prefix: str) -> int:
-    indices = {int(name.removeprefix(prefix).split(".")[0]) for name in shapes if name.startswith(prefix)}
-    if indices != set(range(len(indices))) or not indices:
-        raise ValueError(f"blocks under {prefix!r} are not numbered from 0 without gaps")
-    return len(indices)
 
 
 def _heads(name: str, width: int, stated: int | None) -> int:
@@ -190,7 +173,7 @@ def _check(tower: str, shapes: Shapes, expected: Shapes) -> None:
     superfluous = sorted(shapes.keys() - expected.keys())
     if missing or superfluous:
         raise refuse(
-            f"the {tower} lacks {_some(missing)} and has the unknown {_some(superfluous)}",
+            f"the {tower} lacks {shown(missing)} and has the unknown {shown(superfluous)}",
             "use a complete V-JEPA 2-AC checkpoint",
         )
     for name, shape in expected.items():
@@ -200,9 +183,3 @@ def _check(tower: str, shapes: Shapes, expected: Shapes) -> None:
                 f" ({math.prod(shape)} numbers)",
                 "use a checkpoint of one training run, unmixed",
             )
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
