@@ -73,7 +73,7 @@ def test_each_level_learns_its_own_times():
     made.submit(ticket("a", 0.060), 0.0)
     batch = made.poll(0.0).batches[0]
     for _ in range(20):
-        made.finished("w0", 1, 0.055)
+        made.finished(batch, 0.055)
         made.submit(ticket("a", 10.060, at=10.0), 10.0)
         batch = made.poll(10.0).batches[0]
         assert batch.level == 1
@@ -165,19 +165,19 @@ def test_nothing_is_degraded_that_the_route_does_not_allow(bare_stack):
 
 def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):
     stack = bare_stack
-    large = stack.start_worker(t_sync="1:200,8:300")
-    small = stack.start_worker(policy="small", t_sync="1:10,8:20")
+    large = stack.start_worker(t_sync="1:800,8:1200")
+    small = stack.start_worker(policy="small", t_sync="1:40,8:80")
     stack.write_routes(large, degrade={"fallback_policy": "small"})
     table = json.loads(stack.routes.read_text())
     table["routes"].append({"policy": "small", "targets": [{"address": small}], "max_batch": 8, "max_wait_ms": 0})
     stack.routes.write_text(json.dumps(table))
     stack.start_gateway()
     stack.wait_workers(1)
-    status, chunk = stack.act(robot="a", budget_ms=150.0)
+    status, chunk = stack.act(robot="a", budget_ms=600.0)
     assert (status, chunk.policy, chunk.degraded) == (200, "scripted", Degraded(policy="small"))
     assert chunk.worker == small
     with ThreadPoolExecutor() as pool:
         # The large one takes a batch of one; behind it there is time for one more, not for its slow neighbour.
-        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=450.0, instruction="slow 150"), range(3)))
+        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=1800.0, instruction="slow 600"), range(3)))
     assert [status for status, _ in answers] == [200] * 3
     assert {chunk.worker for _, chunk in answers} == {large, small}

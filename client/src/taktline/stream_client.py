@@ -176,7 +176,12 @@ class StreamClient:
                 await self._tell_clock(link, now)
                 await self._put(link, to_observe(stamped, whole, unchanged, instruction=say))
             except (ConnectionClosed, OSError):
-                continue  # the reader notices, too, and a new connection is under way
+                noticed, link.gone = link.gone, True
+                if not noticed and self._link is not link:
+                    continue  # it was leaving, and another is open
+                if not noticed:
+                    self._reconnect()
+                return  # what a lost connection carried is sent again over the next
             self._count(waiting, whole, unchanged)
             return
 
