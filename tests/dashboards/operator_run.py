@@ -29,6 +29,9 @@ _VERBS = {
     "delete": "DELETE",
 }
 
+# The cluster's time runs fast; Prometheus, which scrapes each second and is asked in steps of two, must see a candidate.
+SCRAPES_OF_A_CANDIDATE = 3
+
 ROLLOUT = {"strategy": "Progressive", "stepSeconds": 60, "shadow": {"percent": 50, "minObservations": 100}}
 
 
@@ -94,7 +97,13 @@ class OperatorRun:
             },
             lambda: list(cluster.controller.statuses.values()),
         )
-        runner = await health.serve(self.address, lambda: "", lambda: "", telemetry.exposition)
+        scraped = []
+
+        def exposition() -> bytes:
+            scraped.append(telemetry.exposition())
+            return scraped[-1]
+
+        runner = await health.serve(self.address, lambda: "", lambda: "", exposition)
         self._started.set()
         original = cluster.live["spec"]["model"]
         while not self._stop.is_set():
@@ -106,4 +115,8 @@ class OperatorRun:
             await cluster.run(10.0)  # ten seconds of the cluster's time
             telemetry.reconciled("done", time.monotonic() - began)
             await asyncio.sleep(0.2)
+            if b'track="candidate"' in telemetry.exposition():
+                seen = len(scraped) + SCRAPES_OF_A_CANDIDATE
+                while len(scraped) < seen and not self._stop.is_set():
+                    await asyncio.sleep(0.1)
         await runner.cleanup()
