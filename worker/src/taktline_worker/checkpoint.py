@@ -15,8 +15,6 @@ from safetensors import SafetensorError, safe_open
 from taktline_protocol import ErrorCode, TaktlineError
 
 SIDECAR_FILE = "taktline.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _HASH_BLOCK = 1 << 22
 _HEADER_LIMIT = 100_000_000
 
@@ -101,12 +99,15 @@ def verify_digests(folder: Path, expected: Mapping[str, str]) -> None:
 class TensorFiles:
     """The tensors of one folder, in one safetensors file or several listed by an index; read lazily.
 
+    Args:
+        stem: how the file is called without its endings; diffusers writes `diffusion_pytorch_model`.
+
     Raises:
         TaktlineError: CHECKPOINT_INVALID where a file is absent, corrupt, or a name occurs twice.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = _weight_paths(folder)
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        self.paths = _weight_paths(folder, f"{stem}.safetensors", f"{stem}.safetensors.index.json")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._file_of: dict[str, Path] = {}
@@ -160,19 +161,19 @@ def read_small_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise _corrupt(path, str(error)) from error
 
 
-def _weight_paths(folder: Path) -> list[Path]:
+def _weight_paths(folder: Path, file: str, index: str) -> list[Path]:
     if not folder.is_dir():
-        raise refuse(f"{folder} is no folder", "set model.source to the folder that holds model.safetensors")
-    single = folder / WEIGHTS_FILE
+        raise refuse(f"{folder} is no folder", f"set model.source to the folder that holds {file}")
+    single = folder / file
     if single.is_file():
         return [single]
-    if (folder / INDEX_FILE).is_file():
-        names = sorted(set(read_json(folder / INDEX_FILE).get("weight_map", {}).values()))
+    if (folder / index).is_file():
+        names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing or not names:
-            raise refuse(f"{folder / INDEX_FILE} lists files that are absent: {missing}", "complete the checkpoint")
+            raise refuse(f"{folder / index} lists files that are absent: {missing}", "complete the checkpoint")
         return [folder / name for name in names]
-    raise refuse(f"{folder} holds no {WEIGHTS_FILE}", "set model.source to the folder that holds model.safetensors")
+    raise refuse(f"{folder} holds no {file}", f"set model.source to the folder that holds {file}")
 
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
