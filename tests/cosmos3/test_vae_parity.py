@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLWan
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.models.cosmos3 import vae
 from taktline_worker.models.cosmos3.vae_weights import VaeWeights, load_vae
+
 from tests.cosmos3.vae_checkpoints import save_vae, tiny_vae
 
 CPU = torch.device("cpu")

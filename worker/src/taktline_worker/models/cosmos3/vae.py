@@ -47,9 +47,8 @@ def encode(weights: VaeWeights, frames: Tensor) -> Tensor:
     c = weights.config
     patches = _to_patches(frames.to(weights.device, weights.dtype), c.patch)
     history = History()
-    found = [_encoder(weights.encoder, patches[:, :1], history)]
-    for start in range(1, patches.shape[1], c.time):
-        found.append(_encoder(weights.encoder, patches[:, start : start + c.time], history))
+    chunks = [patches[:, :1], *patches[:, 1:].split(c.time, dim=1)]
+    found = [_encoder(weights.encoder, chunk, history) for chunk in chunks if chunk.shape[1]]
     mean = torch.cat(found, dim=1)[:, :, : c.latents].transpose(1, 2).float()
     shape = (-1, 1, 1, 1)
     return (mean - weights.mean.view(shape)) / weights.std.view(shape)
@@ -121,7 +120,8 @@ def _up(stage: Stage, x: Tensor, history: History, first: bool) -> Tensor:
         else:
             # Both frames that come of one lie in its channels.
             both = _causal(stage.time, x, history)
-            x = both.unflatten(2, (2, -1)).flatten(1, 2)
+            batch, frames, channels, height, width = both.shape
+            x = both.reshape(batch, 2 * frames, channels // 2, height, width)
     if stage.resample is not None:
         x = _frames(lambda one: functional.conv2d(_doubled(one), *_sampler(stage), padding=1), x)
     return x if kept is None else x + kept
@@ -151,7 +151,7 @@ def _attention(attention: Attention, x: Tensor) -> Tensor:
     q, k, v = (part[:, None] for part in qkv.chunk(3, dim=-1))
     seen = functional.scaled_dot_product_attention(q, k, v)[:, 0]
     cells = seen.transpose(1, 2).reshape(batch * time, channels, height, width)
-    return x + functional.conv2d(cells, *attention.out).unflatten(0, (batch, time))
+    return x + functional.conv2d(cells, *attention.out).view(batch, time, channels, height, width)
 
 
 def _norm(gamma: Tensor, x: Tensor) -> Tensor:
@@ -194,7 +194,8 @@ def _pointwise(conv: Conv, x: Tensor) -> Tensor:
 
 def _frames(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of images (B * T, C, H, W), for x (B, T, C, H, W)."""
-    return function(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    images = function(x.flatten(0, 1))
+    return images.view(*x.shape[:2], *images.shape[1:])
 
 
 def _doubled(images: Tensor) -> Tensor:
