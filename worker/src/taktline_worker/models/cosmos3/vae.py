@@ -47,8 +47,8 @@ def encode(weights: VaeWeights, frames: Tensor) -> Tensor:
     c = weights.config
     patches = _to_patches(frames.to(weights.device, weights.dtype), c.patch)
     history = History()
-    chunks = [patches[:, :1], *patches[:, 1:].split(c.time, dim=1)]
-    found = [_encoder(weights.encoder, chunk, history) for chunk in chunks if chunk.shape[1]]
+    ends = range(1, patches.shape[1] + 1, c.time)
+    found = [_encoder(weights.encoder, patches[:, max(0, end - c.time) : end], history) for end in ends]
     mean = torch.cat(found, dim=1)[:, :, : c.latents].transpose(1, 2).float()
     shape = (-1, 1, 1, 1)
     return (mean - weights.mean.view(shape)) / weights.std.view(shape)
