@@ -33,8 +33,9 @@ def profile_planner(
     """
     sizes = read_batches(ranks)
     with progress() as say:
-        from taktline_worker.profiling.ranks import measure, planner_config
+        from taktline_worker.profiling.ranks import check_sizes, measure, planner_config
 
+        check_sizes(sizes)
         config = planner_config(policy, device, precision)
         times = measure(config, sizes, runs, say, rounds, candidates)
     import json

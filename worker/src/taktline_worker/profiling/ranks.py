@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ from taktline_worker.models.vjepa2_ac.adapter import FAMILY, load
 from taktline_worker.planning.latency import LatencyModel, Measurement, fit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankTimes:
-    """What was measured and what fits it.
+    """What was measured, and what fits it.
 
     Attributes:
         measurements: one for each number of ranks, the median of its runs.
@@ -28,12 +29,27 @@ class RankTimes:
     """
 
     measurements: tuple[Measurement, ...]
-    model: LatencyModel
     plans_equal: bool
     candidates: int
     horizon: int
     precision: str
     device: str
+
+    @functools.cached_property
+    def model(self) -> LatencyModel:
+        """The fit. Raises TaktlineError CONFIG_INVALID where fewer than three sizes were measured, or 1 was not."""
+        return fit(self.measurements)
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raises TaktlineError CONFIG_INVALID where plans on so many ranks cannot determine the latency model."""
+    wanted = sorted(set(sizes))
+    if len(wanted) < 3 or wanted[0] != 1:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"{wanted} ranks do not determine the three constants of the model",
+            "measure 1 and at least two more, e.g. --ranks 1,2,3",
+        )
 
 
 def planner_config(source: Path, device: str, precision: str) -> EngineConfig:
@@ -68,22 +84,15 @@ def measure(
     """Loads the planner once for each number of ranks, and times its deployment's own search on neutral images.
 
     Args:
-        sizes: ranks, 1 and at least two more.
+        sizes: ranks; 1 and at least two more where the model is wanted.
         runs: plans of each, after one more.
         rounds: instead of the deployment's own; likewise `candidates`.
 
     Raises:
-        TaktlineError: what loading refuses, or CONFIG_INVALID where the sizes cannot determine the model.
+        TaktlineError: what loading refuses.
     """
-    wanted = sorted(set(sizes))
-    if len(wanted) < 3 or wanted[0] != 1:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID,
-            f"{wanted} ranks do not determine the three constants of the model",
-            "measure 1 and at least two more, e.g. --ranks 1,2,3",
-        )
     measurements, plans = [], []
-    for size in wanted:
+    for size in sorted(set(sizes)):
         say(f"loading on {size} rank{'s' if size > 1 else ''}")
         parallel = msgspec.structs.replace(config.engine.parallel, search=size, dp=1)
         engine = msgspec.structs.replace(config.engine, parallel=parallel)
@@ -111,7 +120,6 @@ def measure(
             adapter.close()
     return RankTimes(
         measurements=tuple(measurements),
-        model=fit(measurements),
         plans_equal=len(set(plans)) == 1,
         candidates=settings.candidates,
         horizon=settings.horizon,
