@@ -1,0 +1,302 @@
+"""Several GPUs of one host, each figure beside that of one GPU of the same run.
+
+    python benchmarks/multi_gpu.py [--gpus N] [--only planner,replicas] [--quick] [--out DIR]
+
+planner: a V-JEPA 2-AC plan on 1, 2, 4, ... ranks of one mesh; all plans must be the same bytes; the latency model.
+replicas: π0.5 with one replica a GPU behind one port; 32 clients, batches of up to 4, formed within 20 ms.
+
+Random weights of the published size, through the product's own worker and loader. Without a GPU the same runs on this
+machine's cores with the tests' tiny checkpoints: that shows that it works, and its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+import torch
+from random_folders import pi05_folder, planner_folder
+from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, ParallelOptions, SearchOptions
+from taktline_protocol.rpc import CHANNEL_OPTIONS
+
+CLIENTS, BATCH, WINDOW_S = 32, 4, 0.020
+"""The serving setting of the paper: how many robots ask at once, a GPU's batch, and how long it may take to form."""
+START = time.monotonic()
+START_LIMIT_S = 240.0
+
+
+@dataclass
+class Row:
+    """One configuration. `scale` is its throughput (or speed) over that of one GPU."""
+
+    part: str
+    gpus: int
+    median_ms: float
+    per_s: float
+    scale: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line asked for."""
+
+    device: torch.device
+    gpus: int
+    quick: bool
+    folder: Path
+
+    @property
+    def sizes(self) -> list[int]:
+        """Powers of two up to the number of GPUs."""
+        return [size for size in (1, 2, 4, 8) if size <= self.gpus]
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the start."""
+    print(f"[{time.monotonic() - START:6.1f} s] {text}", flush=True)
+
+
+def planner(setting: Setting) -> Iterator[Row]:
+    """The published search and its three-round form."""
+    from taktline_worker.profiling.ranks import measure
+
+    tiny = setting.device.type == "cpu"
+    options = SearchOptions(candidates=64, elites=8, rounds=2, micro_batch=8) if tiny else SearchOptions()
+    config = EngineConfig(
+        policy="planner",
+        model=ModelConfig(
+            family="vjepa2-ac", path=str(planner_folder(setting.folder / "planner", setting.device)), revision="random"
+        ),
+        engine=EngineOptions(
+            device=setting.device.type, precision="fp32" if tiny else "bf16", buckets=(1,), search=options
+        ),
+    )
+    for rounds in (options.rounds, 3):
+        times = measure(config, setting.sizes, 1 if setting.quick else 2, say, rounds=rounds)
+        assert times.plans_equal, "meshes of different sizes found different plans"
+        alone = times.measurements[0].seconds
+        details: dict[str, Any] = {"rounds": rounds, "candidates": times.candidates, "plans_equal": True}
+        if len(setting.sizes) >= 3:
+            details["model"] = asdict(times.model)
+        for one in times.measurements:
+            name = f"planner, {rounds} rounds"
+            yield Row(name, one.ranks, 1e3 * one.seconds, 1 / one.seconds, alone / one.seconds, details)
+
+
+@contextmanager
+def served(config: EngineConfig, folder: Path) -> Iterator[str]:
+    """A worker process of the product; its address."""
+    path = folder / f"engine-{config.engine.parallel.dp}.json"
+    path.write_bytes(msgspec.json.encode(config))
+    log = folder / f"worker-{config.engine.parallel.dp}.log"
+    command = "import sys; from taktline_worker.cli import main; sys.exit(main())"
+    arguments = ("serve", "--config", str(path), "--listen", "127.0.0.1:0", "--linger-s", "0")
+    with log.open("w") as stream:
+        process = subprocess.Popen([sys.executable, "-c", command, *arguments], stderr=stream, env=dict(os.environ))
+    try:
+        yield f"127.0.0.1:{_port(process, log, config.engine.parallel.dp > 1)}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _port(process: subprocess.Popen[bytes], log: Path, replicated: bool) -> int:
+    end = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < end:
+        entries = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+        for entry in entries:
+            # Each replica says so, too, of its socket.
+            if entry["message"] == "serving" and ("replicas" in entry) == replicated:
+                return int(entry["port"])
+        if process.poll() is not None:
+            break
+        time.sleep(0.2)
+    raise SystemExit(f"the worker did not serve:\n{log.read_text()[-2000:]}")
+
+
+def observation(index: int, views: tuple[str, ...], state: int, side: int = 224) -> worker_pb2.InferItem:
+    """A request of client `index`: raw frames of its own."""
+    frames = np.random.default_rng(index).integers(0, 256, (len(views), side, side, 3), dtype=np.uint8)
+    return worker_pb2.InferItem(
+        request_id=f"client-{index}",
+        images={
+            name: worker_pb2.Image(encoding="raw", data=frame.tobytes(), shape=frame.shape)
+            for name, frame in zip(views, frames, strict=True)
+        },
+        state=worker_pb2.Tensor(dtype="float32", shape=[state], data=np.zeros(state, "<f4").tobytes()),
+        instruction="pick up the block",
+        seed=index,
+    )
+
+
+class Window:
+    """Forms batches of up to `BATCH` within `WINDOW_S` of the first member, and keeps `replicas` of them in flight."""
+
+    def __init__(self, stub: Any, policy: str, replicas: int) -> None:
+        self._infer, self._policy = stub.Infer, policy
+        self._queue: asyncio.Queue[tuple[worker_pb2.InferItem, asyncio.Future[None]]] = asyncio.Queue()
+        self._free = asyncio.Semaphore(replicas)
+        self.batches: list[int] = []
+
+    async def ask(self, item: worker_pb2.InferItem) -> None:
+        """Returns when the item's actions are there."""
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((item, answered))
+        await answered
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        running = set()
+        while True:
+            await self._free.acquire()
+            batch = [await self._queue.get()]
+            end = time.monotonic() + WINDOW_S
+            while len(batch) < BATCH and (left := end - time.monotonic()) > 0:
+                try:
+                    batch.append(await asyncio.wait_for(self._queue.get(), left))
+                except TimeoutError:
+                    break
+            task = asyncio.create_task(self._send(batch))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    async def _send(self, batch: list[tuple[worker_pb2.InferItem, asyncio.Future[None]]]) -> None:
+        self.batches.append(len(batch))
+        try:
+            response = await self._infer(
+                worker_pb2.InferRequest(policy=self._policy, items=[item for item, _ in batch]), timeout=120
+            )
+            for result, (_, answered) in zip(response.results, batch, strict=True):
+                if result.HasField("error"):
+                    answered.set_exception(RuntimeError(result.error.message))
+                else:
+                    answered.set_result(None)
+        except grpc.RpcError as error:
+            for _, answered in batch:
+                answered.set_exception(RuntimeError(str(error)))
+        finally:
+            self._free.release()
+
+
+async def load(address: str, config: EngineConfig, views: tuple[str, ...], duration_s: float) -> dict[str, float]:
+    """Closed-loop clients for `duration_s` after a warm-up of a fifth of it."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        window = Window(worker_pb2_grpc.WorkerStub(channel), config.policy, config.engine.parallel.dp)
+        former = asyncio.create_task(window.run())
+        begin = time.monotonic() + duration_s / 5
+        end = begin + duration_s
+        latencies: list[float] = []
+
+        async def client(index: int) -> None:
+            item = observation(index, views, 8)
+            while (asked := time.monotonic()) < end:
+                await window.ask(item)
+                now = time.monotonic()
+                if begin <= now <= end:
+                    latencies.append(1e3 * (now - asked))
+
+        await asyncio.gather(*(client(index) for index in range(CLIENTS)))
+        former.cancel()
+    if not latencies:
+        raise SystemExit(f"no client had an answer within {duration_s:g} s")
+    return {
+        "per_s": len(latencies) / duration_s,
+        "median_ms": float(np.median(latencies)),
+        "p99_ms": float(np.quantile(latencies, 0.99)),
+        "answers": len(latencies),
+        "mean_batch": float(np.mean(window.batches)),
+    }
+
+
+def replicas(setting: Setting) -> Iterator[Row]:
+    """π0.5 with data parallelism: throughput and latency of the paper's serving setting."""
+    tiny = setting.device.type == "cpu"
+    folder = pi05_folder(setting.folder / "pi05", setting.device)
+    alone = 0.0
+    for size in setting.sizes:
+        config = EngineConfig(
+            policy="pi05",
+            model=ModelConfig(family="pi05", path=str(folder), revision="random"),
+            engine=EngineOptions(
+                device=setting.device.type,
+                precision="fp32" if tiny else "bf16",
+                buckets=(1, 2, BATCH),
+                solver_steps=1 if tiny else None,
+                frame_cache_mb=0,
+                parallel=ParallelOptions(dp=size),
+            ),
+        )
+        say(f"π0.5: loading {size} replica{'s' if size > 1 else ''}")
+        with served(config, setting.folder) as address:
+            views = tuple(f"{name}_0_rgb" for name in ("base", "left_wrist", "right_wrist"))
+            found = asyncio.run(load(address, config, views, 4.0 if setting.quick else 15.0))
+        alone = alone or found["per_s"]
+        yield Row("replicas", size, found.pop("median_ms"), found["per_s"], found.pop("per_s") / alone, found)
+
+
+PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {"planner": planner, "replicas": replicas}
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=0, help="how many to use (default: all; without a GPU 2 processes)")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="shorter runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder (%(default)s)")
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    visible = torch.cuda.device_count()
+    if visible and options.gpus > visible:
+        parser.error(f"--gpus {options.gpus}, and {visible} are visible")
+    device = torch.device("cuda" if visible else "cpu")
+    rows: list[Row] = []
+    # A GPU's worth of random weights is 7 GB: shared memory spares the disk.
+    fast = Path("/dev/shm") if visible and Path("/dev/shm").is_dir() else None  # noqa: S108
+    with tempfile.TemporaryDirectory(dir=fast) as name:
+        setting = Setting(device, options.gpus or visible or 2, options.quick, Path(name))
+        for part in wanted:
+            for row in PARTS[part](setting):
+                rows.append(row)
+                say(f"{row.part} on {row.gpus}: {row.median_ms:.1f} ms, {row.per_s:.2f}/s, {row.scale:.2f} x one")
+    options.out.mkdir(parents=True, exist_ok=True)
+    device_name = torch.cuda.get_device_name() if visible else "cpu"
+    content = {
+        "device": device_name,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/multi_gpu.py",
+        "rows": [asdict(row) for row in rows],
+    }
+    target = options.out / f"multi_gpu_x{setting.gpus}.json"
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{'part':<18} {'GPUs':>4} {'median ms':>10} {'per s':>9} {'x one':>6}   on {device_name}")
+    for row in rows:
+        print(f"{row.part:<18} {row.gpus:>4} {row.median_ms:>10.1f} {row.per_s:>9.2f} {row.scale:>6.2f}")
+    say(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    main()
