@@ -1,0 +1,187 @@
+"""The ranks that share one Cosmos3 policy: branches of guidance outside, ranks of one branch inside.
+
+A rank's number is branch * branch_ranks + index. The ranks of a branch split either heads and columns (`tensor`: two
+sums a layer) or the tokens (`sequence`: keys and values gathered once a layer, weights whole on each rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from taktline_protocol import ErrorCode, TaktlineError
+from torch import Tensor
+from torch import distributed as dist
+
+from taktline_worker.models.cosmos3.config import Cosmos3Architecture
+
+Split = Literal["tensor", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        branches: 2 where the two branches of guidance are on different ranks, else 1.
+        branch: 0 conditional, 1 unconditional; 0 where both are here.
+        ranks: ranks of one branch.
+        index: of this rank among them.
+        split: what the ranks of a branch share.
+    """
+
+    branches: int = 1
+    branch: int = 0
+    ranks: int = 1
+    index: int = 0
+    split: Split = "tensor"
+
+    @property
+    def rank(self) -> int:
+        """Number of this process in the mesh."""
+        return self.branch * self.ranks + self.index
+
+    @property
+    def shards(self) -> int:
+        """Pieces that heads and MLP columns are cut into."""
+        return self.ranks if self.split == "tensor" else 1
+
+    @property
+    def shard(self) -> int:
+        """Which of them this rank has."""
+        return self.index if self.split == "tensor" else 0
+
+    @property
+    def parts(self) -> int:
+        """Pieces that the tokens are cut into."""
+        return self.ranks if self.split == "sequence" else 1
+
+    @property
+    def part(self) -> int:
+        """Which of them this rank has."""
+        return self.index if self.split == "sequence" else 0
+
+
+def place_of(rank: int, branches: int, ranks: int, split: Split = "tensor") -> Place:
+    """Where process `rank` of branches * ranks stands. Raises ValueError for a number outside the mesh."""
+    if not 0 <= rank < branches * ranks or branches not in (1, 2):
+        raise ValueError(f"rank {rank} of {branches} x {ranks}")
+    return Place(branches, rank // ranks, ranks, rank % ranks, split)
+
+
+class Mesh(Protocol):
+    """What the computation asks of the other ranks. Every rank must make the same calls."""
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all shards' `x`, the same bits on each; may be done in place."""
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts to collect all parts' tokens: x (lanes, tokens, ...); the call gives (lanes, parts * tokens, ...)."""
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The conditional branch's `x` and the unconditional one's."""
+
+
+class OneRank:
+    """A mesh of one process."""
+
+    place = Place()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The value itself."""
+        return x
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """The value itself."""
+        return lambda: x
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both branches are here, one behind the other."""
+        first, second = x.chunk(2)
+        return first, second
+
+
+class ProcessGroupMesh:
+    """The ranks of torch.distributed groups: NCCL, or gloo on CPUs. All ranks of the world construct it together."""
+
+    def __init__(self, branches: int, ranks: int, split: Split = "tensor") -> None:
+        self.place = place_of(dist.get_rank(), branches, ranks, split)
+        if dist.get_world_size() != branches * ranks:
+            raise ValueError(f"{dist.get_world_size()} processes for a mesh of {branches} x {ranks}")
+        own: dict[str, dist.ProcessGroup] = {}
+        # Each group is made by every process, its members or not.
+        for branch in range(branches):
+            group = dist.new_group([branch * ranks + index for index in range(ranks)])
+            if branch == self.place.branch:
+                own["branch"] = group
+        for index in range(ranks):
+            group = dist.new_group([branch * ranks + index for branch in range(branches)])
+            if index == self.place.index:
+                own["pair"] = group
+        self._branch, self._pair = own["branch"], own["pair"]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See `Mesh`."""
+        if self.place.shards > 1:
+            x = x.contiguous()
+            dist.all_reduce(x, group=self._branch)
+        return x
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Mesh`; what the caller does before it asks for the result runs meanwhile."""
+        parts = self.place.parts
+        if parts == 1:
+            return lambda: x
+        everyone = x.new_empty(parts, *x.shape)
+        work = dist.all_gather_into_tensor(everyone, x.contiguous(), group=self._branch, async_op=True)
+
+        def result() -> Tensor:
+            assert work is not None
+            work.wait()
+            return everyone.transpose(0, 1).flatten(1, 2)
+
+        return result
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Mesh`."""
+        if self.place.branches == 1:
+            first, second = x.chunk(2)
+            return first, second
+        pair = x.new_empty(2, *x.shape)
+        dist.all_gather_into_tensor(pair, x.contiguous(), group=self._pair)
+        return pair[0], pair[1]
+
+
+def check_mesh(a: Cosmos3Architecture, place: Place, guided: bool) -> None:
+    """Refuses a mesh that this model cannot be spread over.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where heads or MLP columns cannot be split evenly, or there is one branch only.
+    """
+    if place.branches == 2 and not guided:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "parallel.cfg is 2, and guidance is 1: there is no second branch",
+            "set parallel.cfg to 1 and spread over parallel.tp, or set a guidance above 1",
+        )
+    for name, count in (("key heads", a.kv_heads), ("query heads", a.heads), ("MLP columns", a.mlp)):
+        if count % place.shards:
+            fitting = [n for n in range(1, a.kv_heads + 1) if not (a.kv_heads % n or a.heads % n or a.mlp % n)]
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"parallel.tp is {place.shards}, which does not divide the {count} {name}",
+                f"set parallel.tp to one of {', '.join(map(str, fitting))}",
+            )
+
+
+def debug_checksum(x: Tensor) -> int:
+    """A number that is the same on all ranks as long as they hold the same bits of fp32 `x`."""
+    bits = x.detach().contiguous().view(torch.int32).to(torch.int64)
+    weights = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return int((bits.flatten() * weights).sum())

@@ -1,0 +1,192 @@
+"""Cosmos3 as stateless computation over explicit tensors: a text tower, and one of video and actions that reads it.
+
+Shapes: B rows, `lanes` sequences (a row has one for each branch of guidance that is here), N tokens of a sequence in
+the order clean frame, noised frames, state row, noised actions. Heads and MLP columns are this rank's.
+"""
+
+from __future__ import annotations
+
+import torch
+from taktline_kernels import ops
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_worker.models.cosmos3.config import PATCH, Cosmos3Architecture
+from taktline_worker.models.cosmos3.mesh import Mesh
+from taktline_worker.models.cosmos3.request import TEMPORAL_FACTOR, RequestSettings
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, Linear, TowerLayer
+
+
+def frame_tokens(settings: RequestSettings) -> tuple[int, int]:
+    """Rows and columns of tokens of one latent frame; an odd side is filled up with zeros."""
+    _, height, width = settings.latent_grid
+    return -(-height // PATCH), -(-width // PATCH)
+
+
+def patchify(latents: Tensor) -> Tensor:
+    """(B, C, t, h, w) -> (B, t * rows * columns, 4 C), values by row, column and channel; odd sides get zeros."""
+    height, width = latents.shape[-2:]
+    latents = functional.pad(latents, (0, width % PATCH, 0, height % PATCH))
+    rows, columns = latents.shape[-2] // PATCH, latents.shape[-1] // PATCH
+    cut = latents.reshape(*latents.shape[:3], rows, PATCH, columns, PATCH)
+    return cut.permute(0, 2, 3, 5, 4, 6, 1).flatten(1, 3).flatten(2)
+
+
+def unpatchify(tokens: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """The inverse of `patchify`: (B, tokens, 4 C) -> (B, C, t, height, width), the filled cells dropped."""
+    rows, columns = -(-height // PATCH), -(-width // PATCH)
+    cut = tokens.view(tokens.shape[0], -1, rows, columns, PATCH, PATCH, channels)
+    return cut.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)[..., :height, :width]
+
+
+def text_positions(length: int) -> Tensor:
+    """(length, 3) of text tokens: all axes advance together."""
+    return torch.arange(length, dtype=torch.float32)[:, None].expand(-1, 3)
+
+
+def joint_positions(a: Cosmos3Architecture, settings: RequestSettings, length: int) -> Tensor:
+    """(N, 3) time, row and column of each token behind a text of `length` tokens.
+
+    The sums are made in fp32 and in this order, as in training: at 15,000 fp32 keeps three decimals only.
+    """
+    origin = float(length + a.margin)
+    frames = settings.latent_grid[0]
+    rows, columns = frame_tokens(settings)
+    per_second = a.base_fps / TEMPORAL_FACTOR
+    index = torch.arange(frames, dtype=torch.float32)
+    times = index / (settings.fps / TEMPORAL_FACTOR) * per_second + origin
+    video = torch.cartesian_prod(times, torch.arange(float(rows)), torch.arange(float(columns)))
+    index = torch.arange(settings.action_rows, dtype=torch.float32) + float(settings.action_offset)
+    actions = torch.zeros(settings.action_rows, 3)
+    actions[:, 0] = index / settings.fps * per_second + origin
+    return torch.cat((video, actions))
+
+
+def rope_table(a: Cosmos3Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (N, head_dim / 2) fp32 of positions (N, 3).
+
+    Of every three frequencies the second turns by the row and the third by the column, up to three times the axis'
+    section; all others turn by time. Frequencies and angles are fp32, as in training.
+    """
+    half = a.head_dim // 2
+    exponent = torch.arange(0, a.head_dim, 2, dtype=torch.float32) / a.head_dim
+    frequencies = 1.0 / (a.theta**exponent)
+    index = torch.arange(half)
+    axis = torch.zeros(half, dtype=torch.long)
+    for which in (1, 2):
+        axis[(index % 3 == which) & (index < 3 * a.sections[which])] = which
+    angles = positions[:, axis] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rms_norm(x: Tensor, weight: Tensor, a: Cosmos3Architecture) -> Tensor:
+    """x / rms(x) times the weight (..., width), statistics in fp32.
+
+    Nano rounds before the multiplication, Edge after it.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + a.norm_eps)
+    if a.fp32_scale:
+        return (normed * weight).to(x.dtype)
+    return normed.to(x.dtype) * weight.to(x.dtype)
+
+
+def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Tensor, mesh: Mesh) -> Tensor:
+    """SwiGLU, or squared ReLU without a gate; the sum over the ranks' columns."""
+    up = layer.up(x)
+    if a.gated:
+        gate, up = up.chunk(2, dim=-1)
+        hidden = functional.silu(gate) * up
+    else:
+        hidden = functional.relu(up).square()
+    return mesh.sum(layer.down(hidden))
+
+
+def encode_text(
+    weights: Cosmos3Weights, a: Cosmos3Architecture, tokens: Tensor, cos: Tensor, sin: Tensor, mesh: Mesh
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a prompt in every layer, as the other tower reads them.
+
+    They depend on the token ids alone, not on any observation. Of the last layer nothing else is computed.
+
+    Args:
+        tokens: int64 (L,).
+        cos: (L, head_dim / 2) fp32; `sin` likewise.
+
+    Returns:
+        (layers, L, kv heads, head_dim), twice.
+    """
+    x = functional.embedding(tokens, weights.embedding)[None]
+    keys, values = [], []
+    last = weights.text[-1]
+    for layer in weights.text:
+        q, k, v = _split_heads(layer.qkv(rms_norm(x, layer.norm1, a)), a, mesh)
+        q = q if layer.q_norm is None else rms_norm(q, layer.q_norm, a)
+        k = k if layer.k_norm is None else rms_norm(k, layer.k_norm, a)
+        shared = k if layer.shared_norm is None else rms_norm(k, layer.shared_norm, a)
+        keys.append(ops.rope(shared, cos, sin)[0])
+        values.append(v[0])
+        if layer is last:
+            break
+        q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+        seen = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        x = x + mesh.sum(layer.out(seen.transpose(1, 2).flatten(2)))
+        x = x + mlp(layer, a, rms_norm(x, layer.norm2, a), mesh)
+    return torch.stack(keys), torch.stack(values)
+
+
+def joint_layer(
+    layer: TowerLayer,
+    a: Cosmos3Architecture,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    text_keys: Tensor,
+    text_values: Tensor,
+    lengths: Tensor,
+    mesh: Mesh,
+    *,
+    total: int,
+    first: int = 0,
+) -> Tensor:
+    """One layer of the tower of video and actions: each token sees the whole text and every token.
+
+    Args:
+        x: (lanes, tokens of this rank, width).
+        cos: (lanes, tokens of this rank, head_dim / 2) fp32; `sin` likewise.
+        text_keys: (lanes, text slots, kv heads, head_dim); `text_values` likewise.
+        lengths: int32 (lanes,), valid text slots.
+        total: tokens of a whole sequence; what a rank has beyond them is padding that no token sees.
+        first: leave out the result of all tokens before this one (their keys and values are still seen).
+
+    Returns:
+        (lanes, tokens of this rank - first, width).
+    """
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
+    n = rms_norm(x, layer.norm1, a)
+    if first or mesh.place.parts > 1:
+        # Keys and values first: the queries are made while other ranks' keys are on their way.
+        rows = a.heads // mesh.place.shards * a.head_dim
+        of_q, of_kv = Linear(layer.qkv.weight[:rows]), Linear(layer.qkv.weight[rows:])
+        k, v = of_kv(n).view(*n.shape[:2], -1, a.head_dim).chunk(2, dim=2)
+        k = ops.rope(rms_norm(k, layer.k_norm, a), cos, sin)
+        arriving = mesh.gather(torch.cat((k, v), dim=2))
+        q = of_q(n[:, first:]).view(n.shape[0], -1, rows // a.head_dim, a.head_dim)
+        q = ops.rope(rms_norm(q, layer.q_norm, a), cos[:, first:], sin[:, first:])
+        k, v = arriving()[:, :total].chunk(2, dim=2)
+    else:
+        q, k, v = _split_heads(layer.qkv(n), a, mesh)
+        q = ops.rope(rms_norm(q, layer.q_norm, a), cos, sin)
+        k = ops.rope(rms_norm(k, layer.k_norm, a), cos, sin)
+    seen = ops.attention_suffix(q, text_keys, text_values, lengths, k, v)
+    x = x[:, first:] + mesh.sum(layer.out(seen.flatten(2)))
+    return x + mlp(layer, a, rms_norm(x, layer.norm2, a), mesh)
+
+
+def _split_heads(qkv: Tensor, a: Cosmos3Architecture, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = a.heads // mesh.place.shards, a.kv_heads // mesh.place.shards
+    split = qkv.view(*qkv.shape[:-1], -1, a.head_dim)
+    return split[..., :heads, :], split[..., heads:-kv_heads, :], split[..., -kv_heads:, :]

@@ -1,0 +1,358 @@
+"""The runner of Cosmos3: static buffers a bucket, texts kept between requests, and the whole denoising loop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_worker.models.cosmos3 import modules
+from taktline_worker.models.cosmos3.config import PATCH_VALUES, Cosmos3Architecture
+from taktline_worker.models.cosmos3.mesh import Mesh, OneRank
+from taktline_worker.models.cosmos3.request import LATENT_CHANNELS, PolicyOutcome, PolicyRequest, RequestSettings
+from taktline_worker.models.cosmos3.solver import advance, make_schedule
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights
+
+Encoder = Callable[[Tensor], Tensor]
+"""Frames fp32 (B, 3, T, H, W) -> normalised latents (B, 48, t, h, w)."""
+
+StepObserver = Callable[[int, Tensor, Tensor], None]
+"""Called with (step, state before it, guided velocity), packed as `unpack` takes them; for tests of single steps."""
+
+TEXT_STEP = 64
+"""Text slots of a bucket are a multiple of it."""
+KEPT_BUFFERS = 4
+"""Buckets whose buffers stay where nothing is captured."""
+KEPT_TEXTS = 32
+"""Instructions whose keys and values stay on the device: 30 MB each for Nano at 200 tokens."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The static shape of one run.
+
+    Attributes:
+        rows: requests in a batch.
+        text: text slots a lane.
+        imagine: whether the video is needed after the last step.
+    """
+
+    rows: int
+    text: int
+    imagine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A batch as every rank of a mesh takes it: no pixels, the observed frame is encoded.
+
+    Attributes:
+        conditional: token ids by row; `unconditional` likewise.
+        clean: fp32 (B, 48, h, w), the observed frame's latent, cut to the content.
+        state: fp32 (B, raw_dims); None without a state row.
+        video: fp32 (B, 48, t - 1, h, w), noise of the frames to come.
+        actions: fp32 (B, actions, raw_dims), noise.
+        imagine: whether the video is wanted by any row.
+    """
+
+    conditional: tuple[tuple[int, ...], ...]
+    unconditional: tuple[tuple[int, ...], ...]
+    clean: Tensor
+    state: Tensor | None
+    video: Tensor
+    actions: Tensor
+    imagine: bool
+
+
+class Buffers:
+    """Everything that a run of one bucket reads and writes; a captured graph holds on to it."""
+
+    def __init__(self, bucket: Bucket, runner: Cosmos3Runner) -> None:
+        a, settings, device, dtype = runner.architecture, runner.settings, runner.device, runner.weights.dtype
+        self.bucket = bucket
+        lanes, kv_heads = bucket.rows * runner.branches_here, a.kv_heads // runner.mesh.place.shards
+        shape = (a.layers, lanes, bucket.text, kv_heads, a.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = torch.ones(lanes, dtype=torch.int32, device=device)
+        self.cos = torch.zeros(lanes, runner.own_tokens, a.head_dim // 2, device=device)
+        self.sin = torch.zeros_like(self.cos)
+        self.clean = torch.zeros(bucket.rows, runner.frame_tokens, PATCH_VALUES, device=device)
+        self.state = torch.zeros(bucket.rows, int(settings.state_row), settings.raw_dims, device=device)
+        self.noise = torch.zeros(bucket.rows, runner.state_values, device=device)
+        self.result = torch.zeros_like(self.noise)
+        self.held: list[tuple[int, ...]] = [()] * lanes
+        """The prompt in each lane, so that one which is there already is not copied again."""
+
+
+class Cosmos3Runner:
+    """Denoises batches; a row's answer does not depend on the other rows.
+
+    Reused between requests: keys and values of the empty prompt (for the process), of the last instructions (for the
+    checkpoint: they depend on the token ids alone), rotary tables by text length, solver numbers and time embeddings
+    (static). On a CUDA device `compute` is made of captured work over `Buffers`; on a CPU it runs eagerly.
+
+    Args:
+        weights: this rank's share.
+        architecture: dimensions.
+        settings: shape and solver of every request.
+        encoder: the VAE's; only needed where pixels come in, which is rank 0.
+        mesh: the other ranks; None = this process alone.
+    """
+
+    def __init__(
+        self,
+        weights: Cosmos3Weights,
+        architecture: Cosmos3Architecture,
+        settings: RequestSettings,
+        encoder: Encoder | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.weights, self.architecture, self.settings = weights, architecture, settings
+        self.encoder = encoder
+        self.mesh: Mesh = mesh or OneRank()
+        self.device = weights.embedding.device
+        self.schedule = make_schedule(settings.steps, settings.shift)
+        self.guided = tuple(is_guided(settings, step.time) for step in self.schedule)
+        rows, columns = modules.frame_tokens(settings)
+        self.frame_tokens = rows * columns
+        self.video_tokens = (settings.latent_grid[0] - 1) * self.frame_tokens
+        self.tokens = self.frame_tokens + self.video_tokens + settings.action_rows
+        self.video_values = self.video_tokens * PATCH_VALUES
+        self.state_values = self.video_values + settings.actions * settings.raw_dims
+        self.branches = 2 if any(self.guided) else 1
+        self.branches_here = self.branches if self.mesh.place.branches == 1 else 1
+        self.own_tokens = -(-self.tokens // self.mesh.place.parts)
+        self.hits: dict[str, int] = {"instruction": 0, "empty_prompt": 0}
+        self.misses: dict[str, int] = {"instruction": 0, "empty_prompt": 0}
+        self._mask = self._cell_mask()
+        self._buffers: OrderedDict[Bucket, Buffers] = OrderedDict()
+        self._texts: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
+        self._empty_texts: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(self, rows: Sequence[PolicyRequest], observer: StepObserver | None = None) -> list[PolicyOutcome]:
+        """Encodes, denoises and reads out a batch; on a mesh every rank calls `solve` with what `prepare` gave."""
+        inputs = self.prepare(rows)
+        return self.outcomes(rows, inputs, self.solve(inputs, observer))
+
+    @torch.inference_mode()
+    def prepare(self, rows: Sequence[PolicyRequest]) -> Inputs:
+        """Encodes the observed frames and cuts latents and noise to what is denoised.
+
+        Raises:
+            ValueError: there is no encoder.
+        """
+        if self.encoder is None:
+            raise ValueError("this rank has no encoder")
+        _, height, width = self.settings.latent_grid
+        raw, first = self.settings.raw_dims, int(self.settings.state_row)
+        frames = torch.stack([row.frames for row in rows]).to(self.device)
+        latents = self.encoder(frames).float()
+        states = [row.state for row in rows if row.state is not None]
+        return Inputs(
+            conditional=tuple(row.conditional for row in rows),
+            unconditional=tuple(row.unconditional for row in rows),
+            clean=latents[:, :, 0, :height, :width],
+            state=torch.stack(states) if self.settings.state_row else None,
+            video=torch.stack([row.video_noise[:, 1:] for row in rows]),
+            actions=torch.stack([row.action_noise[first:, :raw] for row in rows]),
+            imagine=any(row.imagine for row in rows),
+        )
+
+    @torch.inference_mode()
+    def solve(self, inputs: Inputs, observer: StepObserver | None = None) -> Tensor:
+        """The denoised state fp32 (B, values) on the device: video tokens, then actions. All ranks give the same.
+
+        Where no row imagines, the video is left as it was before the last step.
+        """
+        rows = len(inputs.conditional)
+        bucket = self.bucket_for(rows, max(map(len, inputs.conditional + inputs.unconditional)), inputs.imagine)
+        buffers = self.load(inputs, bucket)
+        self.compute(buffers, observer)
+        return buffers.result[:rows]
+
+    @torch.inference_mode()
+    def outcomes(self, rows: Sequence[PolicyRequest], inputs: Inputs, result: Tensor) -> list[PolicyOutcome]:
+        """Actions, and the latents of all frames for the rows that asked for them, on the CPU."""
+        video, actions = self.unpack(result)
+        latents = torch.cat((inputs.clean[:, :, None].to(video), video), dim=2).cpu() if inputs.imagine else None
+        return [
+            PolicyOutcome(own, latents[index] if latents is not None and row.imagine else None)
+            for index, (row, own) in enumerate(zip(rows, actions.cpu(), strict=True))
+        ]
+
+    def unpack(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, values) -> latents (B, 48, t - 1, h, w) and actions (B, actions, raw_dims)."""
+        settings = self.settings
+        _, height, width = settings.latent_grid
+        video = state[:, : self.video_values].reshape(len(state), -1, PATCH_VALUES)
+        actions = state[:, self.video_values :].reshape(len(state), settings.actions, settings.raw_dims)
+        return modules.unpatchify(video, LATENT_CHANNELS, height, width), actions
+
+    def bucket_for(self, rows: int, text: int, imagine: bool) -> Bucket:
+        """The bucket that a batch runs in: its own size, the text slots rounded up."""
+        return Bucket(rows, -(-text // TEXT_STEP) * TEXT_STEP, imagine)
+
+    def buffers(self, bucket: Bucket) -> Buffers:
+        """The bucket's buffers, made at its first use."""
+        if bucket not in self._buffers:
+            while len(self._buffers) >= KEPT_BUFFERS:
+                self._buffers.popitem(last=False)
+            self._buffers[bucket] = Buffers(bucket, self)
+        self._buffers.move_to_end(bucket)
+        return self._buffers[bucket]
+
+    def load(self, inputs: Inputs, bucket: Bucket) -> Buffers:
+        """Copies a batch into the bucket's buffers; rows beyond it keep what they had and nobody reads them."""
+        buffers = self.buffers(bucket)
+        rows = len(inputs.conditional)
+        branches = (inputs.conditional, inputs.unconditional)
+        here = branches[: self.branches_here] if self.mesh.place.branches == 1 else branches[self.mesh.place.branch :]
+        for branch in range(self.branches_here):
+            for row, tokens in enumerate(here[branch]):
+                self._load_text(buffers, branch * bucket.rows + row, tokens, here[branch] is inputs.unconditional)
+        buffers.clean[:rows].copy_(modules.patchify(inputs.clean[:, :, None]))
+        if inputs.state is not None:
+            buffers.state[:rows].copy_(inputs.state[:, None])
+        buffers.noise[:rows, : self.video_values].copy_(modules.patchify(inputs.video).flatten(1))
+        buffers.noise[:rows, self.video_values :].copy_(inputs.actions.flatten(1))
+        return buffers
+
+    def compute(self, buffers: Buffers, observer: StepObserver | None = None) -> None:
+        """The whole denoising loop over the buffers, noise in and result out; nothing in it depends on their values."""
+        x, history = buffers.noise, None
+        clean = self.weights.patch_in(buffers.clean.to(self.weights.dtype))
+        state = self.weights.action_in(buffers.state.to(self.weights.dtype))
+        for index, step in enumerate(self.schedule[:-1]):
+            velocity = self._velocity(buffers, clean, state, x, index)
+            if observer is not None:
+                observer(index, x, velocity)
+            x, history = advance(step, x, velocity, history)
+        # The last step takes all noise off: x0 it is, and of the actions alone where nobody wants the video.
+        first = 0 if buffers.bucket.imagine or observer is not None else self.video_values
+        velocity = self._velocity(buffers, clean, state, x, len(self.schedule) - 1, actions_only=first > 0)
+        if observer is not None:
+            observer(len(self.schedule) - 1, x, velocity)
+        buffers.result[:, :first].copy_(x[:, :first])
+        buffers.result[:, first:].copy_(advance(self.schedule[-1], x[:, first:], velocity, None)[0])
+
+    def _velocity(
+        self, buffers: Buffers, clean: Tensor, state: Tensor, x: Tensor, index: int, actions_only: bool = False
+    ) -> Tensor:
+        """fp32 (rows, values) with guidance: u + g (c - u); on a mesh one exchange between the branches."""
+        guided, place = self.guided[index], self.mesh.place
+        if not guided and place.branch == 1:
+            values = self.state_values - (self.video_values if actions_only else 0)
+            own = x.new_zeros(len(x), values)  # nothing to do here; the other branch's rank has it
+        else:
+            lanes = len(x) * (self.branches_here if guided else 1)
+            own = self._forward(buffers, clean, state, x, index, lanes, actions_only)
+        if place.branches == 1 and not guided:
+            return own
+        conditional, unconditional = self.mesh.both(own)
+        if not guided:
+            return conditional
+        return unconditional + self.settings.guidance * (conditional - unconditional)
+
+    def _forward(
+        self, buffers: Buffers, clean: Tensor, state: Tensor, x: Tensor, index: int, lanes: int, actions_only: bool
+    ) -> Tensor:
+        """One pass of the tower: fp32 (lanes, values), or of the actions alone."""
+        w, a, settings, mesh = self.weights, self.architecture, self.settings, self.mesh
+        rows, parts = len(x), mesh.place.parts
+        video = x[:, : self.video_values].reshape(rows, -1, PATCH_VALUES).to(w.dtype)
+        actions = x[:, self.video_values :].reshape(rows, settings.actions, -1).to(w.dtype)
+        h = torch.cat((clean, w.patch_in(video) + w.times[index], state, w.action_in(actions) + w.times[index]), dim=1)
+        if parts > 1:
+            h = functional.pad(h, (0, 0, 0, parts * self.own_tokens - self.tokens))
+            h = h[:, mesh.place.part * self.own_tokens :][:, : self.own_tokens]
+        if lanes > rows:
+            h = h.repeat(lanes // rows, 1, 1)
+        # What nobody reads of the last layer is not computed: the observed frame, and the video at the last step.
+        unread = self.tokens - settings.actions if actions_only else self.frame_tokens
+        for number, layer in enumerate(w.joint):
+            h = modules.joint_layer(
+                layer,
+                a,
+                h,
+                buffers.cos[:lanes],
+                buffers.sin[:lanes],
+                buffers.keys[number, :lanes],
+                buffers.values[number, :lanes],
+                buffers.lengths[:lanes],
+                mesh,
+                total=self.tokens,
+                first=unread if number == a.layers - 1 and parts == 1 else 0,
+            )
+        h = modules.rms_norm(h, w.joint_norm, a)
+        if parts > 1:
+            both = mesh.gather(torch.cat((w.patch_out(h), w.action_out(h)), dim=-1))()[:, unread : self.tokens]
+            video, actions = both[..., :PATCH_VALUES], both[..., PATCH_VALUES:]
+        else:
+            video, actions = h, w.action_out(h[:, -settings.actions :])
+        actions = actions[:, -settings.actions :].float().flatten(1)
+        if actions_only:
+            return actions
+        video = video[:, : self.video_tokens]
+        video = (video if parts > 1 else w.patch_out(video)).float()
+        return torch.cat(((video * self._mask).flatten(1), actions), dim=1)
+
+    def _load_text(self, buffers: Buffers, lane: int, tokens: tuple[int, ...], empty: bool) -> None:
+        keys, values = self._text(tokens, empty)
+        if buffers.held[lane] == tokens:
+            return
+        length = len(tokens)
+        buffers.keys[:, lane, :length].copy_(keys)
+        buffers.values[:, lane, :length].copy_(values)
+        buffers.lengths[lane] = length
+        cos, sin = self._table(length)
+        buffers.cos[lane].copy_(cos)
+        buffers.sin[lane].copy_(sin)
+        buffers.held[lane] = tokens
+
+    def _text(self, tokens: tuple[int, ...], empty: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prompt; the empty one's are never given up for an instruction's."""
+        kept, name = (self._empty_texts, "empty_prompt") if empty else (self._texts, "instruction")
+        if tokens in kept:
+            self.hits[name] += 1
+            kept.move_to_end(tokens)
+            return kept[tokens]
+        self.misses[name] += 1
+        cos, sin = modules.rope_table(self.architecture, modules.text_positions(len(tokens)))
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        found = modules.encode_text(
+            self.weights, self.architecture, ids, cos.to(self.device), sin.to(self.device), self.mesh
+        )
+        while len(kept) >= (1 if empty else KEPT_TEXTS):
+            kept.popitem(last=False)
+        kept[tokens] = found
+        return found
+
+    def _table(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rotary table of this rank's tokens behind a text of `length` tokens."""
+        if length not in self._tables:
+            a, part = self.architecture, self.mesh.place.part
+            positions = modules.joint_positions(a, self.settings, length)
+            missing = self.mesh.place.parts * self.own_tokens - self.tokens
+            positions = functional.pad(positions, (0, 0, 0, missing))
+            own = positions[part * self.own_tokens :][: self.own_tokens]
+            cos, sin = modules.rope_table(a, own)
+            self._tables[length] = cos.to(self.device), sin.to(self.device)
+        return self._tables[length]
+
+    def _cell_mask(self) -> Tensor:
+        """(video tokens, values) fp32, 0 at the cells that only fill an odd side up: they stay zero."""
+        frames, height, width = self.settings.latent_grid
+        return modules.patchify(torch.ones(1, LATENT_CHANNELS, frames - 1, height, width))[0].to(self.device)
+
+
+def is_guided(settings: RequestSettings, time: int) -> bool:
+    """Whether guidance runs at an integer time: strictly inside the interval, where there is one."""
+    if settings.guidance == 1.0:
+        return False
+    return settings.interval is None or settings.interval[0] < time < settings.interval[1]

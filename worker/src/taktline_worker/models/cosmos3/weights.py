@@ -1,0 +1,242 @@
+"""Cosmos3 weights on the device, in the layout of `modules`: one rank's share, filled tensor by tensor.
+
+Nothing is held twice: the fused tensors are allocated first, and each stored tensor goes straight to its rows of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_worker.checkpoint import TensorFiles
+from taktline_worker.models.cosmos3.config import PATCH_VALUES, TIME_CHANNELS, Cosmos3Architecture, expected_shapes
+from taktline_worker.models.cosmos3.mesh import Place
+from taktline_worker.models.cosmos3.request import RequestSettings
+from taktline_worker.models.cosmos3.solver import make_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight (n, k) and its bias (n,), or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., k) -> (..., n)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerLayer:
+    """One layer of one tower, this rank's share of it.
+
+    Attributes:
+        qkv: query, key and value rows of this rank's heads, one behind the other.
+        q_norm: (head_dim,); None where the tower has no such norms.
+        k_norm: likewise.
+        shared_norm: (head_dim,) norm of the text's keys for the other tower; None where it reads the same keys.
+        up: gate rows before up rows where the MLP is gated, else up rows.
+    """
+
+    norm1: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    shared_norm: Tensor | None
+    out: Linear
+    norm2: Tensor
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Cosmos3Weights:
+    """All that inference reads, on one device.
+
+    Attributes:
+        embedding: (vocabulary, width).
+        text: layers of the text tower ("understanding").
+        joint: layers of the tower of video and actions ("generation").
+        patch_in: latent patch -> width; `patch_out` back.
+        action_in: an action's numbers -> width, for one domain, its bias with the modality embedding in it.
+        action_out: back, only the numbers that mean something.
+        times: (steps, width), what noised tokens get added at each solver step.
+    """
+
+    embedding: Tensor
+    text: tuple[TowerLayer, ...]
+    joint: tuple[TowerLayer, ...]
+    joint_norm: Tensor
+    patch_in: Linear
+    patch_out: Linear
+    action_in: Linear
+    action_out: Linear
+    times: Tensor
+    dtype: torch.dtype
+
+
+def load_weights(
+    files: TensorFiles,
+    a: Cosmos3Architecture,
+    settings: RequestSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: Place | None = None,
+) -> Cosmos3Weights:
+    """Reads one rank's share of the tensors; of the action projections only the domain of `settings`.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID for a tensor that is corrupt or not finite.
+    """
+    names = {name: name for name in expected_shapes(a)}
+    return _Packer(a, settings, dtype, device, place or Place()).fill(files.read(names))
+
+
+def pack_weights(
+    tensors: Mapping[str, Tensor],
+    a: Cosmos3Architecture,
+    settings: RequestSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: Place | None = None,
+) -> Cosmos3Weights:
+    """As `load_weights`, from tensors in memory."""
+    wanted = expected_shapes(a)
+    return _Packer(a, settings, dtype, device, place or Place()).fill((name, tensors[name]) for name in wanted)
+
+
+class _Packer:
+    """Allocates the tensors and says of each stored one where it goes."""
+
+    def __init__(
+        self, a: Cosmos3Architecture, settings: RequestSettings, dtype: torch.dtype, device: torch.device, place: Place
+    ) -> None:
+        self._a, self._settings, self._dtype, self._device = a, settings, dtype, device
+        self._shard, self._shards = place.shard, place.shards
+        self._stores: dict[str, Callable[[Tensor], None]] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Cosmos3Weights:
+        a, settings = self._a, self._settings
+        embedding = self._whole("embed_tokens.weight", a.vocabulary, a.width)
+        text = tuple(self._layer(index, joint=False) for index in range(a.layers))
+        joint = tuple(self._layer(index, joint=True) for index in range(a.layers))
+        patch_in = self._affine("proj_in", a.width, PATCH_VALUES)
+        patch_out = self._affine("proj_out", PATCH_VALUES, a.width)
+        joint_norm = self._scale("norm_moe_gen.weight", a.width)
+        small = ("action_proj_in.fc", "action_proj_in.bias", "action_proj_out.fc", "action_proj_out.bias")
+        for name in (*(f"{name}.weight" for name in small), "action_modality_embed"):
+            self._keep(name)
+        for name in ("linear_1", "linear_2"):
+            self._keep(f"time_embedder.{name}.weight")
+            self._keep(f"time_embedder.{name}.bias")
+        for name, tensor in tensors:
+            self._stores[name](tensor)
+        domain, raw = settings.domain, settings.raw_dims
+        bias = self._kept["action_proj_in.bias.weight"][domain] + self._kept["action_modality_embed"]
+        inward = self._kept["action_proj_in.fc.weight"][domain].view(a.action_width, a.width)[:raw]
+        outward = self._kept["action_proj_out.fc.weight"][domain].view(a.width, a.action_width)[:, :raw]
+        outward_bias = self._kept["action_proj_out.bias.weight"][domain, :raw]
+        return Cosmos3Weights(
+            embedding=embedding,
+            text=text,
+            joint=joint,
+            joint_norm=joint_norm,
+            patch_in=patch_in,
+            patch_out=patch_out,
+            action_in=Linear(self._put(inward.t()), self._put(bias)),
+            action_out=Linear(self._put(outward.t()), self._put(outward_bias)),
+            times=self._put(self._times()),
+            dtype=self._dtype,
+        )
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _keep(self, name: str) -> None:
+        def store(tensor: Tensor) -> None:
+            self._kept[name] = tensor.float()
+
+        self._stores[name] = store
+
+    def _store(self, name: str, target: Tensor, axis: int | None = None) -> None:
+        """`name` goes to `target`; of a sharded axis only this rank's piece."""
+
+        def store(tensor: Tensor) -> None:
+            if axis is not None:
+                tensor = tensor.chunk(self._shards, dim=axis)[self._shard]
+            target.copy_(tensor)
+
+        self._stores[name] = store
+
+    def _whole(self, name: str, *shape: int) -> Tensor:
+        target = self._empty(*shape)
+        self._store(name, target)
+        return target
+
+    def _scale(self, name: str, width: int) -> Tensor:
+        """A norm's weight stays fp32: rows are multiplied by it in that precision."""
+        target = self._empty(width, dtype=torch.float32)
+        self._store(name, target)
+        return target
+
+    def _affine(self, name: str, rows: int, columns: int) -> Linear:
+        return Linear(self._whole(f"{name}.weight", rows, columns), self._whole(f"{name}.bias", rows))
+
+    def _rows(self, names: tuple[str, ...], counts: tuple[int, ...], columns: int) -> Linear:
+        """This rank's rows of several matrices, one behind the other."""
+        counts = tuple(count // self._shards for count in counts)
+        fused = self._empty(sum(counts), columns)
+        for name, part in zip(names, torch.split(fused, list(counts)), strict=True):
+            self._store(name, part, axis=0)
+        return Linear(fused)
+
+    def _columns(self, name: str, rows: int, columns: int) -> Linear:
+        target = self._empty(rows, columns // self._shards)
+        self._store(name, target, axis=1)
+        return Linear(target)
+
+    def _layer(self, index: int, joint: bool) -> TowerLayer:
+        a, prefix = self._a, f"layers.{index}."
+        attention, suffix = f"{prefix}self_attn.", "_moe_gen" if joint else ""
+        mlp = f"{prefix}mlp{suffix}."
+        stem = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_added_q", "norm_added_k")
+        q, k, v, out, q_norm, k_norm = stem if joint else ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k")
+        queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        normed = joint or a.text_norms
+        shared = a.text_norm_for_video and not joint
+        ups = ("gate_proj", "up_proj") if a.gated else ("up_proj",)
+        return TowerLayer(
+            norm1=self._scale(f"{prefix}input_layernorm{suffix}.weight", a.width),
+            qkv=self._rows(tuple(f"{attention}{name}.weight" for name in (q, k, v)), (queries, keys, keys), a.width),
+            q_norm=self._scale(f"{attention}{q_norm}.weight", a.head_dim) if normed else None,
+            k_norm=self._scale(f"{attention}{k_norm}.weight", a.head_dim) if normed else None,
+            shared_norm=self._scale(f"{attention}k_norm_und_for_gen.weight", a.head_dim) if shared else None,
+            out=self._columns(f"{attention}{out}.weight", a.width, queries),
+            norm2=self._scale(f"{prefix}post_attention_layernorm{suffix}.weight", a.width),
+            up=self._rows(tuple(f"{mlp}{name}.weight" for name in ups), (a.mlp,) * len(ups), a.width),
+            down=self._columns(f"{mlp}down_proj.weight", a.width, a.mlp),
+        )
+
+    def _times(self) -> Tensor:
+        """(steps, width) fp32: sinusoids of the scaled integer times, cosines first, through the two-layer embedder."""
+        schedule = make_schedule(self._settings.steps, self._settings.shift)
+        scaled = torch.tensor([step.time for step in schedule]) * self._a.time_scale
+        half = TIME_CHANNELS // 2
+        frequencies = torch.exp(-math.log(10_000.0) * torch.arange(half, dtype=torch.float32) / half)
+        angles = scaled[:, None] * frequencies
+        waves = torch.cat((angles.cos(), angles.sin()), dim=1)
+        first, second = (
+            (self._kept[f"time_embedder.{name}.weight"], self._kept[f"time_embedder.{name}.bias"])
+            for name in ("linear_1", "linear_2")
+        )
+        return functional.linear(functional.silu(functional.linear(waves, *first)), *second)
