@@ -83,6 +83,29 @@ class RtcOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gradient: Literal["identity", "vjp"] = "identity"
 
 
+class WorldActionOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a world-action model (Cosmos3) is asked; what is left out is the checkpoint's own, else the official request.
+
+    Attributes:
+        preset: the request's shape and solver: `official`, which the released weights were trained for, or `paper`, the
+            shape of a published benchmark.
+        embodiment: row of the checkpoint's embodiment tables, by its published name.
+        guidance: weight of classifier-free guidance, 1 to 20; 1 is the conditional branch alone.
+        guidance_interval: solver times (0 to 1001) strictly between these two run guidance.
+        shift: warp of the solver's noise levels.
+        prompt: whether the instruction is put into the JSON object of the training or into plain sentences.
+        imagine: serve the imagined video to clients that ask for it; costs the memory of the video decoder.
+    """
+
+    preset: Literal["official", "paper"] | None = None
+    embodiment: str = ""
+    guidance: float | None = None
+    guidance_interval: tuple[float, float] | None = None
+    shift: float | None = None
+    prompt: Literal["json", "plain"] | None = None
+    imagine: bool = False
+
+
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one worker spreads over the GPUs of its pod; dp x cfg x tp of them, or `search` for a planner.
 
@@ -120,6 +143,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_image_pixels: Annotated[int, Meta(ge=1)] = 16_000_000
     search: SearchOptions | None = None
     rtc: RtcOptions = RtcOptions()
+    world_action: WorldActionOptions | None = None
     parallel: ParallelOptions = ParallelOptions()
     frame_cache_mb: Annotated[int, Meta(ge=0, le=65_536)] = 64
 
@@ -219,8 +243,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         clients: how the observations of each client protocol are read.
         candidate: a revision on trial; absent unless a rollout is under way.
         robot_weights: robot id -> share of a contended worker against the other robots of its tenant; 1 where absent.
-        priority_ceilings: tenant -> highest class that its observations may claim, `*` for the tenants not named; what
-            claims more is served in that class.
+        priority_ceilings: tenant -> highest class that its observations may claim, `*` for the tenants not named
+            (`production` where it is missing); what claims more is served in that class. Empty caps nobody.
         degrade: what may be made cheaper before a robot is refused.
     """
 

@@ -26,6 +26,7 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     GOAL_INVALID = "goal_invalid"
     SEARCH_INVALID = "search_invalid"
     RTC_INVALID = "rtc_invalid"
+    IMAGINE_INVALID = "imagine_invalid"
     # Time.
     BUDGET_INVALID = "budget_invalid"
     DEADLINE_EXPIRED = "deadline_expired"
@@ -51,6 +52,13 @@ class ErrorCode(str, Enum):  # noqa: UP042 (robots run Python 3.10)
     GATEWAY_UNREACHABLE = "gateway_unreachable"
     CHECKPOINT_INVALID = "checkpoint_invalid"
     CONFIG_INVALID = "config_invalid"
+    # The delivery of a checkpoint to a node.
+    MODEL_UNREACHABLE = "model_unreachable"
+    MODEL_DENIED = "model_denied"
+    MODEL_ABSENT = "model_absent"
+    MODEL_MISMATCH = "model_mismatch"
+    MODEL_UNSAFE = "model_unsafe"
+    DISK_FULL = "disk_full"
     INTERNAL = "internal"
 
 
@@ -70,6 +78,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.GOAL_INVALID: 422,
     ErrorCode.SEARCH_INVALID: 422,
     ErrorCode.RTC_INVALID: 422,
+    ErrorCode.IMAGINE_INVALID: 422,
     ErrorCode.BUDGET_INVALID: 422,
     ErrorCode.DEADLINE_EXPIRED: 504,
     ErrorCode.DEADLINE_UNREACHABLE: 503,
@@ -90,6 +99,12 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.GATEWAY_UNREACHABLE: 504,
     ErrorCode.CHECKPOINT_INVALID: 500,
     ErrorCode.CONFIG_INVALID: 500,
+    ErrorCode.MODEL_UNREACHABLE: 500,
+    ErrorCode.MODEL_DENIED: 500,
+    ErrorCode.MODEL_ABSENT: 500,
+    ErrorCode.MODEL_MISMATCH: 500,
+    ErrorCode.MODEL_UNSAFE: 500,
+    ErrorCode.DISK_FULL: 500,
     ErrorCode.INTERNAL: 500,
 }
 

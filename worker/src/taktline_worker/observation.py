@@ -65,6 +65,19 @@ class RtcInput:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagineInput:
+    """How the robot wants to see what a world-action model expects (protocol `Imagine`).
+
+    Attributes:
+        format: `mp4`, or `frames` as JPEGs.
+        height: pixels that the frames are scaled down to; None keeps theirs.
+    """
+
+    format: str
+    height: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RobotInput:
     """What a robot sent.
 
@@ -74,6 +87,7 @@ class RobotInput:
         seed: fixes the noise; None draws it.
         search: for planners only.
         rtc: the tail of the last chunk; None without one.
+        imagine: for world-action models: the video that is wanted with the actions; None without one.
         expires_at: monotonic instant of the hand-off deadline; None = none.
     """
 
@@ -83,6 +97,7 @@ class RobotInput:
     seed: int | None = None
     search: SearchInput | None = None
     rtc: RtcInput | None = None
+    imagine: ImagineInput | None = None
     expires_at: float | None = None
 
 
