@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.phases import PhasePlanner
-from taktline_gateway.scheduler import Scheduler
+from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 
 from benchmarks.gateway.peers import Policy
@@ -95,6 +95,7 @@ class Taktline:
         self.scheduler.add_worker("worker", self.times)
         self.phases = PhasePlanner() if hints else None
         self._jobs: dict[Ticket, Job] = {}
+        self._running: Batch | None = None
 
     def arrive(self, job: Job, now: float) -> None:
         """Admits or refuses."""
@@ -114,11 +115,13 @@ class Taktline:
             del self._jobs[refused.ticket]
         if not plan.batches:
             return (), plan.wake_at
-        return [self._jobs.pop(ticket) for ticket in plan.batches[0].tickets], None
+        self._running = plan.batches[0]
+        return [self._jobs.pop(ticket) for ticket in self._running.tickets], None
 
     def finished(self, size: int, seconds: float) -> None:
         """Updates the measured times."""
-        self.scheduler.finished("worker", size, seconds)
+        if self._running is not None:
+            self.scheduler.finished(self._running, seconds)
 
     def hint(self, job: Job, now: float) -> float | None:
         """When the robot's next observation should arrive."""

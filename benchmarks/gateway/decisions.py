@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from taktline_gateway.deadline_queue import Priority, Ticket
-from taktline_gateway.scheduler import Scheduler
+from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 
 from benchmarks.gateway.times import BUCKETS, ENGINES
@@ -95,7 +95,7 @@ class Load:
         made = self.scheduler
         plan = self.timed("poll", lambda: made.poll(self.now))
         for batch in plan.batches:
-            self.timed("finished", lambda batch=batch: self._finish(batch.worker, len(batch.tickets), batch.predicted))  # type: ignore[misc]
+            self.timed("finished", lambda batch=batch: self._finish(batch))  # type: ignore[misc]
         self.now = max([self.now, *(batch.predicted for batch in plan.batches)])
         for _ in range(200):
             if len(made.queue) >= self.queued:
@@ -112,9 +112,9 @@ class Load:
         victim = made.queue.first(50)[-1]
         self.timed("cancel", lambda: made.cancel(victim))
 
-    def _finish(self, worker: str, size: int, predicted: float) -> None:
-        seconds = (predicted - self.now) * self.rng.lognormvariate(0.0, 0.03)
-        self.scheduler.finished(worker, size, seconds)
+    def _finish(self, batch: Batch) -> None:
+        seconds = (batch.predicted - self.now) * self.rng.lognormvariate(0.0, 0.03)
+        self.scheduler.finished(batch, seconds)
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from taktline_gateway.deadline_queue import Ticket
-from taktline_gateway.scheduler import Scheduler
+from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 
 from benchmarks.gateway.times import BUCKETS, Engine
@@ -138,6 +138,7 @@ class Ours:
         self.scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=max_wait_s)
         self.scheduler.add_worker("worker", ServiceTimes(engine.table(), MAX_BATCH))
         self._jobs: dict[Ticket, Job] = {}
+        self._running: Batch | None = None
         self.refused = 0
 
     def arrive(self, job: Job, now: float) -> None:
@@ -159,11 +160,13 @@ class Ours:
             self.refused += 1
         if not plan.batches:
             return (), plan.wake_at
-        return [self._jobs.pop(ticket) for ticket in plan.batches[0].tickets], None
+        self._running = plan.batches[0]
+        return [self._jobs.pop(ticket) for ticket in self._running.tickets], None
 
     def finished(self, size: int, seconds: float) -> None:
         """Updates the measured times."""
-        self.scheduler.finished("worker", size, seconds)
+        if self._running is not None:
+            self.scheduler.finished(self._running, seconds)
 
 
 POLICIES = (Ours, Fifo, TritonLike, RayLike, ClockworkLike)

@@ -26,6 +26,11 @@ def ticket(robot, deadline, *, at=0.0, seq=1, priority=Priority.PRODUCTION, **fi
     return Ticket(robot=str(robot), seq=seq, deadline=deadline, arrived_at=at, priority=priority, **fields)
 
 
+def running(made, name):
+    """The batch that a worker has."""
+    return made.fleet.get(name).batch
+
+
 class Simulation:
     """Drives a scheduler event by event, with workers that take exactly their median time."""
 
@@ -72,7 +77,7 @@ class Simulation:
             for end, batch in [item for item in self.running if item[0] <= self.now]:
                 self.running.remove((end, batch))
                 self.done.update(dict.fromkeys(batch.tickets, end))
-                self.scheduler.finished(batch.worker, len(batch.tickets), end - self.launched[batch.worker])
+                self.scheduler.finished(batch, end - self.launched[batch.worker])
             self.poll()
             if not self.running and self.wake_at is None:
                 self.now = until

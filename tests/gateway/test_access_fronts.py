@@ -23,6 +23,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tests.gateway.conftest import Stack, free_port, parse, until
+from tests.gateway.stream_robot import StreamRobot
 
 PROGRAM = str(Path(sys.executable).parent / "taktline-gateway")
 OBSERVATION = {
@@ -198,6 +199,37 @@ def test_a_rate_is_held_and_says_when(guarded):
     assert 0 < codes[2][1].retry_after_ms <= 10_000
     guarded.use("arm-a")
     assert guarded.act()[0] == 200
+
+
+def test_a_rate_that_is_exceeded_is_audited_over_every_front_with_a_key(guarded):
+    guarded.use("slow")
+    until(lambda: guarded.act(robot="slow")[0] == 429, "the rate being used up")
+    key = guarded.keys["slow"]
+    kserve = {
+        "inputs": [
+            {"name": name, "datatype": "UINT8", "shape": [8, 8, 3], "data": [0] * 192} for name in ("front", "wrist")
+        ]
+        + [
+            {"name": "state", "datatype": "FP32", "shape": [6], "data": [0.0] * 6},
+            {"name": "instruction", "datatype": "BYTES", "shape": [1], "data": ["go"]},
+        ]
+    }
+
+    def limited() -> set[str]:
+        """One more request over each front, for as long as the rate lets one through."""
+        with guarded.openpi(key) as client:
+            client.recv()
+            client.send(encode_openpi(OBSERVATION))
+            client.recv()
+        guarded.http.post(f"{guarded.url}/v2/models/scripted/infer", json=kserve)
+        robot = StreamRobot(guarded.url, "slow-stream", headers={"authorization": f"Bearer {key}"})
+        robot.observe()
+        robot.answer()
+        robot.close()
+        return {line["protocol"] for line in guarded.audited() if line.get("outcome") == "rate_limited"}
+
+    until(lambda: limited() >= {"rest", "openpi", "kserve", "stream"}, "the audit log having the rate's refusals")
+    guarded.use("arm-a")
 
 
 # ----- the clients' own protocols

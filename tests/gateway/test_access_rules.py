@@ -26,13 +26,17 @@ from taktline_gateway.access.http import need_of, secret_in
 from taktline_gateway.access.keys import StoredHash, hash_of, is_hash, new_key, split_key
 from taktline_gateway.access.rates import Quota, TokenBucket, admit
 from taktline_gateway.access.rights import OPEN, Principal, fits
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_gateway.compat.gateway_service import GatewayService
+from taktline_gateway.compat.service import Caller
+from taktline_gateway.service import Gateway, Settings
+from taktline_protocol import ErrorCode, Observation, TaktlineError
 
 RSA = rsa.generate_private_key(65537, 2048)
 RSA_OTHER = rsa.generate_private_key(65537, 2048)
 EC = ec.generate_private_key(ec.SECP256R1())
 ED = ed25519.Ed25519PrivateKey.generate()
 ISSUER = "https://id.factory.example"
+CALLER = Credential("rest", "1.1.1.1:1")
 
 
 def jwks(**keys) -> bytes:
@@ -476,14 +480,14 @@ def test_no_file_means_everyone_and_says_so():
         control = AccessControl(None)
         assert control.open
         assert await control.authenticate(Credential("rest", "", None)) is OPEN
-        control.admit(OPEN, 1 << 40)
+        control.admit(OPEN, CALLER, "act", "p", 1 << 40)
 
     asyncio.run(run())
 
 
 def test_a_front_that_forgot_to_ask_who_it_is_lets_nothing_through(world):
     with pytest.raises(TaktlineError) as caught:
-        AccessControl(world[0]).admit(OPEN, 1)
+        AccessControl(world[0]).admit(OPEN, CALLER, "act", "p", 1)
     assert caught.value.code is ErrorCode.UNAUTHENTICATED
 
 
@@ -581,18 +585,94 @@ def test_rates_of_a_tenant(world):
         b = await control.authenticate(Credential("rest", "1.1.1.1:1", keys["robot-b"]))
         a = await control.authenticate(Credential("rest", "1.1.1.1:1", keys["robot-a"]))
         with pytest.raises(TaktlineError) as caught:
-            control.admit(b, 2 << 20)
+            control.admit(b, CALLER, "act", "p", 2 << 20)
         assert caught.value.code is ErrorCode.BODY_TOO_LARGE
         for _ in range(3):
-            control.admit(b, 10)
+            control.admit(b, CALLER, "act", "p", 10)
         with pytest.raises(TaktlineError) as caught:
-            control.admit(b, 10)
+            control.admit(b, CALLER, "act", "p", 10)
         assert caught.value.code is ErrorCode.RATE_LIMITED
         assert 0 < caught.value.retry_after_ms <= 500
         for _ in range(100):
-            control.admit(a, 10)
+            control.admit(a, CALLER, "act", "p", 10)
 
     asyncio.run(run())
+
+
+def test_a_token_named_like_a_key_does_not_share_that_keys_rates(world):
+    """Two namespaces: who may name its tokens' subjects must not be able to spend a key's rate."""
+    path, _, file = world
+    limited = msgspec.structs.replace(file.keys[0], rates=Rates(requests_per_s=0.001, burst=1))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, keys=(limited, *file.keys[1:]))))
+    secret = world[1]["robot-a"]
+
+    async def run():
+        control = AccessControl(path)
+        await control.start()
+        key = await control.authenticate(Credential("rest", "1.1.1.1:1", secret))
+        named_alike = await control.authenticate(Credential("rest", "1.1.1.1:1", token(sub="robot-a")))
+        assert (key.name, key.tenant) == (named_alike.name, named_alike.tenant)
+        for _ in range(20):
+            control.admit(named_alike, CALLER, "act", "place", 10)
+        control.admit(key, CALLER, "act", "place", 10)
+        with pytest.raises(TaktlineError) as caught:
+            control.admit(key, CALLER, "act", "place", 10)
+        assert caught.value.code is ErrorCode.RATE_LIMITED
+        control.admit(named_alike, CALLER, "act", "place", 10)
+        await control.close()
+
+    asyncio.run(run())
+
+
+def test_the_audit_log_tells_a_token_from_a_key_of_its_name(world, tmp_path):
+    path, keys, _ = world
+    file = tmp_path / "audit.jsonl"
+
+    async def run():
+        control = AccessControl(path, AuditLog(file))
+        await control.start()
+        for secret in (keys["robot-a"], token(sub="robot-a")):
+            caller = Credential("rest", "1.1.1.1:1", secret)
+            control.authorise(await control.authenticate(caller), caller, "act", "pick-left")
+        await control.close()
+
+    asyncio.run(run())
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["caller"], line["credential"]) for line in lines] == [("robot-a", "key"), ("robot-a", "token")]
+
+
+PROTOCOLS = ("rest", "stream", "openpi", "groot", "lerobot", "vla-eval", "kserve")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_rate_limited_reaches_the_audit_log_over_every_protocol(world, tmp_path, protocol):
+    """Whichever front counts a request, its refusal is written where the access decisions are."""
+    path, _, file = world
+    anonymous = Anonymous(protocol=protocol, tenant="b", rates=Rates(requests_per_s=0.001, burst=1))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, anonymous=(anonymous,))))
+    audit_file, routes = tmp_path / "audit.jsonl", tmp_path / "routes.json"
+    routes.write_text('{"routes": []}')
+    sent = Observation(
+        robot_id="arm", session_id="s", seq=1, captured_at=0.0, budget_ms=99.0, images={}, state=[0.0], instruction="go"
+    )
+
+    async def run():
+        gateway = Gateway(Settings(routes=routes, access_file=path, audit_log=audit_file))
+        service = GatewayService(gateway)
+        codes = []
+        for _ in range(2):
+            try:
+                await service.submit(Caller.connecting(protocol, "10.0.0.1:5", "arm"), "pick", sent)
+            except TaktlineError as error:
+                codes.append(error.code.value)
+        gateway.access.audit.close()
+        return codes
+
+    assert asyncio.run(run()) == ["unknown_policy", "rate_limited"]
+    found = [json.loads(line) for line in audit_file.read_text().splitlines()]
+    (line,) = [line for line in found if line["outcome"] == "rate_limited"]
+    expected = {"protocol": protocol, "tenant": "b", "right": "act", "policy": "pick", "robot": "arm"}
+    assert expected.items() <= line.items()
 
 
 # ----- the audit log

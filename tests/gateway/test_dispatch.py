@@ -65,7 +65,7 @@ def test_a_level_that_is_withdrawn_while_its_batch_runs_costs_no_answer():
     async def run():
         dispatch, pending, batch = world(level=1)
         link = Link(actions, lambda: dispatch.levels.update(w=Levels()))
-        await dispatch._run(link, batch, time.monotonic())
+        await dispatch._run(link, batch, time.monotonic(), dispatch._steps(link, batch))
         return pending.result.result()
 
     assert asyncio.run(run()).degraded.solver_steps == 4
@@ -76,7 +76,7 @@ def test_what_one_worker_will_not_look_at_waits_for_the_copy_on_another(copies, 
     async def run():
         dispatch, pending, batch = world(level=0)
         pending.flights, pending.attempts = copies, 1
-        await dispatch._run(Link(overloaded), batch, time.monotonic())
+        await dispatch._run(Link(overloaded), batch, time.monotonic(), 0)
         return pending.result
 
     result = asyncio.run(run())

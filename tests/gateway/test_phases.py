@@ -208,6 +208,105 @@ def test_a_place_is_kept_until_the_robot_comes_or_its_time_is_over():
 # ----- through the gateway
 
 
+class LinearBooks:
+    """What `Admissions` counts, by looking at every promise."""
+
+    def __init__(self, planner):
+        self.planner, self.promised = planner, {}
+
+    def demand(self, source, now, tightest_s):
+        self.promised = {one: kept for one, kept in self.promised.items() if now - kept[0] <= PROMISE_S}
+        self.promised.pop(source, None)
+        rate_hz = self.planner.demand_hz - self.planner.rate_hz(source)
+        for _, demand, begun in self.promised.values():
+            tightest_s = min(tightest_s, demand.budget_s)
+            rate_hz += 0.0 if begun else demand.rate_hz
+        return rate_hz, tightest_s
+
+    def known(self, source):
+        if source in self.promised:
+            at, demand, _ = self.promised[source]
+            self.promised[source] = (at, demand, True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "observe", "wait"]),
+            st.integers(0, 7),
+            st.floats(0.5, 20.0),
+            st.floats(30.0, 2000.0),
+        ),
+        max_size=80,
+    )
+)
+def test_the_books_of_promises_are_those_of_looking_at_every_promise(steps):
+    planner, workers, now = PhasePlanner(), [service_times()], 0.0
+    admissions, plain = Admissions(planner), LinearBooks(planner)
+    begun = planner.when_known
+    planner.when_known = lambda source: (begun(source), plain.known(source))
+    for what, robot, rate_hz, budget_ms in steps:
+        now += 0.05
+        source = ("", str(robot))
+        if what == "wait":
+            now += rate_hz
+        elif what == "observe":
+            planner.arrived(source, now)
+        else:
+            others_hz, tightest_s = plain.demand(source, now, 1.0)
+            new = Demand(rate_hz, budget_ms / 1e3)
+            expected = schedulable(new, max(0.0, others_hz), tightest_s, workers)
+            question = AdmissionQuestion(robot_id=source[1], rate_hz=rate_hz, budget_ms=budget_ms)
+            found = admissions.ask(source, question, now, 1.0, workers)
+            assert found.admissible is expected.admissible
+            assert found.utilisation == pytest.approx(expected.utilisation, abs=1e-3)
+            if expected.admissible:
+                plain.promised[source] = (now, new, planner.rate_hz(source) > 0.0)
+
+
+def test_promises_that_are_over_hold_no_memory():
+    """Robots that ask again and again, and robots that never come."""
+    admissions, workers = Admissions(PhasePlanner()), [service_times()]
+    for turn in range(3000):
+        question = AdmissionQuestion(robot_id=str(turn % 7), rate_hz=0.01, budget_ms=900.0)
+        admissions.ask(("", question.robot_id), question, 0.01 * turn, 1.0, workers)
+        assert len(admissions) <= 7
+        assert len(admissions._budgets) <= 2 * len(admissions) + 65
+    admissions.ask(("", "last"), question, 1e6, 1.0, workers)
+    assert len(admissions) == 1
+    assert admissions._waiting_hz == pytest.approx(0.01)
+
+
+def test_a_question_costs_no_look_at_every_promise():
+    """Counted in the promises that are looked at, not in time."""
+
+    class Counted(dict):
+        looks = 0
+
+        def get(self, *key):
+            Counted.looks += 1
+            return super().get(*key)
+
+        def items(self):
+            for item in super().items():
+                Counted.looks += 1
+                yield item
+
+        def values(self):
+            return (value for _, value in self.items())
+
+    admissions, workers = Admissions(PhasePlanner()), [service_times()]
+    for number in range(2000):
+        question = AdmissionQuestion(robot_id=str(number), rate_hz=0.01, budget_ms=100.0 + number % 97)
+        admissions.ask(("", question.robot_id), question, 0.0, 1.0, workers)
+    promised = Counted(admissions._promised)
+    admissions._promised = promised
+    admissions.ask(("", "one more"), question, 0.0, 1.0, workers)
+    assert len(admissions) == 2001
+    assert Counted.looks <= 4
+
+
 def test_admission_and_hints_over_http(bare_stack):
     stack = bare_stack
     stack.write_routes(stack.start_worker())

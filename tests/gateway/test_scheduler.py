@@ -13,7 +13,7 @@ from taktline_gateway.deadline_queue import DeadlineQueue, Priority
 from taktline_gateway.scheduler import Refusal, Scheduler
 from taktline_gateway.service_times import MIN_SAMPLES
 
-from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
+from tests.gateway.simulated_clock import Simulation, running, scheduler, service_times, ticket
 
 # ----- the queue
 
@@ -202,7 +202,7 @@ def test_a_slow_worker_leaves_the_urgent_ticket_to_the_fast_one():
     urgent = ticket("urgent", 0.030)
     assert made.submit(urgent, 0.001) == (None, None)
     assert made.poll(0.001).batches == ()
-    made.finished("fast", 1, 0.010)
+    made.finished(running(made, "fast"), 0.010)
     assert made.poll(0.010).batches[0].worker == "fast"
 
 
@@ -210,14 +210,14 @@ def test_a_failed_worker_rests_then_proves_itself_on_one():
     made = scheduler()
     made.submit(ticket("a", 1.0), 0.0)
     made.poll(0.0)
-    made.failed("w0", 1, 0.5)
+    made.failed(running(made, "w0"), 0.5)
     for n in range(5):
         made.submit(ticket(n, 2.0), 0.1)
     resting = made.poll(0.1)
     assert resting.batches == ()
     assert resting.wake_at == pytest.approx(0.5)
     assert [len(batch.tickets) for batch in made.poll(0.5).batches] == [1]
-    made.finished("w0", 1, 0.010)
+    made.finished(running(made, "w0"), 0.010)
     assert [len(batch.tickets) for batch in made.poll(0.51).batches] == [4]
 
 
@@ -226,12 +226,12 @@ def test_a_failed_ticket_goes_to_another_worker_if_it_can_still_make_it():
     one = ticket("a", 0.100)
     made.submit(one, 0.0)
     batch = made.poll(0.0).batches[0]
-    made.failed(batch.worker, 1, 1.0)
+    made.failed(batch, 1.0)
     assert made.resubmit(one, 0.050)
     again = made.poll(0.050).batches[0]
     assert again.worker != batch.worker
     assert again.tickets == (one,)
-    made.failed(again.worker, 1, 1.0)
+    made.failed(again, 1.0)
     assert not made.resubmit(one, 0.095)
 
 

@@ -139,6 +139,15 @@ def test_a_claim_above_the_ceiling_is_lowered_to_it(claimed, tenant, expected):
     assert priority_of(observation, tenant, route) is expected
 
 
+@pytest.mark.parametrize(("tenant", "expected"), [("cell-7", Priority.SAFETY), ("forgotten", Priority.PRODUCTION)])
+def test_a_tenant_that_no_ceiling_names_may_not_claim_safety(tenant, expected):
+    route = Route(policy="p", priority_ceilings={"cell-7": "safety"})
+    observation = Observation(
+        robot_id="a", seq=1, captured_at=0.0, budget_ms=1.0, images={}, state=[], instruction="go", priority="safety"
+    )
+    assert priority_of(observation, tenant, route) is expected
+
+
 def test_without_ceilings_every_claim_stands():
     observation = Observation(
         robot_id="a", seq=1, captured_at=0.0, budget_ms=1.0, images={}, state=[], instruction="go", priority="safety"

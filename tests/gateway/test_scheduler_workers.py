@@ -7,7 +7,7 @@ from taktline_gateway.fleet import SILENT_FACTOR, SILENT_FLOOR_S
 from taktline_gateway.scheduler import Refusal, Scheduler
 from taktline_gateway.service_times import MIN_SAMPLES
 
-from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
+from tests.gateway.simulated_clock import Simulation, running, scheduler, service_times, ticket
 
 SILENT_S = SILENT_FACTOR * 0.010 + SILENT_FLOOR_S
 """When a batch of one on a worker of 10 ms counts as silent."""
@@ -27,7 +27,7 @@ def test_an_observation_goes_where_it_is_done_first_even_if_that_worker_is_busy(
     assert made.poll(0.0).batches[0].worker == "fast"
     made.submit(ticket("b", 9.0), 0.005)
     assert made.poll(0.005).batches == ()
-    made.finished("fast", 1, 0.010)
+    made.finished(running(made, "fast"), 0.010)
     assert made.poll(0.010).batches[0].worker == "fast"
 
 
@@ -78,7 +78,7 @@ def test_a_hedge_needs_another_worker_and_slack():
     for one in (enough, short):
         made.submit(one, 0.0)
     silent = next(batch.worker for batch in made.poll(0.0).batches if enough in batch.tickets)
-    made.finished(next(name for name in made.workers() if name != silent), 1, 0.010)
+    made.finished(running(made, next(name for name in made.workers() if name != silent)), 0.010)
     made.poll(SILENT_S)
     assert not made.resubmit(short, SILENT_S, avoid=silent)
     assert made.resubmit(enough, SILENT_S, avoid=silent)
@@ -128,7 +128,7 @@ def test_a_worker_that_leaves_takes_nothing_with_it():
         if batch.worker == leaving:  # its answer comes all the same
             simulation.running.remove((end, batch))
             simulation.done.update(dict.fromkeys(batch.tickets, end))
-            simulation.scheduler.finished(leaving, len(batch.tickets), 0.010)
+            simulation.scheduler.finished(batch, 0.010)
     simulation.advance(9.0)
     assert set(simulation.done) == set(tickets)
     assert leaving not in {batch.worker for batch in simulation.batches[2:]}

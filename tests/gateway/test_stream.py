@@ -540,6 +540,20 @@ def test_a_gateway_full_of_streams_says_so(bare_stack):
     first.close()
 
 
+def test_a_hello_that_is_refused_leaves_the_session_with_its_connection(bare_stack):
+    """A gateway that has no room for the newer connection must not have cut the older one for it."""
+    bare_stack.write_routes(bare_stack.start_worker())
+    bare_stack.start_gateway("--stream-max", "1")
+    bare_stack.wait_workers(1)
+    robot = StreamRobot(bare_stack.url, "steady")
+    again = StreamRobot(bare_stack.url, "steady", token=robot.welcome.token)
+    assert again.welcome.code == "overloaded"
+    assert again.closed() == (1013, "overloaded")
+    robot.observe()
+    assert isinstance(robot.answer(), Answer)
+    robot.close()
+
+
 def test_a_gateway_that_dies_breaks_the_stream(bare_stack):
     bare_stack.write_routes(bare_stack.start_worker())
     bare_stack.start_gateway()

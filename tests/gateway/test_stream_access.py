@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from taktline_gateway.access.access_file import AccessFile, Key, Tenant
 from taktline_gateway.access.keys import new_key
-from taktline_protocol.stream import Answer
+from taktline_protocol.stream import Answer, Hello
 from websockets.exceptions import InvalidStatus
 
 from tests.gateway.conftest import Stack, until
@@ -51,6 +51,27 @@ def test_who_is_not_known_gets_no_stream(guarded, headers):
     with pytest.raises(InvalidStatus) as caught:
         StreamRobot(guarded.stack.url, headers=headers)
     assert caught.value.response.status_code == 401
+
+
+def test_a_key_that_is_revoked_before_hello_takes_over_no_session(guarded):
+    robot = guarded.robot("b", "before")
+    late = guarded.robot("b", "before", greet=False)
+    guarded.allow("a")
+
+    def refused():
+        robot.observe()
+        answer = robot.answer()
+        return not isinstance(answer, Answer) and answer.code == "unauthenticated"
+
+    until(refused, "the key being revoked")
+    late.send(Hello((1,), "before", "session of before", token=robot.welcome.token))
+    goodbye, close = late.goodbye()
+    assert goodbye.code == "unauthenticated"
+    assert close == (1008, "unauthenticated")
+    assert refused(), "the older connection is still there to be answered"
+    guarded.allow("a", "b")
+    until(lambda: not refused(), "the key being known again")
+    robot.close()
 
 
 def test_two_tenants_may_each_have_a_robot_of_one_name(guarded):

@@ -6,6 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from taktline_gateway.http_io import Exchange
+from taktline_gateway.pending import ClientGone
+from taktline_gateway.stream.conversation import Conversation
 from taktline_gateway.stream.endpoint import Streams
 from taktline_gateway.stream.sessions import Flight, HeldFrame, Session, Sessions
 from taktline_protocol import ErrorCode, TaktlineError
@@ -60,12 +63,14 @@ def test_a_token_resumes_its_own_session_only(sessions):
     session = sessions.open("p", "arm", hello())
     sessions.away(session)
     token = session.token
-    assert sessions.resume("p", "arm", hello(token=b"x" * 16)) is None
-    assert sessions.resume("q", "arm", hello(token=token)) is None, "another policy"
-    assert sessions.resume("p", "other", hello("other", token=token)) is None, "another robot"
-    assert sessions.resume("p", "tenant/arm", hello(token=token)) is None, "another tenant's arm"
-    assert sessions.resume("p", "arm", hello(session="t", token=token)) is None, "another session"
-    assert sessions.resume("p", "arm", hello(token=token, seq=7)) is session
+    assert sessions.find("p", "arm", hello(token=b"x" * 16)) is None
+    assert sessions.find("q", "arm", hello(token=token)) is None, "another policy"
+    assert sessions.find("p", "other", hello("other", token=token)) is None, "another robot"
+    assert sessions.find("p", "tenant/arm", hello(token=token)) is None, "another tenant's arm"
+    assert sessions.find("p", "arm", hello(session="t", token=token)) is None, "another session"
+    back = hello(token=token, seq=7)
+    assert sessions.find("p", "arm", back) is session
+    sessions.take(session, FakeLink(), back)
     assert session.seq == 7
 
 
@@ -76,7 +81,7 @@ def test_a_session_expires(sessions, clock):
     clock.now += 30.0
     assert sessions.expire() == []
     clock.now += 0.1
-    assert sessions.resume("p", "arm", hello(token=session.token)) is None, "also where nobody has looked yet"
+    assert sessions.find("p", "arm", hello(token=session.token)) is None, "also where nobody has looked yet"
     assert len(sessions) == 0
     assert sessions.held_bytes == 0
 
@@ -91,9 +96,13 @@ def test_a_session_whose_connection_lives_does_not_expire(sessions, clock):
 def test_a_newer_connection_takes_over(sessions):
     session = sessions.open("p", "arm", hello())
     link = session.link = FakeLink()
-    assert sessions.resume("p", "arm", hello(token=session.token)) is session
+    again, newer = hello(token=session.token), FakeLink()
+    assert sessions.find("p", "arm", again) is session
+    assert session.link is link, "found is not taken"
+    assert not link.was_replaced
+    sessions.take(session, newer, again)
     assert link.was_replaced
-    assert session.link is None
+    assert session.link is newer
 
 
 def test_two_hellos_at_once_move_a_session_once(sessions):
@@ -113,8 +122,9 @@ def test_two_hellos_at_once_move_a_session_once(sessions):
 
     async def run():
         async def greet(link: FakeLink):
-            session, word = await Streams.resume(streams, "p", "arm", hello(token=b"t" * 16))
-            session.link = link
+            said = hello(token=b"t" * 16)
+            session, word = await Streams.find(streams, "p", "arm", said)
+            sessions.take(session, link, said)
             return session, word
 
         links = FakeLink(), FakeLink()
@@ -195,6 +205,48 @@ def test_a_cancel_that_is_faster_than_the_queue_is_kept_for_it():
     heard: list = []
     flight.admitted(lambda reason: bool(heard.append(reason)))
     assert heard == [error]
+
+
+@pytest.mark.parametrize("end", [ClientGone(), RuntimeError("a fault of the gateway")])
+async def test_an_observation_that_ends_without_an_answer_is_settled(sessions, end):
+    """A drain waits for the last unanswered observation; one that its robot left must not be waited for."""
+    settled = []
+
+    class Link(FakeLink):
+        def settled(self) -> None:
+            settled.append(len(session.flights))
+
+    async def serve(*_, **__):
+        raise end
+
+    session = sessions.open("p", "arm", hello())
+    sessions.take(session, Link(), hello())
+    streams = SimpleNamespace(settings=None, service=SimpleNamespace(serve=serve))
+    caller = SimpleNamespace(principal=None, credential=None)
+    made = Conversation(streams, "p", caller, None, None, lambda: None)
+    flight = session.flights[1] = Flight(1, 0.0, "r")
+    serving = made._serve(session, flight, Exchange({"headers": ()}), None, None, 0.0)
+    if isinstance(end, ClientGone):
+        await serving
+    else:
+        with pytest.raises(RuntimeError):
+            await serving
+    assert settled == [0]
+    assert session.link.sent == []
+
+
+async def test_an_observation_sent_again_under_its_number_is_not_forgotten_with_the_first(sessions):
+    session = sessions.open("p", "arm", hello())
+
+    async def serve(*_, **__):
+        raise ClientGone
+
+    streams = SimpleNamespace(settings=None, service=SimpleNamespace(serve=serve))
+    made = Conversation(streams, "p", SimpleNamespace(principal=None, credential=None), None, None, lambda: None)
+    first, again = Flight(1, 0.0, "first"), Flight(1, 1.0, "again")
+    session.flights[1] = again
+    await made._serve(session, first, Exchange({"headers": ()}), None, None, 0.0)
+    assert session.flights == {1: again}
 
 
 def test_connections_that_come_and_go_fill_no_memory(clock):

@@ -125,6 +125,36 @@ def test_a_failed_batch_shows_in_the_trace(traced, collector, trace, traceparent
     assert all(batch.status.code == 2 for batch in batches)
 
 
+@pytest.mark.parametrize(
+    ("share", "spans"),
+    [({"weight": 100.0}, {"batch"}), ({"mirror": 100.0}, {"batch", "mirrored batch"})],
+)
+def test_a_request_to_a_candidate_has_its_batch_in_its_trace(traced, collector, share, spans):
+    """The ticket that goes into the candidate's batch is another one than the request waits for."""
+    serving = next(iter(traced.workers))
+    trying = traced.start_worker(revision="r2")
+    trial = {"id": "c", "step": "s", "revision": "r2", "targets": [{"address": trying, "revision": "r2"}], **share}
+    traced.write_routes(serving, candidate={"tolerance": 0.01, "hold_s": 0, **trial})
+    sent = []
+
+    def seen() -> bool:
+        trace = os.urandom(16).hex()
+        sent.append(trace)
+        answer = act(traced, traced.observation(robot=f"tried-{trace}"), f"00-{trace}-{PARENT}-01")
+        assert answer.status_code == 200
+        for one in sent:
+            found = {name.split(" ", 1)[1]: span for name, span in collector.of_trace(one).items()}
+            workers = {attributes(span)["taktline.worker"] for name in spans & set(found) for span in found[name]}
+            if spans <= set(found) and trying in workers:
+                return True
+        return False
+
+    try:
+        until(seen, "a trace with the candidate's batch")
+    finally:
+        traced.write_routes(serving)
+
+
 def test_logs_and_exemplars_name_the_trace(traced, trace, traceparent):
     act(traced, traced.observation(robot="late", budget_ms=600.0, instruction="slow 800"), traceparent)
     missed = [

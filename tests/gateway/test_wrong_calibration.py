@@ -7,6 +7,8 @@ from taktline_gateway.scheduler import TRIAL_AFTER_S, Refusal, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_protocol.messages import BucketTime
 
+from tests.gateway.simulated_clock import running
+
 TRUE_S = 0.1
 
 
@@ -26,7 +28,7 @@ def test_an_idle_worker_gets_a_trial_and_one_fast_answer_corrects_every_bucket()
     assert ask(made, "a", TRIAL_AFTER_S) is None
     batch = made.poll(TRIAL_AFTER_S).batches[0]
     assert [ticket.robot for ticket in batch.tickets] == ["a"]
-    made.finished("w", 1, TRUE_S)
+    made.finished(running(made, "w"), TRUE_S)
     assert times.median[1] == TRUE_S
     assert times.median[4] == TRUE_S * 6500 / 3200
     assert ask(made, "b", TRIAL_AFTER_S + TRUE_S) is None
@@ -37,7 +39,7 @@ def test_a_trial_that_confirms_the_table_changes_nothing_and_the_next_one_waits(
     made.add_worker("w", times)
     assert ask(made, "a", TRIAL_AFTER_S) is None
     made.poll(TRIAL_AFTER_S)
-    made.finished("w", 1, 3.3)
+    made.finished(running(made, "w"), 3.3)
     end = TRIAL_AFTER_S + 3.3
     assert times.median[1] == 3.2
     assert ask(made, "a", end) is None  # idle again for longer than TRIAL_AFTER_S since the last trial began
@@ -52,7 +54,7 @@ def test_samples_of_a_bad_time_give_way_too():
     made.add_worker("w", times)
     assert ask(made, "a", TRIAL_AFTER_S) is None
     made.poll(TRIAL_AFTER_S)
-    made.finished("w", 1, TRUE_S)
+    made.finished(running(made, "w"), TRUE_S)
     assert times.median[1] == TRUE_S
 
 

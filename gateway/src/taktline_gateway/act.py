@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
-from taktline_protocol import ActionChunk, ErrorCode, Observation, PolicyInfo, TaktlineError
+from taktline_protocol import ActionChunk, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.checks import check_policy_fit
 from taktline_protocol.codecs import decode_observation
 
@@ -50,12 +51,15 @@ class ActEndpoint:
             media = exchange.body_media()
             settings = self._gateway.settings
             access = self._gateway.access
+            admit = partial(
+                access.admit, principal, credential_of(scope), "act", policy, request_id=exchange.request_id
+            )
             if exchange.content_length is not None:  # else its size is known only when it has been read
-                access.admit(principal, exchange.content_length)
+                admit(exchange.content_length)
             body = await read_body(exchange, receive, settings.limits, settings.body_timeout_s)
             body_read = True
             if exchange.content_length is None:
-                access.admit(principal, len(body))
+                admit(len(body))
             self._gateway.check_open()
             self._gateway.lane(policy, principal)
             observation = decode_observation(body, media, settings.limits)
@@ -76,8 +80,6 @@ class ActEndpoint:
         except (ClientGone, Disconnected):
             self._gateway.books.gone(policy, exchange, observation)
         except TaktlineError as error:
-            if error.code is ErrorCode.RATE_LIMITED:
-                self._gateway.access.note_refusal(principal, credential_of(scope), "act", policy, error.code.value)
             self.refused(policy, exchange, observation, error)
             unread = None if body_read else receive
             await send_error(send, exchange, error, close=self._gateway.draining, unread=unread)

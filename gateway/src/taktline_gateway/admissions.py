@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -16,12 +19,34 @@ PROMISE_S = 15.0
 MAX_PROMISES = 100_000
 
 
+@dataclasses.dataclass(slots=True)
+class _Promise:
+    """A place that is kept. `begun`: its robot's rhythm is known, so that it counts among those seen."""
+
+    number: int
+    promised_at: float
+    demand: Demand
+    begun: bool
+
+
 class Admissions:
-    """The demand of one policy: of robots seen, by their rhythm, and of robots promised a place."""
+    """The demand of one policy: of robots seen, by their rhythm, and of robots promised a place.
+
+    With n promises a question takes O(log n) steps, amortised, and O(w b) for w workers of b buckets: the promised
+    rates are kept as a sum, the promised budgets as a heap from which promises that are over leave as they come up.
+    """
 
     def __init__(self, phases: PhasePlanner) -> None:
         self._phases = phases
-        self._promised: OrderedDict[tuple[str, str], tuple[float, Demand]] = OrderedDict()
+        self._promised: OrderedDict[tuple[str, str], _Promise] = OrderedDict()  # by when they were promised
+        self._budgets: list[tuple[float, int, tuple[str, str]]] = []
+        self._waiting_hz = 0.0
+        self._waiting = 0
+        self._numbers = 0
+        phases.when_known = self._begun
+
+    def __len__(self) -> int:
+        return len(self._promised)
 
     def ask(
         self,
@@ -38,26 +63,60 @@ class Admissions:
             workers: T_sync of each batch that can run at a time.
         """
         self._forget(now)
-        self._promised.pop(source, None)
+        self._drop(source)
         new = Demand(question.rate_hz, question.budget_ms / 1e3)
-        rate_hz = self._phases.demand_hz - self._phases.rate_hz(source)
-        for other, (_, demand) in self._promised.items():
-            tightest_s = min(tightest_s, demand.budget_s)
-            if not self._phases.rate_hz(other):
-                rate_hz += demand.rate_hz
-        verdict = schedulable(new, max(0.0, rate_hz), tightest_s, workers)
+        own_hz = self._phases.rate_hz(source)
+        rate_hz = self._phases.demand_hz - own_hz + self._waiting_hz
+        verdict = schedulable(new, max(0.0, rate_hz), min(tightest_s, self._tightest_s()), workers)
         if verdict.admissible:
-            self._promised[source] = (now, new)
-            if len(self._promised) > MAX_PROMISES:
-                self._promised.popitem(last=False)
+            self._promise(source, new, now, begun=own_hz > 0.0)
         return answer_of(verdict)
+
+    def _promise(self, source: tuple[str, str], demand: Demand, now: float, *, begun: bool) -> None:
+        self._numbers += 1
+        promise = self._promised[source] = _Promise(self._numbers, now, demand, begun)
+        if not begun:
+            self._count(promise, 1)
+        heapq.heappush(self._budgets, (demand.budget_s, promise.number, source))
+        if len(self._promised) > MAX_PROMISES:
+            self._drop(next(iter(self._promised)))
+        if len(self._budgets) > 2 * len(self._promised) + 64:  # of robots that ask again and again
+            self._budgets = [(one.demand.budget_s, one.number, name) for name, one in self._promised.items()]
+            heapq.heapify(self._budgets)
+
+    def _begun(self, source: tuple[str, str]) -> None:
+        """The robot's rhythm is known: what was promised to it is asked for."""
+        promise = self._promised.get(source)
+        if promise is not None and not promise.begun:
+            promise.begun = True
+            self._count(promise, -1)
+
+    def _tightest_s(self) -> float:
+        """The smallest budget among the promises; infinite without one."""
+        while self._budgets:
+            budget_s, number, source = self._budgets[0]
+            promise = self._promised.get(source)
+            if promise is not None and promise.number == number:
+                return budget_s
+            heapq.heappop(self._budgets)
+        return math.inf
+
+    def _count(self, promise: _Promise, change: int) -> None:
+        self._waiting += change
+        # A sum that is added to and taken from for days drifts; with nobody in it, it is zero.
+        self._waiting_hz = self._waiting_hz + change * promise.demand.rate_hz if self._waiting else 0.0
 
     def _forget(self, now: float) -> None:
         while self._promised:
-            source, (promised_at, _) = next(iter(self._promised.items()))
-            if now - promised_at <= PROMISE_S:
+            source, promise = next(iter(self._promised.items()))
+            if now - promise.promised_at <= PROMISE_S:
                 break
-            del self._promised[source]
+            self._drop(source)
+
+    def _drop(self, source: tuple[str, str]) -> None:
+        promise = self._promised.pop(source, None)
+        if promise is not None and not promise.begun:
+            self._count(promise, -1)
 
 
 def answer_of(verdict: Verdict) -> AdmissionAnswer:

@@ -73,14 +73,16 @@ class Books:
         """Notes that the observation waits for a batch, and begins its trace where it is sampled."""
         exchange.pending = pending
         if self.traces.tracing is not None:
-            pending.trace = self.traces.begin(
-                exchange.traceparent or observation.traceparent,
-                exchange.received_at,
-                policy=policy,
-                robot=observation.robot_id,
-                request_id=exchange.request_id,
-                seq=observation.seq,
-                budget_ms=observation.budget_ms,
+            pending.traced(
+                self.traces.begin(
+                    exchange.traceparent or observation.traceparent,
+                    exchange.received_at,
+                    policy=policy,
+                    robot=observation.robot_id,
+                    request_id=exchange.request_id,
+                    seq=observation.seq,
+                    budget_ms=observation.budget_ms,
+                )
             )
 
     def answered(

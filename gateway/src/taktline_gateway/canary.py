@@ -25,6 +25,7 @@ from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.lane import ClientGone, Lane, Pending, Served
 from taktline_gateway.logs import log
 from taktline_gateway.robot_split import RobotSplit
+from taktline_gateway.tracing.requests import RequestTrace
 
 MIRRORED_AT_ONCE = 64
 """Mirrored observations in flight; more are not mirrored, so that a slow candidate holds no memory."""
@@ -61,6 +62,12 @@ class _Relayed(Pending):
     lane: Lane | None = None
     inner: Pending | None = None
     withdrawn: bool = False
+
+    def traced(self, trace: RequestTrace | None) -> None:
+        """It is the inner ticket that goes into batches."""
+        self.trace = trace
+        if self.inner is not None:
+            self.inner.trace = trace
 
 
 class Canary:
@@ -181,7 +188,9 @@ class Canary:
         offered: Served | None = None
         error: BaseException | None = None
         try:
-            offered = await self.lane.submit(f"{request_id}-shadow", observation, deadline, principal).result
+            copy = self.lane.submit(f"{request_id}-shadow", observation, deadline, principal)
+            copy.trace = None if serving.trace is None else serving.trace.mirrored()
+            offered = await copy.result
         except TaktlineError as refused:
             error = refused
         except ClientGone:
@@ -311,6 +320,7 @@ class CandidateTrack:
         try:
             relayed.lane = self._canary.stable()
             relayed.inner = relayed.lane.submit(relayed.request_id, observation, relayed.deadline, principal)
+            relayed.inner.trace = relayed.trace
         except TaktlineError as refused:
             relayed.result.set_exception(refused)
             return

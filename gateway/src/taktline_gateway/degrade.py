@@ -23,17 +23,18 @@ class Levels:
     times: tuple[ServiceTimes, ...] = ()
 
 
-def levels_of(info: PolicyInfo, options: DegradeOptions, max_batch: int) -> Levels:
-    """What the worker can do, of what the deployment allows."""
+def levels_of(info: PolicyInfo, options: DegradeOptions, max_batch: int, known: Levels | None = None) -> Levels:
+    """What the worker can do, of what the deployment allows; `known` levels keep the times they have measured."""
     allowed = [
         level
         for level in sorted(info.cheaper, key=lambda level: -level.solver_steps)
         if 0 < options.min_solver_steps <= level.solver_steps and level.t_sync
     ]
-    return Levels(
-        tuple(level.solver_steps for level in allowed),
-        tuple(ServiceTimes(level.t_sync, max_batch) for level in allowed),
-    )
+    measured = dict(zip(known.steps, known.times, strict=True)) if known is not None else {}
+    times = tuple(measured.get(level.solver_steps) or ServiceTimes(level.t_sync, max_batch) for level in allowed)
+    for one in times:
+        one.limit(max_batch)
+    return Levels(tuple(level.solver_steps for level in allowed), times)
 
 
 def degraded(solver_steps: int, policy: str) -> Degraded | None:

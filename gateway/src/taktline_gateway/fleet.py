@@ -44,6 +44,7 @@ class WorkerState:
     Attributes:
         levels: its times at full quality, then at each cheaper level, see `quality`.
         batch: the batch in flight.
+        running: the times that this batch is predicted by.
         busy_until: predicted end of the batch in flight; None where it is idle.
         silent_at: the instant from which that batch counts as silent.
         silent: the batch is overdue, and its members were offered to the other workers.
@@ -54,6 +55,7 @@ class WorkerState:
     name: str
     levels: tuple[ServiceTimes, ...]
     batch: Batch | None = None
+    running: ServiceTimes | None = None
     used_at: float = 0.0
     busy_until: float | None = None
     silent_at: float = math.inf
@@ -90,6 +92,7 @@ class WorkerState:
         self.used_at = now
         hangs_at = now + max(HANG_FLOOR_S, HANG_FACTOR * tail_s)
         self.batch = Batch(self.name, tickets, self.busy_until, now + tail_s, hangs_at, level)
+        self.running = times
         return self.batch
 
     def idle(self, now: float) -> bool:
@@ -98,7 +101,7 @@ class WorkerState:
 
     def release(self) -> None:
         """Its batch has ended."""
-        self.batch = None
+        self.batch = self.running = None
         self.busy_until = None
         self.silent_at = math.inf
         self.silent = False
@@ -127,6 +130,11 @@ class Fleet:
     def get(self, name: str) -> WorkerState | None:
         """The worker, if it is known here."""
         return self._workers.get(name)
+
+    def running(self, batch: Batch) -> WorkerState | None:
+        """The worker that `batch` keeps busy; None where it left meanwhile, even if one of its name has come since."""
+        worker = self._workers.get(batch.worker)
+        return worker if worker is not None and worker.batch is batch else None
 
     def names(self) -> Iterable[str]:
         """Names of the workers that may get batches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 
 from taktline_protocol.messages import Observation
 
@@ -62,9 +63,14 @@ def grid_for(times: ServiceTimes, workers: int, demand_hz: float) -> Grid | None
 
 
 class PhasePlanner:
-    """Keeps a calendar of reserved places and gives each robot the nearest free one to when it would come anyway."""
+    """Keeps a calendar of reserved places and gives each robot the nearest free one to when it would come anyway.
+
+    Attributes:
+        when_known: called with each robot whose rhythm has become known.
+    """
 
     def __init__(self) -> None:
+        self.when_known: Callable[[tuple[str, str]], None] = lambda _: None
         self._robots: OrderedDict[tuple[str, str], _Robot] = OrderedDict()
         self._demand_hz = 0.0
         self._grid: Grid | None = None
@@ -105,6 +111,8 @@ class PhasePlanner:
             after = before if moved else before + PERIOD_WEIGHT * (gap - before)
         self._demand_hz += 1.0 / after - (1.0 / before if before else 0.0)
         robot.period_s = after
+        if before is None:
+            self.when_known(source)
         robot.drift_s = DRIFT_MEMORY * (robot.drift_s + gap - after)
         if robot.hinted_at is not None:
             slot_s = self._grid.slot_s if self._grid is not None else after

@@ -11,10 +11,13 @@ OTHER_TENANTS = "*"
 
 
 def priority_of(observation: Observation, tenant: str, route: Route) -> Priority:
-    """The class of an observation of `tenant`; a claim above the tenant's ceiling is lowered to it."""
+    """The class of an observation of `tenant`; a claim above the tenant's ceiling is lowered to it.
+
+    Where the route caps anyone, whoever it does not name is capped at production: `safety` is granted, never assumed.
+    """
     claimed = Priority[observation.priority.upper()]
     ceilings = route.priority_ceilings
     if not ceilings:
         return claimed
-    ceiling = ceilings.get(tenant, ceilings.get(OTHER_TENANTS, "safety"))
+    ceiling = ceilings.get(tenant, ceilings.get(OTHER_TENANTS, "production"))
     return max(claimed, Priority[ceiling.upper()])

@@ -91,6 +91,12 @@ class Scheduler:
         """Makes a worker available. One batch is in flight on it at a time; `cheaper` are its times when degraded."""
         self.fleet.add(name, (times, *cheaper), now)
 
+    def set_cheaper(self, name: str, cheaper: tuple[ServiceTimes, ...]) -> None:
+        """What a worker may be asked for below full quality has changed; a batch in flight stays as it is."""
+        worker = self.fleet.get(name)
+        if worker is not None:
+            worker.levels = (worker.times, *cheaper)
+
     def remove_worker(self, name: str) -> None:
         """No more batches go to this worker; a batch in flight is the caller's to finish."""
         self.fleet.remove(name)
@@ -113,31 +119,34 @@ class Scheduler:
         worker = self.fleet.get(name)
         return None if worker is None else worker.times
 
-    def finished(self, name: str, size: int, seconds: float, inference_s: float | None = None) -> None:
-        """A batch came back: the worker is free and its times are updated.
+    def finished(self, batch: Batch, seconds: float, inference_s: float | None = None) -> None:
+        """A batch came back: its worker is free and its times are updated.
+
+        A worker that left during the batch and came again is another one here: what the old one's batch does says
+        nothing of the batch that the new one has.
 
         Args:
             seconds: from send to answer.
             inference_s: the worker's own part of that, where it told; the rest is the network's.
         """
-        self._in_flight -= size
-        worker = self.fleet.get(name)
+        self._in_flight -= len(batch.tickets)
+        worker = self.fleet.running(batch)
         if worker is not None:
-            times = worker.levels[worker.batch.level if worker.batch is not None else 0]
+            times = worker.running or worker.times
             worker.release()
             worker.probation = False
             if worker.trial and seconds < times.median[1]:
                 times.rescale(seconds)
             worker.trial = False
-            times.record(min(size, times.max_batch), seconds, inference_s)
+            times.record(len(batch.tickets), seconds, inference_s)
         if not len(self.queue):
             for shares in self._shares.values():
                 shares.forgive()
 
-    def failed(self, name: str, size: int, suspended_until: float) -> None:
-        """A batch failed or hung: the worker gets nothing before `suspended_until`, then a batch of one."""
-        self._in_flight -= size
-        worker = self.fleet.get(name)
+    def failed(self, batch: Batch, suspended_until: float) -> None:
+        """A batch failed or hung: its worker gets nothing before `suspended_until`, then a batch of one."""
+        self._in_flight -= len(batch.tickets)
+        worker = self.fleet.running(batch)
         if worker is not None:
             worker.release()
             worker.trial = False
@@ -152,7 +161,8 @@ class Scheduler:
         A ticket is refused only where no schedule that keeps the tickets ahead of it could meet its deadline, by the
         median times; whoever is admitted and fails to get a slot is refused by `poll` when its last start passes.
         One in `TRIAL_AFTER_S` is admitted against the table where a worker sits idle: a table that refuses everything
-        is never measured again, and may be wrong (calibrated on a busy machine, say).
+        is never measured again, and may be wrong (calibrated on a busy machine, say). It is launched by the next
+        `poll`; until then a newer one of the same robot takes its place like any other's.
 
         Returns:
             (refusal or None, the older ticket of the same robot that this one supersedes or None).
@@ -168,16 +178,20 @@ class Scheduler:
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
         completion = self.fleet.predicted_completion(ahead, now)
+        tried = self._trial if self._trial is not None and self._trial.source == ticket.source else None
         if completion > ticket.deadline:
-            if self._trial is None and not len(self.queue) and self.fleet.rusty(now) is not None:
+            open_to_trial = self._trial is None or tried is not None
+            if open_to_trial and not len(self.queue) and self.fleet.rusty(now) is not None:
                 self._trial = ticket
-                return None, None
+                return None, tried
             self._note_lost(ticket)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
             return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
         if older is not None:
             self._remove(older)
+        elif tried is not None:
+            older, self._trial = tried, None
         self._add(ticket, rank)
         return None, older
 
@@ -187,7 +201,8 @@ class Scheduler:
         Args:
             avoid: the worker that has the ticket and does not answer; it does not count as one that could.
         """
-        if self.queue.queued(ticket.source) is not None or not len(self.fleet):
+        newer = self.queue.queued(ticket.source) or self._trial
+        if (newer is not None and newer.source == ticket.source) or not len(self.fleet):
             return False
         rank = self._rank(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
@@ -203,6 +218,15 @@ class Scheduler:
             self._trial = None
             return True
         return self._remove(ticket)
+
+    @property
+    def depth(self) -> int:
+        """How many tickets have been admitted and are on no worker."""
+        return len(self.queue) + (self._trial is not None)
+
+    def waiting(self) -> list[Ticket]:
+        """Those tickets, in service order."""
+        return [*((self._trial,) if self._trial is not None else ()), *self.queue]
 
     def predicted_completion(self, ahead: int, now: float) -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it."""

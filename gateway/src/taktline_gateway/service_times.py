@@ -32,12 +32,21 @@ class ServiceTimes:
             raise ValueError("a worker without calibrated buckets cannot be scheduled")
         ordered = sorted(calibration, key=lambda time: time.batch)
         self.buckets = tuple(time.batch for time in ordered)
-        self.max_batch = max(1, min(max_batch, self.buckets[-1]))
+        self.max_batch = self._most(max_batch)
         self._calibrated = {time.batch: (time.median_ms / 1e3, time.p99_ms / 1e3) for time in ordered}
         self._median: dict[int, float] = {}
         self._tail: dict[int, float] = {}
         self.network_s = 0.0
         self._begin(1.0)
+
+    def limit(self, max_batch: int) -> None:
+        """Batches have at most `max_batch` members from now on; what was measured stays known."""
+        if self._most(max_batch) != self.max_batch:
+            self.max_batch = self._most(max_batch)
+            self._tabulate()
+
+    def _most(self, max_batch: int) -> int:
+        return max(1, min(max_batch, self.buckets[-1]))
 
     def record(self, batch: int, seconds: float, inference_s: float | None = None) -> None:
         """Takes in one finished batch of `batch` members that took `seconds` from send to answer.

@@ -145,14 +145,14 @@ class Engine:
                 if item.observation.rtc is not None and not self.adapter.description.rtc:
                     raise _no_rtc(self.adapter.description.family)
                 pending.append((index, self.adapter.begin(item.observation, self._decoders)))
-            except TaktlineError as error:
-                outcomes[index] = error
+            except Exception as error:
+                outcomes[index] = _own(error)
         rows = []
         for index, row in pending:
             try:
                 rows.append((index, row.result()))
-            except TaktlineError as error:
-                outcomes[index] = error
+            except Exception as error:
+                outcomes[index] = _own(error)
         return rows
 
     def _run(
@@ -192,8 +192,11 @@ class Engine:
         try:
             outputs = self._outputs(rows, bucket, steps)
             ended = time.monotonic()
-            return list(self.adapter.finish(rows, outputs)), ended
-        except RuntimeError as error:  # what torch raises, out of memory included
+            answers: list[Outcome] = list(self.adapter.finish(rows, outputs))
+            if len(answers) != len(rows):
+                raise RuntimeError(f"{len(answers)} answers came for {len(rows)} rows")
+            return answers, ended
+        except Exception as error:
             logger.exception("the engine failed", extra={"batch": len(rows)})
             failure = TaktlineError(
                 ErrorCode.WORKER_FAILED, f"the engine failed: {error}", "retry; if it repeats, read the worker's log"
@@ -216,6 +219,18 @@ class Engine:
             self.adapter.finish(rows, self._outputs(rows, bucket, steps))
             times.append((time.monotonic() - began) * 1000.0)
         return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
+
+
+def _own(error: Exception) -> TaktlineError:
+    """What one observation is answered whose preprocessing failed; its neighbours are none the wiser."""
+    if isinstance(error, TaktlineError):
+        return error
+    logger.error("preprocessing failed", exc_info=error)
+    return TaktlineError(
+        ErrorCode.INTERNAL,
+        f"preprocessing this observation failed: {type(error).__name__}",
+        "the worker's log has the details; this is a fault of the worker, not of its neighbours in the batch",
+    )
 
 
 def _no_rtc(family: str) -> TaktlineError:

@@ -27,7 +27,7 @@ _logger = logging.getLogger("taktline.audit")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """One kind of decision. `outcome` is `allowed` or an error code."""
+    """One kind of decision. `outcome` is `allowed` or an error code, `credential` how the caller is known."""
 
     outcome: str
     tenant: str
@@ -36,6 +36,7 @@ class Decision:
     policy: str
     protocol: str
     address: str
+    credential: str = ""
 
 
 @dataclasses.dataclass(slots=True)

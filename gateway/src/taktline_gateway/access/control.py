@@ -24,7 +24,7 @@ from taktline_gateway.access.access_file import (
 from taktline_gateway.access.audit import AuditLog, Decision
 from taktline_gateway.access.keys import UNKNOWN, StoredHash, split_key
 from taktline_gateway.access.rates import Quota, admit
-from taktline_gateway.access.rights import OPEN, Principal, Right, unauthenticated
+from taktline_gateway.access.rights import OPEN, Kind, Principal, Right, unauthenticated
 from taktline_gateway.access.tokens import TokenVerifier
 from taktline_gateway.logs import log
 from taktline_gateway.routes import POLL_S, file_identity
@@ -137,7 +137,7 @@ class AccessControl:
         tenant = self._tenants.get(claims.tenant)
         if tenant is None:
             raise unauthenticated(f"the token's tenant {claims.tenant[:64]!r} is not known here")
-        return _principal(tenant, claims.subject, claims.rights, claims.policies)
+        return _principal(tenant, "token", claims.subject, claims.rights, claims.policies)
 
     def _anonymous_principal(self, credential: Credential) -> Principal:
         for entry, principal in self._anonymous:
@@ -167,8 +167,18 @@ class AccessControl:
             raise
         self._note(principal, credential, "allowed", right, policy or "", robot, request_id)
 
-    def admit(self, principal: Principal, body_bytes: int) -> None:
-        """Counts one request against the tenant's and the caller's rates and body limits.
+    def admit(
+        self,
+        principal: Principal,
+        credential: Credential,
+        right: Right | None,
+        policy: str | None,
+        body_bytes: int,
+        *,
+        robot: str = "",
+        request_id: str = "",
+    ) -> None:
+        """Counts one request against the tenant's and the caller's rates and body limits; refusals are audited.
 
         Raises:
             TaktlineError: `rate_limited` with the time after which it would be admitted, or `body_too_large`;
@@ -176,11 +186,17 @@ class AccessControl:
         """
         if self.open:
             return
+        try:
+            self._count(principal, body_bytes, time.monotonic())
+        except TaktlineError as error:
+            self._note(principal, credential, error.code.value, right or "", policy or "", robot, request_id)
+            raise
+
+    def _count(self, principal: Principal, body_bytes: int, now: float) -> None:
         if principal is OPEN:
             raise unauthenticated("this gateway wants an API key or a token")
-        now = time.monotonic()
         quotas = []
-        for kind, name in (("tenant", principal.tenant), ("caller", f"{principal.tenant}/{principal.name}")):
+        for kind, name in (("tenant", principal.tenant), principal.account):
             rates = self._rates.get((kind, name))
             if rates is None:
                 continue
@@ -198,14 +214,10 @@ class AccessControl:
         if wait_s > 0.0:
             raise TaktlineError(
                 ErrorCode.RATE_LIMITED,
-                f"tenant {principal.tenant!r} or its key {principal.name!r} asks for more than its rate",
+                f"tenant {principal.tenant!r} or its {principal.kind} {principal.name!r} asks for more than its rate",
                 "slow down, or raise `rates` in the access file",
                 retry_after_ms=max(1.0, round(1e3 * wait_s, 1)),
             )
-
-    def note_refusal(self, principal: Principal, credential: Credential, right: Right, policy: str, code: str) -> None:
-        """Puts a refusal that was decided after the right was granted (a rate, say) into the audit log."""
-        self._note(principal, credential, code, right, policy, "", "")
 
     def _note(
         self,
@@ -219,7 +231,14 @@ class AccessControl:
     ) -> None:
         caller = principal.name if principal is not OPEN else ""
         decision = Decision(
-            outcome, principal.tenant, caller, right, policy[:128], credential.protocol, credential.address
+            outcome,
+            principal.tenant,
+            caller,
+            right,
+            policy[:128],
+            credential.protocol,
+            credential.address,
+            principal.kind,
         )
         self.audit.note(decision, time.monotonic(), robot=robot[:128], request_id=request_id)
 
@@ -230,22 +249,30 @@ class AccessControl:
         self._tenants = {tenant.name: tenant for tenant in file.tenants}
         self._keys = {
             key.id: _KnownKey(
-                key, StoredHash(key.hash), _principal(self._tenants[key.tenant], key.id, key.rights, key.policies)
+                key,
+                StoredHash(key.hash),
+                _principal(self._tenants[key.tenant], "key", key.id, key.rights, key.policies),
             )
             for key in file.keys
         }
         self._anonymous = [
             (
                 entry,
-                _principal(self._tenants[entry.tenant], f"anonymous-{entry.protocol}", entry.rights, entry.policies),
+                _principal(
+                    self._tenants[entry.tenant],
+                    "anonymous",
+                    f"anonymous-{entry.protocol}",
+                    entry.rights,
+                    entry.policies,
+                ),
             )
             for entry in file.anonymous
         ]
         self._rates: dict[tuple[str, str], Rates] = {("tenant", tenant.name): tenant.rates for tenant in file.tenants}
         for key in file.keys:
-            self._rates["caller", f"{key.tenant}/{key.id}"] = key.rates
+            self._rates["key", f"{key.tenant}/{key.id}"] = key.rates
         for entry in file.anonymous:
-            self._rates["caller", f"{entry.tenant}/anonymous-{entry.protocol}"] = entry.rates
+            self._rates["anonymous", f"{entry.tenant}/anonymous-{entry.protocol}"] = entry.rates
         self._quotas = {name: quota for name, quota in self._quotas.items() if name in self._rates}
         self._tokens = TokenVerifier(file.issuers, self._tokens)
         if self._started:
@@ -279,8 +306,10 @@ class AccessControl:
             self.audit.event("access_applied", keys_added=sorted(new - old), keys_removed=sorted(old - new))
 
 
-def _principal(tenant: Tenant, name: str, rights: tuple[Right, ...], policies: tuple[str, ...]) -> Principal:
-    return Principal(tenant.name, name, frozenset(rights), (tenant.policies, policies), tenant.weight)
+def _principal(
+    tenant: Tenant, kind: Kind, name: str, rights: tuple[Right, ...], policies: tuple[str, ...]
+) -> Principal:
+    return Principal(tenant.name, name, frozenset(rights), (tenant.policies, policies), tenant.weight, kind)
 
 
 def _address(peer: str) -> str:

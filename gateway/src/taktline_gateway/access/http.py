@@ -92,7 +92,8 @@ class AccessGate:
             if need.right is not None:
                 access.authorise(principal, credential, need.right, need.policy, request_id=exchange.request_id)
             if need.counted:
-                access.admit(principal, exchange.content_length or 0)
+                size = exchange.content_length or 0
+                access.admit(principal, credential, need.right, need.policy, size, request_id=exchange.request_id)
         except TaktlineError as error:
             await _refuse(scope, receive, send, error)
             return

@@ -11,6 +11,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 Right = Literal["act", "read", "observe"]
 """act: ask a policy for chunks. read: see which policies there are and what they read. observe: metrics, live page,
 timelines."""
+Kind = Literal["key", "token", "anonymous", ""]
 ALL_RIGHTS: tuple[Right, ...] = ("act", "read", "observe")
 EVERY_POLICY = ("*",)
 
@@ -22,6 +23,8 @@ class Principal:
     Attributes:
         tenant: whose robots these are; empty while access is open. Queues share by it.
         name: the key's id or the token's subject, for the log.
+        kind: how it was established who asks: `key`, `token` or `anonymous`. Each kind has its own names: a token whose
+            subject is the id of a key is not that key.
         policies: patterns, each a name or a prefix followed by `*`; every group must have one that fits.
         weight: the tenant's share of a contended worker, relative to other tenants.
     """
@@ -31,6 +34,12 @@ class Principal:
     rights: frozenset[Right]
     policies: tuple[tuple[str, ...], ...] = (EVERY_POLICY,)
     weight: float = 1.0
+    kind: Kind = ""
+
+    @property
+    def account(self) -> tuple[str, str]:
+        """What its own rates are kept under."""
+        return self.kind, f"{self.tenant}/{self.name}"
 
     def may(self, right: Right, policy: str | None = None) -> bool:
         """Whether this principal has `right`, on `policy` where one is named. Who may act may also read."""

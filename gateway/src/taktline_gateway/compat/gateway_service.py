@@ -82,7 +82,7 @@ class GatewayService:
         except TaktlineError as error:
             self._books.refused(policy, exchange, observation, error)
             raise
-        return await self.serve(policy, observation, exchange, protocol=caller.protocol, principal=principal)
+        return await self.serve(policy, observation, exchange, credential=credential, principal=principal)
 
     async def serve(
         self,
@@ -90,7 +90,7 @@ class GatewayService:
         observation: Observation,
         exchange: Exchange,
         *,
-        protocol: str,
+        credential: Credential,
         principal: Principal = OPEN,
         received_at: float | None = None,
         checked: bool = False,
@@ -100,6 +100,7 @@ class GatewayService:
 
         Args:
             exchange: carries the request id.
+            credential: what was presented, and over which protocol.
             principal: who asks; it has the right to act on this policy, and pays for the observation.
             received_at: monotonic instant from which the budget runs, s; now where None.
             checked: `check_observation` has been called.
@@ -115,7 +116,9 @@ class GatewayService:
         reason: TaktlineError | None = None
         try:
             gateway.check_open()
-            gateway.access.admit(principal, sum(len(image.data) for image in observation.images.values()))
+            size = sum(len(image.data) for image in observation.images.values())
+            about = {"robot": observation.robot_id, "request_id": exchange.request_id}
+            gateway.access.admit(principal, credential, "act", policy, size, **about)
             gateway.lane(policy, principal)
             if not checked:
                 check_observation(observation, self.limits)
@@ -160,7 +163,7 @@ class GatewayService:
                 request_id=exchange.request_id,
                 policy=policy,
                 robot=observation.robot_id,
-                protocol=protocol,
+                protocol=credential.protocol,
             )
             internal = internal_error()
             self._books.refused(policy, exchange, observation, internal)

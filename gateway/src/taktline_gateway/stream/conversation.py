@@ -226,13 +226,16 @@ class Conversation:
                 f"the robot speaks stream versions {list(hello.versions)}, this gateway {list(VERSIONS)}",
                 "use an SDK of this gateway's release, or POST /v1/policies/{policy}/act",
             )
-        principal = self._caller.principal
+        # Whoever is refused here has changed nothing: the session stays with the connection that it has.
+        request_id = Exchange({"headers": ()}).request_id
+        principal = await self._streams.principal(self._caller, self.policy, hello.robot_id, request_id)
         robot = principal.robot(hello.robot_id)
-        found, result = await self._streams.resume(self.policy, robot, hello)
-        info = self._streams.admit(self.policy, principal, hello, hello.seq if found is None else found.seq, now)
+        found, result = await self._streams.find(self.policy, robot, hello)
+        seq = hello.seq if found is None else max(hello.seq, found.seq)
+        info = self._streams.admit(self.policy, principal, hello, seq, now)
         session = self._streams.sessions.open(self.policy, robot, hello) if found is None else found
+        self._streams.sessions.take(session, self, hello)
         self._session = session
-        session.link = self
         kept, session.kept = session.kept, None
         self._streams.telemetry.session(self.policy, result)
         log(
@@ -300,7 +303,9 @@ class Conversation:
             observation = resolve(session, frame)
             check_observation(observation, self._streams.limits)
         except TaktlineError as error:
-            counted = error if principal is None else self._streams.counted(principal, observation, error)
+            counted = error
+            if principal is not None:
+                counted = self._streams.counted(self._caller, principal, self.policy, observation, error)
             await self._refuse(session, exchange, observation, frame.seq, now, counted, held=False)
             return
         images = {camera: HeldFrame(f.name, observation.images[camera]) for camera, f in frame.images.items()}
@@ -322,7 +327,7 @@ class Conversation:
                     "wait for an answer before sending more",
                 )
         except TaktlineError as error:
-            counted = self._streams.counted(principal, observation, error)
+            counted = self._streams.counted(self._caller, principal, self.policy, observation, error)
             await self._refuse(session, exchange, observation, frame.seq, now, counted, held=True)
             return
         started_at, observation = budget_from(observation, now, self._clock)
@@ -352,15 +357,15 @@ class Conversation:
                     self.policy,
                     observation,
                     exchange,
-                    protocol="stream",
+                    credential=self._caller.credential,
                     principal=principal,
                     received_at=started_at,
                     checked=True,
                     admitted=flight.admitted,
                 )
-                answer: FromGateway = to_answer(chunk, flight.received_at, time.monotonic())
+                answer: FromGateway | None = to_answer(chunk, flight.received_at, time.monotonic())
             except ClientGone:
-                return
+                answer = None  # it left the queue with its connection
             except TaktlineError as error:
                 answer = to_refusal(
                     flight.seq, error, flight.received_at, time.monotonic(), held=True, request_id=exchange.request_id
@@ -368,14 +373,16 @@ class Conversation:
                 if error.code in _BUSY and error.retry_after_ms is not None:
                     pressure = Backpressure("queue", error.retry_after_ms, len(session.flights) - 1)
             # Unanswered until its answer is sent: so a robot that reads slowly fills its own window and nothing else.
-            await session.answer(flight.seq, encode_frame(answer))
+            if answer is not None:
+                await session.answer(flight.seq, encode_frame(answer))
         finally:
-            session.flights.pop(flight.seq, None)
-        link = session.link
-        if link is not None:
-            if pressure is not None:
-                await link.deliver(encode_frame(pressure))
-            link.settled()
+            if session.flights.get(flight.seq) is flight:  # it may have been sent again, under the same number
+                del session.flights[flight.seq]
+            link = session.link
+            if link is not None:
+                link.settled()
+        if pressure is not None and link is not None:
+            await link.deliver(encode_frame(pressure))
 
     async def _refuse(
         self,

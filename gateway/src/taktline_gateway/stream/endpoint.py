@@ -151,11 +151,14 @@ class Streams:
         access.authorise(principal, caller.credential, "act", policy, robot=robot_id, request_id=request_id)
         return principal
 
-    def counted(self, principal: Principal, observation: Observation | None, error: TaktlineError) -> TaktlineError:
+    def counted(
+        self, caller: Caller, principal: Principal, policy: str, observation: Observation | None, error: TaktlineError
+    ) -> TaktlineError:
         """`error`, or `rate_limited`: what is refused before it is served counts against the caller's rates, too."""
         size = 0 if observation is None else sum(len(image.data) for image in observation.images.values())
         try:
-            self._gateway.access.admit(principal, size)
+            robot = "" if observation is None else observation.robot_id
+            self._gateway.access.admit(principal, caller.credential, "act", policy, size, robot=robot)
         except TaktlineError as over:
             return over
         return error
@@ -186,21 +189,22 @@ class Streams:
             # Without a worker there is no answer yet; the robot asks again with POST .../admission.
             return None
 
-    async def resume(self, policy: str, robot: str, hello: Hello) -> tuple[Session | None, str]:
-        """The session that a hello names, if any, and how it counts: new, resumed or lost."""
+    async def find(self, policy: str, robot: str, hello: Hello) -> tuple[Session | None, str]:
+        """The session that a hello names, if any, and how it counts: new, resumed, moved or lost.
+
+        Nothing changes by that; `sessions.take` it at once, or leave it with the connection that it has.
+        """
         if not hello.token:
             return None, "new"
-        found = self.sessions.resume(policy, robot, hello)
+        found = self.sessions.find(policy, robot, hello)
         if found is not None:
             return found, "resumed"
         if self._store is not None:
             moved = await self._store.load(hello.token)
-            found = self.sessions.resume(policy, robot, hello)
+            found = self.sessions.find(policy, robot, hello)
             if found is not None:  # another connection of this robot was faster
                 return found, "resumed"
             if moved is not None and belongs(moved, policy, robot, hello):
-                moved.seq = max(moved.seq, hello.seq)
-                self.sessions.adopt(moved)
                 return moved, "moved"
         return None, "lost"
 

@@ -149,28 +149,30 @@ class Sessions:
         self._by_token[session.token] = session
         return session
 
-    def resume(self, policy: str, robot: str, hello: Hello) -> Session | None:
-        """The session that the token names; None where there is none (any more), or it is another robot's.
-
-        A connection that it still has is told that it was replaced.
-        """
+    def find(self, policy: str, robot: str, hello: Hello) -> Session | None:
+        """The session that the token names; None where there is none (any more), or it is another robot's."""
         session = self._by_token.get(hello.token)
         if session is None or not belongs(session, policy, robot, hello):
             return None
+        if session.link is None and self._clock() - session.away_since > self._resume_s:
+            self._drop(session)
+            return None
+        return session
+
+    def take(self, session: Session, link: Link, hello: Hello) -> None:
+        """The session goes on over `link`; a connection that it still has is told that it was replaced.
+
+        One that another gateway had is taken in.
+        """
         if session.link is not None:
             session.link.replaced()
             self.away(session)
-        elif self._clock() - session.away_since > self._resume_s:
-            self._drop(session)
-            return None
+        if self._by_token.get(session.token) is not session:
+            self._by_token[session.token] = session
+            self.held_bytes += session.held_bytes
+        session.link = link
         session.seq = max(session.seq, hello.seq)
         self._by_token.move_to_end(session.token)
-        return session
-
-    def adopt(self, session: Session) -> None:
-        """Takes in a session that another gateway had."""
-        self._by_token[session.token] = session
-        self.held_bytes += session.held_bytes
 
     def hold(self, session: Session, images: Mapping[str, HeldFrame], instruction: str | None) -> None:
         """Keeps the frames that came whole; where memory is short, sessions idle longest lose all of theirs."""

@@ -29,15 +29,22 @@ class RequestTrace:
         self._span = span
         self._offset_ns = offset_ns
         self._received_at = received_at
-        self._batch: Span | None = None
+        self._sent = False
+        self._batch_name = "batch"
 
     @property
     def context(self) -> TraceContext:
         """The request's own span."""
         return context_of(self._span)
 
-    def sent(self, sent_at: float, worker: str, size: int, others: Sequence[TraceContext]) -> TraceContext:
-        """The request went to a worker, in a batch with `others`; returns the batch's span."""
+    def mirrored(self) -> RequestTrace:
+        """The same trace for the request's copy that a candidate gets, whose answer nobody waits for."""
+        copy = RequestTrace(self._tracing, self._span, self._offset_ns, self._received_at)
+        copy._batch_name = "mirrored batch"
+        return copy
+
+    def sent(self, sent_at: float, worker: str, size: int, others: Sequence[TraceContext]) -> BatchSpan:
+        """The request went to a worker, in a batch with `others`; a hedged one has several such spans."""
         from opentelemetry.trace import Link, SpanKind
         from opentelemetry.trace.propagation import get_current_span
 
@@ -46,23 +53,16 @@ class RequestTrace:
             for other in others[:MAX_LINKS]
             if other.trace_id != self.context.trace_id
         ]
-        self._batch = self._tracing.tracer.start_span(
-            "batch",
+        self._sent = True
+        span = self._tracing.tracer.start_span(
+            self._batch_name,
             context=parent_context(self.context),
             kind=SpanKind.CLIENT,
             start_time=self._ns(sent_at),
             attributes={"taktline.worker": worker, "taktline.batch_size": size, "rpc.system": "grpc"},
             links=links,
         )
-        return context_of(self._batch)
-
-    def returned(self, error: str = "") -> None:
-        """The batch came back, or failed with `error`."""
-        if self._batch is None:
-            return
-        if error:
-            _fail(self._batch, error)
-        self._batch.end(self._ns(time.monotonic()))
+        return BatchSpan(span, self._offset_ns)
 
     def answered(
         self, queued_at: float, sent_at: float, returned_at: float, answered_at: float, **attributes: Any
@@ -78,7 +78,7 @@ class RequestTrace:
         """The request got a typed error, or its robot went away."""
         now = time.monotonic()
         self._child("admission", self._received_at, now if queued_at is None else queued_at)
-        if queued_at is not None and self._batch is None:
+        if queued_at is not None and not self._sent:
             self._child("queue", queued_at, now)
         self._span.set_attribute("taktline.code", code)
         _fail(self._span, f"{code}: {message}" if message else code)
@@ -126,25 +126,55 @@ class RequestTraces:
             self.tracing.close()
 
 
-def begin_batch(
-    members: Sequence[RequestTrace | None], sent_at: float, worker: str
-) -> tuple[tuple[str, str], ...] | None:
-    """Begins the batch's span in the trace of each traced member; returns the metadata that tells the worker."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchSpan:
+    """One batch in the trace of one of its members."""
+
+    _span: Span
+    _offset_ns: int
+
+    @property
+    def context(self) -> TraceContext:
+        """What the worker's spans are children of."""
+        return context_of(self._span)
+
+    def end(self, error: str) -> None:
+        """The batch came back, or failed with `error`."""
+        if error:
+            _fail(self._span, error)
+        self._span.end(self._offset_ns + round(1e9 * time.monotonic()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchTrace:
+    """One batch in the traces of all its traced members.
+
+    Attributes:
+        metadata: what tells the worker; None where no member is traced.
+    """
+
+    metadata: tuple[tuple[str, str], ...] | None = None
+    _spans: tuple[BatchSpan, ...] = ()
+
+    def end(self, error: str = "") -> None:
+        """The batch came back, or failed with `error`."""
+        for span in self._spans:
+            span.end(error)
+
+
+_UNTRACED = BatchTrace()
+
+
+def begin_batch(members: Sequence[RequestTrace | None], sent_at: float, worker: str) -> BatchTrace:
+    """Begins the batch's span in the trace of each traced member."""
     traced = [(index, trace) for index, trace in enumerate(members) if trace is not None]
     if not traced:
-        return None
+        return _UNTRACED
     contexts = [trace.context for _, trace in traced]
-    told = []
-    for index, trace in traced:
-        told.append((index, trace.sent(sent_at, worker, len(members), contexts)))
-    return ((HEADER, str(told[0][1])), (MEMBERS_KEY, format_members(told)))
-
-
-def end_batch(members: Sequence[RequestTrace | None], error: str = "") -> None:
-    """Ends the batch's span in the trace of each traced member."""
-    for trace in members:
-        if trace is not None:
-            trace.returned(error)
+    spans = [(index, trace.sent(sent_at, worker, len(members), contexts)) for index, trace in traced]
+    told = [(index, span.context) for index, span in spans]
+    metadata = ((HEADER, str(told[0][1])), (MEMBERS_KEY, format_members(told)))
+    return BatchTrace(metadata, tuple(span for _, span in spans))
 
 
 def _fail(span: Span, reason: str) -> None:

@@ -148,13 +148,18 @@ class Replica:
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                encoding="utf-8",
+                errors="backslashreplace",
                 start_new_session=True,
             )
         logger.info("replica starts", extra={"replica": self.index, "pid": self._process.pid})
         return self._process
 
     def _relay(self, stream: IO[str] | None) -> None:
-        """Passes the replica's log on with its number; keeps the plain line of a refusal."""
+        """Passes the replica's log on with its number; keeps the plain line of a refusal.
+
+        It reads to the end whatever becomes of the lines: a replica whose log nobody reads stops at a full pipe.
+        """
         for line in stream or ():
             if line.startswith(PREFIX):
                 self.refusal = self.refusal or line.rstrip("\n")
@@ -166,8 +171,9 @@ class Replica:
                         self.metrics_address = str(record.get("address", ""))
                         continue
                     line = json.dumps(record | {"replica": self.index}) + "\n"
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe: there is nowhere to tell
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
     def _wait_ready(self, process: subprocess.Popen[str]) -> bool:
         """Whether the process came to serve before it ended."""

@@ -1,0 +1,93 @@
+"""One observation that breaks the code that reads it: it gets an error of its own, its neighbours their chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_worker.engine import Engine, Item
+
+FAULTS = [ValueError("shapes differ"), KeyError("wrist"), MemoryError(), TypeError("None"), RuntimeError("torch")]
+
+
+class Row:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self) -> Any:
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+class Scripted:
+    """An adapter whose observations say what goes wrong: `begin` or `result`, or a number to be answered with."""
+
+    description = SimpleNamespace(rtc="", family="scripted")
+    fails: Exception | None = None
+    drops = 0
+
+    def begin(self, observation: Any, pool: Executor) -> Row:
+        if observation.where == "begin":
+            raise observation.fault
+        return Row(observation.fault if observation.where == "result" else observation.value)
+
+    def run(self, rows: list[Any], bucket: int) -> Any:
+        if self.fails is not None:
+            raise self.fails
+        return list(rows)
+
+    def finish(self, rows: list[Any], outputs: Any) -> list[Any]:
+        return [np.full((1, 1), row, np.float32) for row in outputs][self.drops :]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(Scripted(), (1, 2, 4), decode_threads=1)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def item(value: float = 0.0, where: str = "", fault: Exception | None = None) -> Item:
+    return Item(SimpleNamespace(rtc=None, value=value, where=where, fault=fault))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["begin", "result"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_any_exception_of_one_rows_preprocessing_stays_within_its_row(
+    engine: Engine, where: str, fault: Exception
+) -> None:
+    outcomes = engine.infer([item(1.0), item(where=where, fault=fault), item(2.0)]).outcomes
+    assert [float(outcome[0, 0]) for outcome in (outcomes[0], outcomes[2])] == [1.0, 2.0]  # type: ignore[index]
+    error = outcomes[1]
+    assert isinstance(error, TaktlineError)
+    assert error.code is ErrorCode.INTERNAL
+    assert type(fault).__name__ in error.message
+    assert "log" in error.next_step
+
+
+def test_an_error_with_a_code_keeps_it(engine: Engine) -> None:
+    fault = TaktlineError(ErrorCode.IMAGE_CORRUPT, "no picture", "send one")
+    outcomes = engine.infer([item(where="result", fault=fault), item(3.0)]).outcomes
+    assert outcomes[0] is fault
+    assert float(outcomes[1][0, 0]) == 3.0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_an_engine_that_fails_answers_every_row_and_serves_the_next_batch(engine: Engine, fault: Exception) -> None:
+    engine.adapter.fails = fault  # type: ignore[attr-defined]
+    outcomes = engine.infer([item(1.0), item(2.0)]).outcomes
+    assert [outcome.code for outcome in outcomes] == [ErrorCode.WORKER_FAILED] * 2  # type: ignore[union-attr]
+    engine.adapter.fails = None  # type: ignore[attr-defined]
+    assert float(engine.infer([item(4.0)]).outcomes[0][0, 0]) == 4.0  # type: ignore[index]
+
+
+def test_an_adapter_that_forgets_a_row_gives_nobody_anothers_actions(engine: Engine) -> None:
+    engine.adapter.drops = 1  # type: ignore[attr-defined]
+    outcomes = engine.infer([item(1.0), item(2.0)]).outcomes
+    assert [outcome.code for outcome in outcomes] == [ErrorCode.WORKER_FAILED] * 2  # type: ignore[union-attr]
