@@ -34,6 +34,7 @@ def test_every_operator_metric_of_the_protocol_is_exported_with_its_labels():
     telemetry.watch(lambda: dict.fromkeys(gauges, 1.0), lambda: [live("p", **status)])
     telemetry.requested("GET", "Pod", 200, 0.01)
     telemetry.reconciled("done", 0.02)
+    telemetry.reviewed("allowed")
 
     seen = {}
     for family in text_string_to_metric_families(telemetry.exposition().decode()):

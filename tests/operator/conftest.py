@@ -116,13 +116,20 @@ class ApiDouble:
         self._call()
         return copy.deepcopy(self.objects.get((kind, namespace, name)))
 
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Json]:
+    async def exists(self, kind: str, namespace: str, name: str) -> bool:
+        self._call()
+        return (kind, namespace, name) in self.objects
+
+    async def list(
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
+    ) -> list[Json]:
         self._call()
         wanted = [part.partition("=")[::2] for part in selector.split(",") if part]
         return [
             copy.deepcopy(found)
             for found in self.of_kind(kind)
             if namespace in (None, found["metadata"]["namespace"])
+            and name in ("", found["metadata"]["name"])
             and all(found["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
         ]
 

@@ -72,7 +72,8 @@ def test_observed_pods_become_targets(policy_file: Path, tmp_path: Path, capsys:
     routes = json.loads(of_kind(items, "ConfigMap")[1]["data"]["routes.json"])
     assert [target["address"] for target in routes["routes"][0]["targets"]] == ["127.0.0.9:50051"]
     conditions = {c["type"]: c["status"] for c in items[-1]["status"]["conditions"]}
-    assert conditions == {"Accepted": "True", "Available": "True", "Progressing": "False", "Degraded": "False"}
+    healthy = {"Accepted": "True", "Available": "True", "Progressing": "False", "Degraded": "False"}
+    assert conditions == healthy | {"Cautioned": "False"}
 
 
 def test_crd_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,6 +135,7 @@ def test_a_new_policy_is_accepted_and_progressing(make: Any) -> None:
         "Available": ("False", "NoReadyWorker"),
         "Progressing": ("True", "RollingOut"),
         "Degraded": ("False", "AsExpected"),
+        "Cautioned": ("False", "AsExpected"),
     }
 
 
@@ -144,6 +145,7 @@ def test_a_serving_policy_is_available_and_complete(make: Any) -> None:
         "Available": ("True", "WorkersReady"),
         "Progressing": ("False", "Complete"),
         "Degraded": ("False", "AsExpected"),
+        "Cautioned": ("False", "AsExpected"),
     }
 
 

@@ -50,6 +50,9 @@ capabilities: {drop: [ALL]}
   resources: [pods]
   verbs: [get, list, watch, delete]
 - apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get]
+- apiGroups: [""]
   resources: [events]
   verbs: [create]
 # The Prometheus operator's kinds, where the cluster has them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -85,6 +86,21 @@ def node_affinity(accelerator: str) -> dict[str, Any]:
     ]
     terms = [{"matchExpressions": [alternative, *architecture, *fit]} for alternative in alternatives]
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+
+def matches(accelerator: str, labels: Mapping[str, str]) -> bool:
+    """Whether a node with these labels is one that `node_affinity` of the class admits."""
+    affinity = node_affinity(accelerator)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    return any(
+        all(_holds(expression, labels) for expression in term["matchExpressions"])
+        for term in affinity["nodeSelectorTerms"]
+    )
+
+
+def _holds(expression: dict[str, Any], labels: Mapping[str, str]) -> bool:
+    if expression["operator"] == "DoesNotExist":
+        return expression["key"] not in labels
+    return labels.get(expression["key"]) in expression["values"]
 
 
 def tolerations(accelerator: str) -> list[dict[str, Any]]:

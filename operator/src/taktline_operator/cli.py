@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
@@ -69,6 +70,44 @@ def _parser() -> argparse.ArgumentParser:
         help="of several operators that name one Lease (in the gateway's namespace) only one works; default: none",
     )
 
+    hook = run.add_argument_group(
+        "admission webhook", "answers `kubectl apply` with what the CRD's rules cannot check; every replica answers"
+    )
+    hook.add_argument(
+        "--webhook-listen", metavar="HOST:PORT", help="serve it, over TLS, at POST /validate; default: no"
+    )
+    hook.add_argument(
+        "--webhook-host",
+        action="append",
+        metavar="NAME",
+        help="name or address that the API server calls it by; may be repeated",
+    )
+    hook.add_argument(
+        "--webhook-secret",
+        metavar="NAME",
+        default="taktline-webhook",
+        help="Secret in the gateway's namespace, empty at first, that keeps the certificate (default %(default)s)",
+    )
+    hook.add_argument(
+        "--webhook-configuration",
+        metavar="NAME",
+        default="taktline-policydeployments",
+        help="ValidatingWebhookConfiguration that is told whom to trust (default %(default)s)",
+    )
+    hook.add_argument(
+        "--webhook-cert-dir",
+        type=Path,
+        metavar="DIR",
+        help="take tls.crt and tls.key from here, as cert-manager renews them, and manage no certificate",
+    )
+    hook.add_argument(
+        "--webhook-look-seconds",
+        type=float,
+        metavar="S",
+        default=60.0,
+        help="time between two looks at the certificate (default %(default)s)",
+    )
+
     plan = commands.add_parser(
         "plan",
         parents=[shared],
@@ -109,6 +148,28 @@ def _authority(path: Path | str | None) -> str:
     return str(path) if path is not None and Path(path).is_file() else ""
 
 
+def _webhook(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `service.WebhookOptions`.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID; nobody could trust the certificate.
+    """
+    if not options.webhook_host and options.webhook_cert_dir is None:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "the webhook's certificate needs the name that the API server calls it by",
+            "give --webhook-host SERVICE.NAMESPACE.svc, or a certificate by --webhook-cert-dir",
+        )
+    return {
+        "listen": options.webhook_listen,
+        "hosts": tuple(options.webhook_host or ()),
+        "secret": options.webhook_secret,
+        "configuration": options.webhook_configuration,
+        "folder": options.webhook_cert_dir,
+        "look_s": options.webhook_look_seconds,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 when `run` fails, 2 for bad input."""
     options = _parser().parse_args(arguments)
@@ -140,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         from taktline_operator.service import (
             RunOptions,
+            WebhookOptions,
             run,
         )  # kopf and the client are slow to import; plan and crd need neither
 
@@ -153,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 gateway_scheme=options.gateway_scheme,
                 gateway_key=os.environ.get("TAKTLINE_GATEWAY_KEY", ""),
                 gateway_authority=_authority(options.gateway_ca),
+                webhook=WebhookOptions(**_webhook(options)) if options.webhook_listen else None,
             ),
         )
     except TaktlineError as error:

@@ -11,12 +11,18 @@ from taktline_operator.healing import Removal
 Json = dict[str, Any]
 
 # What a new PolicyDeployment is assumed to be: reaching this state is no news.
-_BASELINE = {"Accepted": "True", "Available": "False", "Progressing": "False", "Degraded": "False"}
-_GOOD = {"Accepted": "True", "Available": "True", "Degraded": "False"}  # Progressing is neither
+_BASELINE = {
+    "Accepted": "True",
+    "Available": "False",
+    "Progressing": "False",
+    "Degraded": "False",
+    "Cautioned": "False",
+}
+_GOOD = {"Accepted": "True", "Available": "True", "Degraded": "False", "Cautioned": "False"}  # Progressing is neither
 
 
 def of_changes(live: Json, previous: Sequence[Json], current: Sequence[Json], now: str) -> list[Json]:
-    """One Event for each condition whose status flipped, and for a new reason to be degraded.
+    """One Event for each condition whose status flipped, and for a new reason to be degraded or cautioned.
 
     Args:
         live: the PolicyDeployment the Events are about.
@@ -28,7 +34,7 @@ def of_changes(live: Json, previous: Sequence[Json], current: Sequence[Json], no
         kind, status, reason = condition["type"], condition["status"], condition["reason"]
         old = before.get(kind)
         flipped = status != (old["status"] if old else _BASELINE.get(kind, status))
-        worse = kind == "Degraded" and status == "True" and old is not None and old["reason"] != reason
+        worse = kind in ("Degraded", "Cautioned") and status == "True" and old is not None and old["reason"] != reason
         if flipped or worse:
             since = old["lastTransitionTime"] if old else ""
             identity = [kind, status, reason, since, old["reason"] if old else ""]

@@ -22,7 +22,9 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
     "ConfigMap": ("/api/v1", "v1", "configmaps"),
     "Service": ("/api/v1", "v1", "services"),
     "Node": ("/api/v1", "v1", "nodes"),
+    "PersistentVolumeClaim": ("/api/v1", "v1", "persistentvolumeclaims"),
     "Pod": ("/api/v1", "v1", "pods"),
+    "Secret": ("/api/v1", "v1", "secrets"),
     "Event": ("/api/v1", "v1", "events"),
     "Deployment": ("/apis/apps/v1", "apps/v1", "deployments"),
     "ControllerRevision": ("/apis/apps/v1", "apps/v1", "controllerrevisions"),
@@ -33,6 +35,11 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
     schema.KIND: (f"/apis/{schema.GROUP}/{schema.VERSION}", f"{schema.GROUP}/{schema.VERSION}", schema.PLURAL),
 }
 
+    "ValidatingWebhookConfiguration": (
+        "/apis/admissionregistration.k8s.io/v1",
+        "admissionregistration.k8s.io/v1",
+        "validatingwebhookconfigurations",
+    ),
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON = "application/json"
@@ -43,6 +50,7 @@ TIMEOUT_S = 30
 
 class ApiError(Exception):
     """The API server refused a request or gave no answer.
+ONE_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
     Attributes:
         status: HTTP status; 0 when no answer came.
@@ -150,8 +158,8 @@ class KubeApi:
                 return None
             raise
 
-    async def get(self, kind: str, namespace: str, name: str) -> Json | None:
-        """One object; None when it does not exist."""
+    async def get(self, kind: str, namespace: str | None, name: str) -> Json | None:
+        """One object, of a kind without namespaces where that is None; None when it does not exist."""
         try:
             return await self._request("GET", path_of(kind, namespace, name))
         except ApiError as error:
@@ -160,11 +168,21 @@ class KubeApi:
             raise
 
     async def list(
-        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
     ) -> list[Json]:
         """All objects that `selector` (labels) matches, page by page; items carry their kind.
 
         Args:
+    async def exists(self, kind: str, namespace: str, name: str) -> bool:
+        """Whether there is an object; only its metadata is asked for, so that no Secret's content is ever read."""
+        try:
+            await self._request("GET", path_of(kind, namespace, name), accept=ONE_METADATA)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
             metadata_only: leave spec and status out: a tenth of the bytes for pods.
         """
         _, version, _ = RESOURCES[kind]
@@ -172,11 +190,13 @@ class KubeApi:
         accept = METADATA if metadata_only else JSON
         parameters = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
+            name: only those of this name, in any namespace; empty is all.
             page = await self._request("GET", path_of(kind, namespace), parameters=parameters, accept=accept)
             items += [{"apiVersion": version, "kind": kind} | item for item in page["items"]]
             following = page["metadata"].get("continue")
             if not following:
                 return items
+        parameters |= {"fieldSelector": f"metadata.name={name}"} if name else {}
             parameters["continue"] = following
 
     async def kinds(self, group_version: str) -> frozenset[str]:
@@ -192,7 +212,7 @@ class KubeApi:
     async def apply(self, desired: Json, subresource: str = "") -> Json:
         """Server-side apply with our field manager: our fields win, all others stay."""
         metadata = desired["metadata"]
-        path = path_of(desired["kind"], metadata["namespace"], metadata["name"])
+        path = path_of(desired["kind"], metadata.get("namespace"), metadata["name"])
         parameters = {"fieldManager": naming.MANAGER, "force": "true"}
         return await self._request(
             "PATCH", f"{path}/{subresource}" if subresource else path, APPLY, desired, parameters

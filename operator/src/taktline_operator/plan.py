@@ -11,6 +11,7 @@ from taktline_protocol.measurements import Trial as Measured
 from taktline_protocol.messages import BucketTime
 
 from taktline_operator import (
+    advice,
     diff,
     healing,
     lineup,
@@ -71,6 +72,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         demand: what robots ask for; None where it is not known, or nothing scales by it.
         tables: T_sync by pool, as the gateways measure it.
         name_owner: the (namespace, name) that owns this policy name at the gateway; None when it is this one.
+        absent: objects that the spec names and that do not exist.
+        node_labels: labels of every node; None where they are not known.
         monitoring: kinds of the Prometheus operator that the cluster has; None where nobody looked.
         now: RFC 3339 time.
     """
@@ -84,6 +87,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     demand: Demand | None = None
     tables: Mapping[str, Sequence[BucketTime]] = {}
     name_owner: tuple[str, str] | None = None
+    absent: frozenset[advice.Referred] = frozenset()
+    node_labels: Sequence[Mapping[str, str]] | None = None
     monitoring: frozenset[str] | None = None
 
 
@@ -149,11 +154,17 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     """Decide what brings the cluster to `policy`. Equal input gives equal output; nothing is read or written."""
     if policy.deleting:  # owner references collect the children; the route ends with this plan
         return Plan(status=observed.live.get("status", {}), status_changed=False)
-    if observed.name_owner is not None:
-        other = "/".join(observed.name_owner)
-        message = f"policy name {policy.name!r} is taken by the older PolicyDeployment {other}; choose another name"
-        return _refusal(policy, observed, "PolicyNameTaken", message)
     children = list(observed.children.values())
+    around = advice.Surroundings(
+        name_owner=observed.name_owner,
+        absent=observed.absent,
+        nodes=observed.node_labels,
+        tables=sizing.known_times(observed.live.get("status", {}), observed.tables),
+    )
+    said = advice.review(policy, around)
+    if said.refusals:
+        message = "; ".join(refusal.message for refusal in said.refusals)
+        return _refusal(policy, observed, said.refusals[0].reason, message)
     size = sized(policy, observed)
     trial = trials.of(policy, observed.live, children, observed.pods, observed.trials, size.replicas, observed.now)
     lines = trial.lines
@@ -185,10 +196,11 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         trial,
         size,
     )
+    further = {advice.CONDITION: advice.condition(said.cautions)}
     if observed.monitoring is not None:
-        monitored = {monitors.CONDITION: monitors.condition(observed.monitoring)}
-        previous = observed.live.get("status", {}).get("conditions", [])
-        new_status["conditions"] += status.conditions(previous, monitored, policy.generation, observed.now)
+        further[monitors.CONDITION] = monitors.condition(observed.monitoring)
+    previous = observed.live.get("status", {}).get("conditions", [])
+    new_status["conditions"] += status.conditions(previous, further, policy.generation, observed.now)
     return Plan(
         desired=desired,
         writes=tuple(

@@ -18,6 +18,7 @@ from taktline_operator import diff, events, healing, monitors, naming, revisions
 from taktline_operator.demand import DemandTracker
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
+from taktline_operator.surveying import Existence
 from taktline_operator.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ class Api(Protocol):
 
     async def get(self, kind: str, namespace: str, name: str) -> Json | None: ...  # noqa: D102
 
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Json]: ...  # noqa: D102
+    async def exists(self, kind: str, namespace: str, name: str) -> bool: ...  # noqa: D102
+
+    async def list(  # noqa: D102
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
+    ) -> list[Json]: ...
 
     async def kinds(self, group_version: str) -> frozenset[str]: ...  # noqa: D102
 
@@ -95,6 +100,8 @@ class Controller:
         self._table: dict[str, Route] = {}  # the table as last read
         self._parsed: dict[Key, tuple[tuple[str, int], spec.PolicyDeployment]] = {}
         self._nodes: dict[str, healing.NodeFault] = {}
+        self._node_labels: list[dict[str, str]] | None = None
+        self._existence = Existence(api)
         self._demand = DemandTracker()
         self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
 
@@ -234,6 +241,8 @@ class Controller:
             demand=self._demand.of(policy.name, time.monotonic()),
             tables=self._demand.times(policy.name),
             name_owner=None if owner == policy.key else owner,
+            absent=await self._existence.absent(policy),
+            node_labels=self._node_labels,
             monitoring=self.monitoring,
         )
 
@@ -313,7 +322,9 @@ class Controller:
         Raises:
             ApiError: nodes could not be listed; 403 where the operator has no rights on them.
         """
-        found = [fault for node in await self._api.list("Node", None) if (fault := healing.node_fault(node))]
+        nodes = await self._api.list("Node", None)
+        self._node_labels = [node["metadata"].get("labels", {}) for node in nodes]
+        found = [fault for node in nodes if (fault := healing.node_fault(node))]
         before, self._nodes = self._nodes, {fault.node: fault for fault in found}
         for fault in found:
             if fault.node not in before:

@@ -17,11 +17,12 @@ import msgspec
 from kubernetes import client
 from taktline_protocol import metrics
 
-from taktline_operator import health, logs, measuring, naming, schema, served_crd, watching
+from taktline_operator import admission, certifying, health, logs, measuring, naming, schema, served_crd, watching
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
 from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
 from taktline_operator.reconcile import Controller
+from taktline_operator.surveying import Surveyor
 from taktline_operator.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,15 @@ class Service:
         self.ledger = ledger
         self.standby = False  # another operator leads
         self.outdated: list[str] = []  # fields that the installed CRD lacks
+        self.webhook: admission.Webhook | None = None
         self._api = api
         self._policies: list[Json] = []
         self._heard_at = asyncio.get_running_loop().time()
         telemetry.watch(self._levels, lambda: list(controller.statuses.values()))
 
     def _levels(self) -> dict[str, float]:
-        return {
+        levels = self.webhook.levels() if self.webhook is not None else {}
+        return levels | {
             metrics.OPERATOR_LEADS: float(not self.standby),
             metrics.OPERATOR_QUEUE: float(self.controller.queue.depth),
             metrics.OPERATOR_SILENCE: asyncio.get_running_loop().time() - self._heard_at,
@@ -70,7 +73,9 @@ class Service:
         return f"the watch of {self.ledger.dead} misses what lists show" if self.ledger.dead else ""
 
     def ready(self) -> str:
-        """Empty once every PolicyDeployment is known, or while another operator leads."""
+        """Empty once every PolicyDeployment is known, or while another operator leads, and the webhook answers."""
+        if self.webhook is not None and self.webhook.problem:
+            return self.webhook.problem
         if self.outdated:
             return f"the installed CRD lacks {', '.join(self.outdated[:8])}: {UPGRADE_CRD}"
         return "" if self.controller.listed or self.standby else "PolicyDeployments are not listed yet"
@@ -175,6 +180,26 @@ class Service:
                 queue.done(key, failed=failed, delay_s=delay_s)
 
 
+class WebhookOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the admission webhook is served.
+
+    Attributes:
+        listen: host:port.
+        hosts: names and addresses that the API server calls it by.
+        secret: Secret in the gateway's namespace that keeps the certificate.
+        configuration: ValidatingWebhookConfiguration that is told whom to trust.
+        folder: tls.crt and tls.key that somebody else renews; the three fields above are not used then.
+        look_s: time between two looks at the certificate.
+    """
+
+    listen: str
+    hosts: tuple[str, ...] = ()
+    secret: str = ""
+    configuration: str = ""
+    folder: Path | None = None
+    look_s: float = admission.LOOK_S
+
+
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How `run` is started.
 
@@ -193,6 +218,21 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     gateway_scheme: str = "http"
     gateway_key: str = ""
     gateway_authority: str = ""
+    webhook: WebhookOptions | None = None
+
+
+def _webhook(api: KubeApi, settings: Settings, options: RunOptions, telemetry: Telemetry) -> admission.Webhook | None:
+    wanted = options.webhook
+    if wanted is None:
+        return None
+    found: admission.Certificates
+    if wanted.folder is not None:
+        found = certifying.FromFiles(wanted.folder)
+    else:
+        namespace = settings.gateway_namespace
+        found = certifying.SelfManaged(api, namespace, wanted.secret, wanted.configuration, wanted.hosts)
+    surveyor = Surveyor(api, options.namespaces)
+    return admission.Webhook(surveyor, found, look_s=wanted.look_s, count=telemetry.reviewed)
 
 
 async def _until_stopped(settings: Settings, options: RunOptions) -> int:
@@ -208,6 +248,7 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
     )
     controller = Controller(api, settings, options.namespaces, measurements=gateways)
     service = Service(api, controller, watching.WatchLedger(), telemetry)
+    service.webhook = _webhook(api, settings, options, telemetry)
     election = None
     if options.lease:
         identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
@@ -219,7 +260,11 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
         loop.add_signal_handler(number, stop.set)  # until kopf installs its own
     try:
         endpoints = await health.serve(options.health_listen, service.alive, service.ready, telemetry.exposition)
+        answering: asyncio.Task[None] | None = None
         try:
+            if service.webhook is not None and options.webhook is not None:  # a stand-by answers as well
+                answering = asyncio.create_task(service.webhook.serve(options.webhook.listen))
+                answering.add_done_callback(lambda _: stop.set())  # it ends only where it cannot listen
             if election:
                 await _either(election.acquire(), stop)
                 service.standby = False
@@ -232,11 +277,21 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
         finally:
             if election:
                 await election.release()
+            if answering is not None and service.webhook is not None:
+                await _ended(answering)
+                await service.webhook.close()
             await endpoints.cleanup()
     finally:
         await gateways.close()
         await api.close()
         logger.info("operator stopped")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancel a task that runs for ever; where it has failed, its error goes on."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 async def _work(

@@ -59,7 +59,7 @@ def of(
     """
     spec = policy.spec
     status = live.get("status", {})
-    profiles = _profiles(status, tables)
+    profiles = known_times(status, tables)
     if spec.scaling is None and spec.placement.mode == "Ordered":
         return Sizing(replicas=spec.desired_replicas(), profiles=profiles)
     load = demand.load if demand is not None else Load({})
@@ -137,8 +137,8 @@ def _table(name: str, profile: Sequence[Any], profiles: Mapping[str, Sequence[Bu
     return measured or [BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in profile]
 
 
-def _profiles(status: Json, tables: Mapping[str, Sequence[BucketTime]]) -> dict[str, Sequence[BucketTime]]:
-    """Stored batch times, replaced where measured ones differ enough to matter, so that noise costs no write."""
+def known_times(status: Json, tables: Mapping[str, Sequence[BucketTime]]) -> dict[str, Sequence[BucketTime]]:
+    """Batch times by pool: stored ones, replaced where measured ones differ enough to matter: noise costs no write."""
     found: dict[str, Sequence[BucketTime]] = {}
     for entry in status.get("pools", []):
         times = [_time(row) for row in entry.get("tSync", [])]

@@ -32,6 +32,9 @@ class Telemetry:
         for result in metrics.RECONCILE_RESULTS:
             self._reconciles.labels(result)
         self._reconcile = self._histogram(metrics.OPERATOR_RECONCILE, RECONCILE_BUCKETS_S)
+        self._reviews = self._counter(metrics.OPERATOR_REVIEWS)
+        for result in metrics.REVIEW_RESULTS:
+            self._reviews.labels(result)
         self._requests = self._counter(metrics.OPERATOR_REQUESTS)
         self._request = self._histogram(metrics.OPERATOR_REQUEST, REQUEST_BUCKETS_S)
 
@@ -47,6 +50,10 @@ class Telemetry:
         """Counts one reconciliation; `result` is one of `metrics.RECONCILE_RESULTS`."""
         self._reconciles.labels(result).inc()
         self._reconcile.observe(seconds)
+
+    def reviewed(self, result: str) -> None:
+        """Counts one review of the admission webhook; `result` is one of `metrics.REVIEW_RESULTS`."""
+        self._reviews.labels(result).inc()
 
     def requested(self, verb: str, kind: str, status: int, seconds: float) -> None:
         """Counts one request to the API server; status 0 means that no answer came."""

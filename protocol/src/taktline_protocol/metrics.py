@@ -65,6 +65,8 @@ OPERATOR_REQUEST = "taktline_operator_api_request_seconds"
 OPERATOR_SILENCE = "taktline_operator_api_silence_seconds"
 OPERATOR_WATCH_DEAD = "taktline_operator_watch_dead"
 POLICY_CONDITION = "taktline_policydeployment_condition"
+OPERATOR_REVIEWS = "taktline_operator_admission_reviews_total"
+OPERATOR_CERTIFICATE = "taktline_operator_webhook_certificate_days"
 POLICY_REPLICAS = "taktline_policydeployment_workers"
 POLICY_REVISION = "taktline_policydeployment_revision_info"
 POLICY_ROLLOUT = "taktline_policydeployment_rollout_weight"
@@ -103,6 +105,7 @@ WORKER_STAGES = ("load", "calibrate")
 RECONCILE_RESULTS = ("done", "api_error", "failed")
 REPLICA_STATES = ("desired", "updated", "ready")
 REVISION_TRACKS = ("current", "candidate")
+REVIEW_RESULTS = ("allowed", "refused", "malformed")
 
 _SERVED = (LABEL_POLICY, LABEL_POOL, LABEL_REVISION)
 _T_SYNC = (*_SERVED, LABEL_BATCH)
@@ -303,6 +306,18 @@ OPERATOR_METRICS = (
     Metric(
         POLICY_REPLICAS,
         "gauge",
+    Metric(
+        OPERATOR_REVIEWS,
+        "counter",
+        (LABEL_RESULT,),
+        "Reviews of the admission webhook by result: allowed, refused, malformed.",
+    ),
+    Metric(
+        OPERATOR_CERTIFICATE,
+        "gauge",
+        (),
+        "Days until the webhook's certificate runs out; absent without a webhook.",
+    ),
         (*_OWNED, LABEL_POOL, LABEL_STATE),
         "Workers of each pool: desired, updated (of the present spec), ready.",
     ),

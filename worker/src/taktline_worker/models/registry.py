@@ -10,6 +10,7 @@ from taktline_protocol.deployment import EngineConfig
 
 from taktline_worker.adapter import Adapter
 
+# A family that comes in here also becomes `loaded` in taktline_protocol.families: the operator reads it there.
 FAMILIES: dict[str, str] = {
     "gr00t-n1.7": "taktline_worker.models.groot.adapter",
     "pi0": "taktline_worker.models.pi.adapter",

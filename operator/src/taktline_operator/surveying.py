@@ -1,0 +1,114 @@
+"""Looks up what `advice` wants to know around a PolicyDeployment. What the operator may not read stays unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from taktline_operator import advice, routing, schema, sizing
+from taktline_operator.kube import ApiError
+from taktline_operator.spec import PolicyDeployment
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+NODES_S = 60.0  # nodes are listed for an admission request at most so often
+
+
+class Api(Protocol):
+    """The part of `kube.KubeApi` that is asked."""
+
+    async def exists(self, kind: str, namespace: str, name: str) -> bool: ...  # noqa: D102
+
+    async def list(  # noqa: D102
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
+    ) -> list[Json]: ...
+
+
+class Existence:
+    """Tells which of the objects that a spec names do not exist."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._forbidden: set[tuple[str, str]] = set()  # kind and namespace; said once, asked no more
+
+    async def absent(self, policy: PolicyDeployment) -> frozenset[advice.Referred]:
+        """Objects named by `policy` that do not exist, of the kinds that we may read.
+
+        Raises:
+            ApiError: the API server refused for another reason, or gave no answer.
+        """
+        found = set()
+        for wanted in advice.references(policy):
+            place = (wanted.kind, policy.namespace)
+            if place in self._forbidden:
+                continue
+            try:
+                if not await self._api.exists(wanted.kind, policy.namespace, wanted.name):
+                    found.add(wanted)
+            except ApiError as error:
+                if error.status != 403:
+                    raise
+                self._forbidden.add(place)
+                logger.info("not looked up: no rights", extra={"object": "/".join(place), "cause": error.message})
+        return frozenset(found)
+
+
+class Surveyor:
+    """Everything around a PolicyDeployment that a process without a view of the cluster (a stand-by) can ask for."""
+
+    def __init__(self, api: Api, namespaces: Sequence[str], monotonic: Callable[[], float] = time.monotonic) -> None:
+        """`namespaces` are those served; empty means all."""
+        self._api = api
+        self._namespaces = tuple(namespaces)
+        self._existence = Existence(api)
+        self._monotonic = monotonic
+        self._nodes: Sequence[Mapping[str, str]] | None = None
+        self._nodes_at = -float("inf")
+
+    async def around(self, policy: PolicyDeployment, live: Json) -> advice.Surroundings:
+        """What is known around `policy`.
+
+        Args:
+            live: the object itself, whose status may hold measured times.
+
+        Raises:
+            ApiError: the API server could not be asked.
+        """
+        owner, absent, nodes = await asyncio.gather(
+            self._owner(policy), self._existence.absent(policy), self._node_labels()
+        )
+        return advice.Surroundings(
+            name_owner=owner, absent=absent, nodes=nodes, tables=sizing.known_times(live.get("status") or {}, {})
+        )
+
+    async def _owner(self, policy: PolicyDeployment) -> tuple[str, str] | None:
+        scopes: Sequence[str | None] = self._namespaces or (None,)
+        lists = await asyncio.gather(
+            *(self._api.list(schema.KIND, scope, metadata_only=True, name=policy.name) for scope in scopes)
+        )
+        # One that is only about to be made is the youngest of all.
+        created = {policy.key: policy.created or "9"}
+        for found in (live["metadata"] for lives in lists for live in lives):
+            created[found["namespace"], found["name"]] = str(found.get("creationTimestamp", ""))
+        owner = routing.owners(created)[policy.name]
+        return None if owner == policy.key else owner
+
+    async def _node_labels(self) -> Sequence[Mapping[str, str]] | None:
+        now = self._monotonic()
+        if now - self._nodes_at < NODES_S:
+            return self._nodes
+        try:
+            found = await self._api.list("Node", None, metadata_only=True)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            self._nodes = None
+        else:
+            self._nodes = [node["metadata"].get("labels", {}) for node in found]
+        self._nodes_at = now
+        return self._nodes
