@@ -26,7 +26,8 @@ def test_one_row_step_by_step(kit: Any, runner: GrootRunner) -> None:
     features = runner.features(rows)
     assert kit.distance(features.backbone, case["backbone_features"]) < BAR
     assert kit.distance(features.refined, case["vl_embeddings"]) < BAR
-    assert torch.equal(features.image, case["image_mask"])
+    assert torch.equal(features.image.index[0], case["image_mask"][0].nonzero()[:, 0])
+    assert torch.equal(features.text.index[0], (~case["image_mask"][0]).nonzero()[:, 0])
     projector = runner.weights.head.projectors[rows[0].embodiment]
     assert kit.distance(modules.embed_state(projector, case["state"][:, 0]), case["state_features"][:, 0]) < BAR
     found: list[Tensor] = []
@@ -45,7 +46,8 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone(kit: Any, runner: GrootRunner)
     assert kit.distance(case["actions"][1], case["actions_row_alone"][1]) > 0.01
     valid = case["attention_mask"].bool()
     features = runner.features(rows)
-    ours = torch.cat([features.backbone[i][features.valid[i]] for i in range(2)])
+    kept = [features.all.index[i][features.all.valid[i, 0, 0]] for i in range(2)]
+    ours = torch.cat([features.backbone[i][kept[i]] for i in range(2)])
     assert kit.distance(ours, case["backbone_features"][valid]) < BAR
 
 
@@ -54,6 +56,19 @@ def test_embodiments_lengths_and_image_counts_mix(kit: Any, runner: GrootRunner)
     alone = torch.cat([runner.run([row]) for row in rows])
     assert kit.distance(runner.run(rows), alone) < 1e-6
     assert kit.distance(runner.run(rows[::-1]).flip(0), alone) < 1e-6
+
+
+def test_a_block_reads_text_or_images_and_projects_no_others(
+    kit: Any, runner: GrootRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [*kit.case("case_b2")[1], *kit.case("case_b1")[1]]
+    image = [int((row.tokens == runner.architecture.text.image_token).sum()) for row in rows]
+    text = [len(row.tokens) - count for row, count in zip(rows, image, strict=True)]
+    projected: list[int] = []
+    memory = modules.memory
+    monkeypatch.setattr(modules, "memory", lambda a, h, f: (projected.append(f.shape[1]), memory(a, h, f))[1])
+    runner.run(rows)
+    assert set(projected) == {max(image), max(text)}
 
 
 def test_an_embodiment_changes_the_answer(kit: Any, runner: GrootRunner) -> None:

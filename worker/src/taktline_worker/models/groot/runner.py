@@ -43,19 +43,45 @@ class GrootRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Some slots of each row, closed up to the left.
+
+    Attributes:
+        index: int64 (B, n), n of the row that has most.
+        valid: bool (B, 1, 1, n).
+    """
+
+    index: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, kept: Tensor, device: torch.device) -> Places:
+        """The slots that `kept`, bool (B, S) on the CPU, marks."""
+        counts = kept.sum(dim=1)
+        most = max(1, int(counts.max()))
+        index = torch.argsort(kept, dim=1, descending=True, stable=True)[:, :most]
+        return cls(index.to(device), (torch.arange(most) < counts[:, None])[:, None, None].to(device))
+
+    def take(self, features: Tensor) -> Tensor:
+        """(B, S, width) -> (B, n, width)."""
+        return features.gather(1, self.index[..., None].expand(-1, -1, features.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """The backbone's answer.
 
     Attributes:
         backbone: (B, S, width), before the head's own norm.
         refined: the same after norm and vision-language self-attention.
-        valid: bool (B, S); `image` likewise marks the image tokens.
+        text: where each row's text tokens stand, and which of these places are real; `image` likewise, `all` of both.
     """
 
     backbone: Tensor
     refined: Tensor
-    valid: Tensor
-    image: Tensor
+    text: Places
+    image: Places
+    all: Places
 
 
 class GrootRunner:
@@ -109,23 +135,28 @@ class GrootRunner:
         cos, sin = modules.text_rope(a.text, positions.to(self.device))
         slots = is_image.flatten().nonzero()[:, 0].to(self.device)
         backbone = modules.encode_text(weights.text, a.text, tokens.to(self.device), slots, images, deep, cos, sin)
-        valid, is_image = valid.to(self.device), is_image.to(self.device)
-        refined = modules.refine(weights.head, a.head.vl_heads, backbone, valid)
-        return Features(backbone, refined, valid, is_image)
+        refined = modules.refine(weights.head, a.head.vl_heads, backbone, valid.to(self.device))
+        text, image, both = (Places.of(kept, self.device) for kept in (valid & ~is_image, is_image, valid))
+        return Features(backbone, refined, text, image, both)
 
     def _memories(self, features: Features) -> list[tuple[Tensor, Tensor, Tensor] | None]:
-        """What each block of the diffusion transformer attends to beside the action tokens, once a request."""
+        """What each block of the diffusion transformer attends to beside the action tokens, once a request.
+
+        A block that reads the text, or the images, projects those tokens alone.
+        """
         head = self.architecture.head
-        text, image, both = features.valid & ~features.image, features.valid & features.image, features.valid
-        masks = {True: text[:, None, None], False: image[:, None, None], None: both[:, None, None]}
+        places = {True: features.text, False: features.image, None: features.all}
+        taken: dict[bool | None, Tensor] = {}
         found: list[tuple[Tensor, Tensor, Tensor] | None] = []
         for index, block in enumerate(self.weights.head.blocks):
             if not block.crosses:
                 found.append(None)
                 continue
             to_text = index % (2 * head.text_every) == 0 if head.text_every else None
-            keys, values = modules.memory(block.attention, head.heads, features.refined)
-            found.append((keys, values, masks[to_text]))
+            if to_text not in taken:
+                taken[to_text] = places[to_text].take(features.refined)
+            keys, values = modules.memory(block.attention, head.heads, taken[to_text])
+            found.append((keys, values, places[to_text].valid))
         return found
 
     def _images(self, rows: Sequence[GrootRow]) -> tuple[Tensor, list[Tensor]]:
