@@ -1,4 +1,4 @@
-"""Tiny random Cosmos3 policies in the published layout, and a policy request stated with diffusers' model and solver."""
+"""Tiny random Cosmos3 policies in the published layout, and a request stated with diffusers' model and solver."""
 
 from __future__ import annotations
 

@@ -138,24 +138,25 @@ class ProcessGroupMesh:
         parts = self.place.parts
         if parts == 1:
             return lambda: x
-        everyone = x.new_empty(parts, *x.shape)
+        # Gloo takes only the pieces one behind the other, in the first dimension.
+        everyone = x.new_empty(parts * x.shape[0], *x.shape[1:])
         work = dist.all_gather_into_tensor(everyone, x.contiguous(), group=self._branch, async_op=True)
 
         def result() -> Tensor:
             assert work is not None
             work.wait()
-            return everyone.transpose(0, 1).flatten(1, 2)
+            return everyone.view(parts, *x.shape).transpose(0, 1).flatten(1, 2)
 
         return result
 
     def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Mesh`."""
-        if self.place.branches == 1:
-            first, second = x.chunk(2)
-            return first, second
-        pair = x.new_empty(2, *x.shape)
-        dist.all_gather_into_tensor(pair, x.contiguous(), group=self._pair)
-        return pair[0], pair[1]
+        if self.place.branches == 2:
+            pair = x.new_empty(2 * x.shape[0], *x.shape[1:])
+            dist.all_gather_into_tensor(pair, x.contiguous(), group=self._pair)
+            x = pair
+        first, second = x.chunk(2)
+        return first, second
 
 
 def check_mesh(a: Cosmos3Architecture, place: Place, guided: bool) -> None:

@@ -1,0 +1,90 @@
+"""Meshes of processes give the actions of one process: guidance branches, split heads, split tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from taktline_protocol import TaktlineError
+from taktline_worker.models.cosmos3.config import open_transformer
+from taktline_worker.models.cosmos3.mesh import Place, check_mesh, place_of
+from taktline_worker.models.cosmos3.runner import Cosmos3Runner
+from taktline_worker.models.cosmos3.weights import load_weights
+
+from tests.cosmos3.mesh_rank import MESHES, SETTINGS, rows
+from tests.cosmos3.tiny_policy import fake_encoder, make_model, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What every rank of every mesh got; the processes are started once."""
+    folder = tmp_path_factory.mktemp("mesh")
+    for kind in SETTINGS:
+        write_checkpoint(make_model(kind), folder / kind)
+    command = (sys.executable, "-m", "tests.cosmos3.mesh_rank")
+    ranks = [
+        subprocess.Popen((*command, str(rank), str(folder)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(results):
+    found = {}
+    for kind, settings in SETTINGS.items():
+        a, files = open_transformer(results / kind)
+        weights = load_weights(files, a, settings, torch.float32, torch.device("cpu"))
+        outcomes = Cosmos3Runner(weights, a, settings, fake_encoder).run(rows(kind))
+        size = sum(layer.qkv.weight.nbytes + layer.up.weight.nbytes for layer in weights.joint)
+        found[kind] = torch.stack([one.actions for one in outcomes]), outcomes[0].latents, size
+    return found
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_gives_the_actions_of_one_process(results, alone, name):
+    kind, branches, ranks, split = MESHES[name]
+    actions, latents, size = alone[kind]
+    got = [torch.load(results / f"{name} {rank}.pt") for rank in range(branches * ranks)]
+    for one in got:
+        assert float((one["actions"] - actions).norm() / actions.norm()) < 1e-5
+        assert float((one["latents"] - latents).norm() / latents.norm()) < 1e-5
+        # Each rank steps a solver of its own: they must not drift apart by a single bit.
+        assert one["checksum"] == got[0]["checksum"]
+        assert one["bytes"] == (size // ranks if split == "tensor" else size)
+
+
+def test_ranks_are_numbered_branch_by_branch():
+    assert [(p.branch, p.index) for p in (place_of(rank, 2, 4) for rank in range(8))] == [
+        *((0, index) for index in range(4)),
+        *((1, index) for index in range(4)),
+    ]
+    assert all(place_of(rank, 2, 4).rank == rank for rank in range(8))
+    with pytest.raises(ValueError, match="rank 8 of 2 x 4"):
+        place_of(8, 2, 4)
+
+
+def test_heads_that_cannot_be_split_are_refused(results):
+    a, _ = open_transformer(results / "nano")
+    with pytest.raises(TaktlineError, match=r"parallel\.tp is 4, which does not divide the 2 key heads") as refused:
+        check_mesh(a, Place(ranks=4), guided=True)
+    assert "one of 1, 2" in refused.value.next_step
+    check_mesh(a, Place(ranks=4, split="sequence"), guided=True)  # tokens can be
+
+
+def test_a_second_branch_without_guidance_is_refused(results):
+    a, _ = open_transformer(results / "nano")
+    with pytest.raises(TaktlineError, match="no second branch"):
+        check_mesh(a, Place(branches=2), guided=False)
