@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
@@ -15,6 +16,7 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_protocol.rpc import SERVER_OPTIONS
 from taktline_protocol.tracing import tracing_from_environment
 
+from taktline_worker.adapter import Adapter
 from taktline_worker.engine import Engine
 from taktline_worker.instruments import Instruments
 from taktline_worker.lifecycle import (
@@ -41,11 +43,16 @@ __all__ = ["SERVICE_NAME", "ServeOptions", "Worker", "read_config", "serve"]
 class Worker:
     """A loaded policy on a port.
 
+    Args:
+        load: the policy's adapter, by default as its family's loader makes it.
+
     Raises:
         TaktlineError: what loading refuses, or CONFIG_INVALID for a port that cannot be had.
     """
 
-    def __init__(self, config: EngineConfig, options: ServeOptions) -> None:
+    def __init__(
+        self, config: EngineConfig, options: ServeOptions, load: Callable[[EngineConfig], Adapter] = load_adapter
+    ) -> None:
         self._options = options
         self._policy = config.policy
         # A wrong address, or a wrong exporter of traces, must not cost the minutes that loading takes.
@@ -54,7 +61,7 @@ class Worker:
             check_address(address)
         began = time.monotonic()
         credentials = server_credentials(options.tls) if options.tls is not None else None
-        adapter = load_adapter(config)
+        adapter = load(config)
         loaded = time.monotonic()
         logger.info(
             "loaded",

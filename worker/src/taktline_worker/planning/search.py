@@ -128,6 +128,64 @@ class _Search:
         return Plan(actions, poses, torch.stack(self.history), self.round, self.stopped)
 
 
+class Searches:
+    """Searches of several robots side by side, between rounds: `sample`, `score`, `fit`, and `stop` where clocks count.
+
+    The state follows from the problems and each round's energies alone: whoever has those can take it up.
+    """
+
+    def __init__(self, world: WorldModel, problems: Sequence[Problem]) -> None:
+        self._world = world
+        self._all = [_Search(world, problem) for problem in problems]
+        self._active: list[_Search] = []
+        self._units: list[tuple[_Search, Tensor]] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a further round is due."""
+        return any(one.stopped is None for one in self._all)
+
+    def sample(self) -> int:
+        """Draws the next round's units, robot by robot; returns how many there are. Drawing again changes nothing."""
+        self._active = [one for one in self._all if one.stopped is None]
+        size = self._world.micro_batch
+        self._units = [(one, actions) for one in self._active for actions in one.sample(size)]
+        return len(self._units)
+
+    def score(self, own: Sequence[int]) -> Tensor:
+        """Energies (len(own), micro_batch) of the units `own` of the round that was drawn."""
+        mine = torch.zeros(len(own), self._world.micro_batch, device=self._world.device, dtype=self._world.dtype)
+        for row, index in zip(mine, own, strict=True):
+            one, actions = self._units[index]
+            self._world.score(one.prepared, actions, row)
+        return mine
+
+    def fit(self, energies: Tensor, observer: Observer | None = None) -> None:
+        """Ends the round that was drawn with the energies (units, micro_batch) of all its units."""
+        start = 0
+        for one in self._active:
+            scored = energies[start : start + one.units].reshape(-1)[: one.problem.settings.candidates]
+            start += one.units
+            if observer is not None:
+                observer(self._all.index(one), one.round, one.actions, scored)
+            one.fit(scored)
+
+    def stop(self, late: Sequence[bool]) -> None:
+        """Ends the searches whose budget is too short for one more round; others that have ended keep their reason."""
+        for one, flag in zip(self._all, late, strict=True):
+            if flag and one.stopped is None:
+                one.stopped = "budget"
+
+    def plans(self) -> list[Plan]:
+        """The answers, once nothing runs any more."""
+        return [one.plan(self._world) for one in self._all]
+
+
+def late(problems: Sequence[Problem], now: float, round_s: float) -> list[bool]:
+    """Whose deadline comes before another round of `round_s` would end."""
+    return [problem.deadline is not None and now + round_s > problem.deadline for problem in problems]
+
+
 def search(
     world: WorldModel,
     problems: Sequence[Problem],
@@ -146,44 +204,16 @@ def search(
         clock: monotonic seconds; only rank 0's is read.
     """
     mesh = mesh if mesh is not None else OneRank()
-    searches = [_Search(world, problem) for problem in problems]
+    searches = Searches(world, problems)
     timed = any(problem.deadline is not None for problem in problems)
-    while active := [one for one in searches if one.stopped is None]:
+    while searches.running:
         began = clock() if timed else 0.0
-        _round(world, mesh, searches, active, observer)
+        units = searches.sample()
+        mine = searches.score(share(mesh.rank, mesh.size, units))
+        searches.fit(mesh.gather(mine, units), observer)
         if timed:
             world.synchronize()
             now = clock()
-            _stop_late(mesh, searches, now, now - began)
-    return [one.plan(world) for one in searches]
-
-
-def _round(
-    world: WorldModel, mesh: Mesh, searches: list[_Search], active: list[_Search], observer: Observer | None
-) -> None:
-    size = world.micro_batch
-    units = [(one, actions) for one in active for actions in one.sample(size)]
-    own = share(mesh.rank, mesh.size, len(units))
-    mine = torch.zeros(len(own), size, device=world.device, dtype=world.dtype)
-    for row, index in zip(mine, own, strict=True):
-        one, actions = units[index]
-        world.score(one.prepared, actions, row)
-    energies = mesh.gather(mine, len(units))
-    start = 0
-    for one in active:
-        scored = energies[start : start + one.units].reshape(-1)[: one.problem.settings.candidates]
-        start += one.units
-        if observer is not None:
-            observer(searches.index(one), one.round, one.actions, scored)
-        one.fit(scored)
-
-
-def _stop_late(mesh: Mesh, searches: list[_Search], now: float, round_s: float) -> None:
-    late = [
-        one.stopped is None and one.problem.deadline is not None and now + round_s > one.problem.deadline
-        for one in searches
-    ]
-    flags = mesh.agree(torch.tensor(late, dtype=torch.int64))
-    for one, flag in zip(searches, flags.tolist(), strict=True):
-        if flag:
-            one.stopped = "budget"
+            flags = mesh.agree(torch.tensor(late(problems, now, now - began), dtype=torch.int64))
+            searches.stop(flags.tolist())
+    return searches.plans()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,19 +12,13 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, SearchOptions
 
-from taktline_worker.adapter import Description, PlannedChunk
 from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
-from taktline_worker.models.vjepa2_ac.config import (
-    ACTION_WIDTH,
-    POSE_WIDTH,
-    PUBLISHED_CONTROL_PERIOD_S,
-    Sidecar,
-)
-from taktline_worker.models.vjepa2_ac.processor import PendingPlannerRow, PlannerProcessor, PlannerRow
+from taktline_worker.models.vjepa2_ac.config import PUBLISHED_CONTROL_PERIOD_S, Sidecar
+from taktline_worker.models.vjepa2_ac.planner import FAMILY, PlannerAdapter
+from taktline_worker.models.vjepa2_ac.processor import PlannerProcessor, PlannerRow
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, find_file, open_checkpoint, pack_weights
-from taktline_worker.observation import RobotInput
 from taktline_worker.planning.mesh import OneRank
 from taktline_worker.planning.ranks import FixedRanks, FollowerRanks, Ranks
 from taktline_worker.planning.relay import lead
@@ -36,27 +29,19 @@ from taktline_worker.planning.world import Scene
 
 logger = logging.getLogger(__name__)
 
-FAMILY = "vjepa2-ac"
+__all__ = ["FAMILY", "VJepa2Adapter", "load"]
+
 _MICRO_BATCH_CUDA = 100
 """800 candidates are 8 units then: whole shares for 1, 2, 4 and 8 ranks."""
 _MICRO_BATCH_CPU = 16
 _DIMENSIONS = ("x", "y", "z", "gripper")
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What `run` hands to `finish` for one row; tensors are on the CPU."""
-
-    plan: Plan | None
-    error: TaktlineError | None = None
-
-
-class VJepa2Adapter:
-    """One loaded planner. Rows of a batch are searched side by side, each as if alone.
+class VJepa2Adapter(PlannerAdapter):
+    """One loaded planner, alone or as rank 0 of a mesh.
 
     Args:
         ranks: those that share the search; this process is rank 0. None = it is the only one.
-        clock: monotonic seconds, the clock of `RobotInput.expires_at`.
     """
 
     def __init__(
@@ -69,67 +54,16 @@ class VJepa2Adapter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world = world
-        self.processor = processor
         self.ranks = ranks if ranks is not None else FixedRanks(OneRank())
-        self.round_times = RoundTimes(world.micro_batch, self.ranks.mesh().size)
-        self._clock = clock
-        self.description = Description(
-            family=FAMILY,
-            precision=precision,
-            device=str(world.device),
-            cameras=processor.cameras,
-            optional_cameras=(),
-            state_dim=POSE_WIDTH,
-            action_dim=ACTION_WIDTH,
-            horizon=processor.settings.horizon,
-            control_period_s=control_period_s,
-        )
+        times = RoundTimes(world.micro_batch, self.ranks.mesh().size)
+        super().__init__(processor, str(world.device), precision, control_period_s, times, clock)
 
-    def begin(self, observation: RobotInput, pool: Executor) -> PendingPlannerRow:
-        """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
-        return self.processor.begin(observation, pool)
-
-    def run(self, rows: Sequence[PlannerRow], bucket: int) -> list[_Outcome]:
-        """Plans of all rows, or the refusal of those whose budget is too short for one round."""
-        del bucket  # units have a fixed shape already; a batch of fewer robots is just fewer of them
-        began = self._clock()
-        round_s = sum(self.round_times.round_s(row.settings) or 0.0 for row in rows)
-        deadlines = [_deadline(row, began) for row in rows]
-        outcomes: dict[int, _Outcome] = {}
-        for index, deadline in enumerate(deadlines):
-            if deadline is not None and began + round_s > deadline:
-                outcomes[index] = _Outcome(None, _too_short(deadline - began, round_s, len(rows)))
-        kept = [index for index in range(len(rows)) if index not in outcomes]
-        if kept:
-            problems = [self._problem(rows[index], deadlines[index]) for index in kept]
-            plans = [_to_cpu(plan) for plan in self._plan(problems)]
-            elapsed_s = self._clock() - began
-            self.round_times.learn(
-                [(rows[index].settings, plan.rounds) for index, plan in zip(kept, plans, strict=True)], elapsed_s
-            )
-            outcomes |= {index: _Outcome(plan) for index, plan in zip(kept, plans, strict=True)}
-        return [outcomes[index] for index in range(len(rows))]
-
-    def finish(self, rows: Sequence[PlannerRow], outputs: Sequence[_Outcome]) -> list[PlannedChunk | TaktlineError]:
-        """Each plan in robot units, or its row's error; a plan that is not finite is an error."""
-        assert len(rows) == len(outputs)
-        return [outcome.error or _chunk(outcome.plan) for outcome in outputs]
-
-    def largest_row(self) -> PlannerRow:
-        """The deployment's own search on neutral images; requests may ask for more, up to the limits."""
-        size = self.processor.image_size
-        return PlannerRow(
-            pixels=torch.zeros(2, 3, size, size),
-            pose=torch.zeros(POSE_WIDTH),
-            settings=self.processor.settings,
-            seed=0,
-        )
-
-    def _plan(self, problems: Sequence[Problem]) -> list[Plan]:
+    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan]:
         """Plans on the mesh; where a rank is lost, once more on this one alone, with bit-identical results.
 
         A search with a budget still ends by it: it gets as many rounds as are left, at least one.
         """
+        problems = [problem_of(self.world, row, deadline) for row, deadline in zip(rows, deadlines, strict=True)]
         mesh = self.ranks.mesh()
         if mesh.size != self.round_times.ranks:
             self.round_times = RoundTimes(self.world.micro_batch, mesh.size)
@@ -151,12 +85,31 @@ class VJepa2Adapter:
         """Lets the other ranks go."""
         self.ranks.close()
 
-    def _problem(self, row: PlannerRow, deadline: float | None) -> Problem:
-        latent, goal = self.world.encode(row.pixels)
-        scene = Scene(latent, goal, row.pose.to(self.world.device))
-        if row.pending is not None:
-            scene = self.world.predict(scene, row.pending)
-        return Problem(scene, row.settings, row.seed, row.previous, deadline)
+
+def problem_of(world: VJepa2World, row: PlannerRow, deadline: float | None) -> Problem:
+    """A row's search with its images encoded, tensors on the world's device."""
+    latent, goal = world.encode(row.pixels)
+    scene = Scene(latent, goal, row.pose.to(world.device))
+    if row.pending is not None:
+        scene = world.predict(scene, row.pending)
+    return Problem(scene, row.settings, row.seed, row.previous, deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A deployment that passed all checks but those of its weights.
+
+    Attributes:
+        limits: the most that requests may ask for.
+    """
+
+    config: EngineConfig
+    sidecar: Sidecar
+    processor: PlannerProcessor
+    limits: SearchLimits
+    control_period_s: float
+    device: torch.device
+    micro_batch: int
 
 
 def load(config: EngineConfig) -> VJepa2Adapter:
@@ -165,12 +118,29 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     Raises:
         TaktlineError: CHECKPOINT_INVALID, CONFIG_INVALID or SEARCH_INVALID with the reason and the next step.
     """
+    # Before the weights: a wrong camera name must not cost minutes of loading.
+    deployed = check_deployment(config)
+    verify_digests(Path(config.model.path), config.model.sha256)
+    world = load_world(deployed)
+    search = config.engine.parallel.search
+    ranks = FollowerRanks(config, search, deployed.device) if search > 1 else None
+    return VJepa2Adapter(world, deployed.processor, config.engine.precision, deployed.control_period_s, ranks)
+
+
+def check_deployment(config: EngineConfig, device: torch.device | None = None) -> Deployed:
+    """Reads what is beside the weights, and refuses what cannot work.
+
+    Args:
+        device: where the world model is to run, if that is not this process; None chooses one here.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID, CHECKPOINT_INVALID or SEARCH_INVALID.
+    """
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
-    verify_digests(folder, config.model.sha256)
     sidecar = read_sidecar(folder, Sidecar, "docs/planner.md")
-    device = choose_device(config.engine.device)
+    device = device if device is not None else choose_device(config.engine.device)
     parallel = config.engine.parallel
     if parallel.tp != 1 or parallel.cfg != 1 or (parallel.dp != 1 and parallel.search != 1):
         asked = f"dp {parallel.dp}, cfg {parallel.cfg}, tp {parallel.tp}, search {parallel.search}"
@@ -180,26 +150,36 @@ def load(config: EngineConfig) -> VJepa2Adapter:
         )
     options = config.engine.search or SearchOptions()
     settings, limits = resolve_search(options, config.engine.action_horizon)
-    period_s = _control_period_s(sidecar, config.engine.control_period_ms)
-    image_size = sidecar.architecture.image_size
-    # Before the weights: a wrong camera name must not cost minutes of loading.
-    processor = PlannerProcessor(image_size, settings, limits, config.model.cameras, config.engine.max_image_pixels)
-    checkpoint = open_checkpoint(find_file(folder), sidecar.architecture)
-    quantised = config.engine.precision == "fp8"
-    precision = {"fp32": FP32, "bf16": BF16, "fp8": BF16}[config.engine.precision]
-    weights = pack_weights(checkpoint, precision, device)
-    micro_batch = options.micro_batch or (_MICRO_BATCH_CUDA if device.type == "cuda" else _MICRO_BATCH_CPU)
+    processor = PlannerProcessor(
+        sidecar.architecture.image_size, settings, limits, config.model.cameras, config.engine.max_image_pixels
+    )
+    return Deployed(
+        config=config,
+        sidecar=sidecar,
+        processor=processor,
+        limits=limits,
+        control_period_s=_control_period_s(sidecar, config.engine.control_period_ms),
+        device=device,
+        micro_batch=options.micro_batch or (_MICRO_BATCH_CUDA if device.type == "cuda" else _MICRO_BATCH_CPU),
+    )
+
+
+def load_world(deployed: Deployed) -> VJepa2World:
+    """Loads the weights and captures the unit of every horizon. Raises TaktlineError CHECKPOINT_INVALID."""
+    folder, precision = Path(deployed.config.model.path), deployed.config.engine.precision
+    checkpoint = open_checkpoint(find_file(folder), deployed.sidecar.architecture)
+    quantised = precision == "fp8"
+    weights = pack_weights(checkpoint, {"fp32": FP32, "bf16": BF16, "fp8": BF16}[precision], deployed.device)
     world = VJepa2World(
         weights,
         checkpoint.architecture,
-        micro_batch,
-        limits.horizon,
+        deployed.micro_batch,
+        deployed.limits.horizon,
         fused=True if quantised else None,
         quantised=quantised,
     )
     world.capture()
-    ranks = FollowerRanks(config, parallel.search, device) if parallel.search > 1 else None
-    return VJepa2Adapter(world, processor, config.engine.precision, period_s, ranks)
+    return world
 
 
 def resolve_search(options: SearchOptions, horizon: int | None) -> tuple[SearchSettings, SearchLimits]:
@@ -248,42 +228,6 @@ def _control_period_s(sidecar: Sidecar, stated_ms: float | None) -> float:
             "set spec.engine.controlPeriodMs to the time between two planned actions",
         )
     return period_s
-
-
-def _deadline(row: PlannerRow, began: float) -> float | None:
-    ends = [] if row.budget_s is None else [began + row.budget_s]
-    if row.settings.anytime and row.expires_at is not None:
-        ends.append(row.expires_at)
-    return min(ends, default=None)
-
-
-def _to_cpu(plan: Plan) -> Plan:
-    return Plan(plan.actions.cpu(), plan.poses.cpu(), plan.energies.cpu(), plan.rounds, plan.stopped)
-
-
-def _chunk(plan: Plan | None) -> PlannedChunk | TaktlineError:
-    assert plan is not None
-    if not bool(torch.isfinite(plan.actions).all() and torch.isfinite(plan.energies).all()):
-        return TaktlineError(
-            ErrorCode.WORKER_FAILED,
-            "the search's energies are not finite",
-            "check the observation's state; if others fail too, check the checkpoint",
-        )
-    return PlannedChunk(
-        actions=plan.actions.float().numpy(),
-        predicted_states=plan.poses.float().numpy(),
-        energies=plan.energies.float().numpy(),
-        stopped=plan.stopped,
-    )
-
-
-def _too_short(left_s: float, round_s: float, plans: int) -> TaktlineError:
-    company = f" of {plans} plans side by side" if plans > 1 else ""
-    return TaktlineError(
-        ErrorCode.DEADLINE_UNREACHABLE,
-        f"{left_s * 1000.0:.1f} ms are left for the search; one round{company} takes {round_s * 1000.0:.1f} ms here",
-        "send a larger budget, ask for fewer candidates, or add ranks",
-    )
 
 
 def _config_error(message: str, next_step: str) -> TaktlineError:

@@ -1,0 +1,135 @@
+"""A search driven from outside its scorers: the plans of one process, whoever scored what and whoever was lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from taktline_worker.planning.search import Plan, Problem, search
+from taktline_worker.planning.settings import SearchSettings
+from taktline_worker.planning.shards import RoundSpan, ScoredRound, ShardCall, ShardReply, ShardScorer, drive
+
+_SPEC = importlib.util.spec_from_file_location("point_world", Path(__file__).with_name("point_world.py"))
+assert _SPEC is not None
+assert _SPEC.loader is not None
+point_world = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(point_world)
+
+SETTINGS = SearchSettings(candidates=100, elites=8, rounds=6, horizon=2)
+
+
+class Steps:
+    """A clock that moves one second between two readings."""
+
+    def __init__(self) -> None:
+        self.now = -1.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class Local:
+    """Scorers in this process; calls are dealt out in turn, and what crosses is pickled as it would be on a wire.
+
+    Args:
+        dies: by number of the call (from 0), the scorer that is replaced by a new one before it.
+    """
+
+    def __init__(self, size: int, problems: Sequence[Problem], dies: dict[int, int] | None = None) -> None:
+        self.size = size
+        self._problems = pickle.dumps(list(problems))
+        self._dies = dies or {}
+        self._scorers = [self._new(index) for index in range(size)]
+        self.calls = 0
+        self.fetched = 0
+
+    def _new(self, index: int) -> ShardScorer:
+        return ShardScorer(point_world.PointWorld(), str(index))
+
+    def _fetch(self) -> list[Problem]:
+        self.fetched += 1
+        return pickle.loads(self._problems)
+
+    def _next(self) -> ShardScorer:
+        lost = self._dies.get(self.calls)
+        if lost is not None:
+            self._scorers[lost] = self._new(lost)
+        self.calls += 1
+        return self._scorers[self.calls % len(self._scorers)]
+
+    def score(self, calls: Sequence[ShardCall]) -> list[ShardReply]:
+        return [pickle.loads(pickle.dumps(self._next().score(call, self._fetch))) for call in calls]
+
+    def finish(self, plan: str, rounds: Sequence[ScoredRound]) -> list[Plan]:
+        return self._next().finish(plan, rounds, self._fetch)
+
+
+def problems() -> list[Problem]:
+    """Two robots: one warm-started with a mean of its own, one whose last unit is padded more."""
+    return [
+        Problem(point_world.reach(0.06, -0.04, 0.02), SETTINGS, seed=1, previous=0.02 * torch.ones(2, 7)),
+        Problem(point_world.reach(-0.03, 0.01, 0.05, 0.5), replace(SETTINGS, candidates=37, rounds=4), seed=2),
+    ]
+
+
+def same(a: Plan, b: Plan) -> bool:
+    equal = all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("actions", "poses", "energies"))
+    return equal and (a.rounds, a.stopped) == (b.rounds, b.stopped)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+def test_plans_are_those_of_one_process(size: int) -> None:
+    given = problems()
+    expected = search(point_world.PointWorld(), given)
+    scorers = Local(size, given)
+    found = drive(scorers, "a", given)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert scorers.fetched <= size  # latents cross once a scorer and plan
+
+
+@pytest.mark.parametrize("call", range(0, 18, 2))
+def test_a_lost_scorer_changes_no_bit(call: int) -> None:
+    given = problems()
+    expected = search(point_world.PointWorld(), given)
+    found = drive(Local(3, given, {call: 0, call + 1: 1, call + 2: 2}), "a", given)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_one_plan_after_the_other() -> None:
+    given = problems()
+    expected = search(point_world.PointWorld(), given)
+    scorers = Local(2, given)
+    for name in ("a", "b"):
+        assert all(same(a, b) for a, b in zip(drive(scorers, name, given), expected, strict=True))
+
+
+@pytest.mark.parametrize("optimiser", ["cem", "mppi"])
+def test_early_ends_are_those_of_one_process(optimiser: Any) -> None:
+    given = [
+        Problem(
+            point_world.reach(0.06, -0.04, 0.02),
+            replace(SETTINGS, optimiser=optimiser, convergence=0.3, rounds=30),
+            seed=1,
+        ),
+        Problem(point_world.reach(0.01, 0.01, 0.01), replace(SETTINGS, rounds=9), seed=2, deadline=8.5),
+    ]
+    expected = search(point_world.PointWorld(), given, clock=Steps())
+    found = drive(Local(3, given), "a", given, Steps())
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert found[1].stopped == "budget"
+    assert found[0].stopped == ("converged" if optimiser == "cem" else "rounds")
+
+
+def test_every_round_says_where_its_time_went() -> None:
+    given = problems()
+    spans: list[RoundSpan] = []
+    drive(Local(2, given), "a", given, observer=spans.append)
+    assert len(spans) == SETTINGS.rounds
+    assert all(0 <= span.scoring_s <= span.seconds and set(span.scorers) == {"0", "1"} for span in spans)

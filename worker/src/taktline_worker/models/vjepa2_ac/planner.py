@@ -1,0 +1,150 @@
+"""A planner's request path, wherever its world model runs: observations to rows, budgets, plans to robot units."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+from taktline_protocol import ErrorCode, TaktlineError
+
+from taktline_worker.adapter import Description, PlannedChunk
+from taktline_worker.models.vjepa2_ac.config import ACTION_WIDTH, POSE_WIDTH
+from taktline_worker.models.vjepa2_ac.processor import PendingPlannerRow, PlannerProcessor, PlannerRow
+from taktline_worker.observation import RobotInput
+from taktline_worker.planning.round_times import RoundTimes
+from taktline_worker.planning.search import Plan
+
+FAMILY = "vjepa2-ac"
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What `run` hands to `finish` for one row; tensors are on the CPU."""
+
+    plan: Plan | None
+    error: TaktlineError | None = None
+
+
+class PlannerAdapter(ABC):
+    """Rows of a batch are searched side by side, each as if alone; where they are searched is the subclass's part.
+
+    Args:
+        device: as reported to the gateway.
+        round_times: learned from the plans made here; a subclass replaces it when its number of ranks changes.
+        clock: monotonic seconds, the clock of `RobotInput.expires_at`.
+    """
+
+    def __init__(
+        self,
+        processor: PlannerProcessor,
+        device: str,
+        precision: str,
+        control_period_s: float,
+        round_times: RoundTimes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.processor = processor
+        self.round_times = round_times
+        self._clock = clock
+        self.description = Description(
+            family=FAMILY,
+            precision=precision,
+            device=device,
+            cameras=processor.cameras,
+            optional_cameras=(),
+            state_dim=POSE_WIDTH,
+            action_dim=ACTION_WIDTH,
+            horizon=processor.settings.horizon,
+            control_period_s=control_period_s,
+        )
+
+    @abstractmethod
+    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan]:
+        """Plans of all rows, tensors anywhere; a search ends before the round that would end after its deadline.
+
+        Raises:
+            TaktlineError: where none of them can be made.
+        """
+
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingPlannerRow:
+        """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
+        return self.processor.begin(observation, pool)
+
+    def run(self, rows: Sequence[PlannerRow], bucket: int) -> list[_Outcome]:
+        """Plans of all rows, or the refusal of those whose budget is too short for one round."""
+        del bucket  # units have a fixed shape already; a batch of fewer robots is just fewer of them
+        began = self._clock()
+        round_s = sum(self.round_times.round_s(row.settings) or 0.0 for row in rows)
+        deadlines = [_deadline(row, began) for row in rows]
+        outcomes: dict[int, _Outcome] = {}
+        for index, deadline in enumerate(deadlines):
+            if deadline is not None and began + round_s > deadline:
+                outcomes[index] = _Outcome(None, _too_short(deadline - began, round_s, len(rows)))
+        kept = [index for index in range(len(rows)) if index not in outcomes]
+        if kept:
+            try:
+                found = self.plans([rows[index] for index in kept], [deadlines[index] for index in kept])
+            except TaktlineError as error:
+                return [outcomes.get(index, _Outcome(None, error)) for index in range(len(rows))]
+            plans = [_to_cpu(plan) for plan in found]
+            elapsed_s = self._clock() - began
+            self.round_times.learn(
+                [(rows[index].settings, plan.rounds) for index, plan in zip(kept, plans, strict=True)], elapsed_s
+            )
+            outcomes |= {index: _Outcome(plan) for index, plan in zip(kept, plans, strict=True)}
+        return [outcomes[index] for index in range(len(rows))]
+
+    def finish(self, rows: Sequence[PlannerRow], outputs: Sequence[_Outcome]) -> list[PlannedChunk | TaktlineError]:
+        """Each plan in robot units, or its row's error; a plan that is not finite is an error."""
+        assert len(rows) == len(outputs)
+        return [outcome.error or _chunk(outcome.plan) for outcome in outputs]
+
+    def largest_row(self) -> PlannerRow:
+        """The deployment's own search on neutral images; requests may ask for more, up to the limits."""
+        size = self.processor.image_size
+        return PlannerRow(
+            pixels=torch.zeros(2, 3, size, size),
+            pose=torch.zeros(POSE_WIDTH),
+            settings=self.processor.settings,
+            seed=0,
+        )
+
+
+def _deadline(row: PlannerRow, began: float) -> float | None:
+    ends = [] if row.budget_s is None else [began + row.budget_s]
+    if row.settings.anytime and row.expires_at is not None:
+        ends.append(row.expires_at)
+    return min(ends, default=None)
+
+
+def _to_cpu(plan: Plan) -> Plan:
+    return Plan(plan.actions.cpu(), plan.poses.cpu(), plan.energies.cpu(), plan.rounds, plan.stopped)
+
+
+def _chunk(plan: Plan | None) -> PlannedChunk | TaktlineError:
+    assert plan is not None
+    if not bool(torch.isfinite(plan.actions).all() and torch.isfinite(plan.energies).all()):
+        return TaktlineError(
+            ErrorCode.WORKER_FAILED,
+            "the search's energies are not finite",
+            "check the observation's state; if others fail too, check the checkpoint",
+        )
+    return PlannedChunk(
+        actions=plan.actions.float().numpy(),
+        predicted_states=plan.poses.float().numpy(),
+        energies=plan.energies.float().numpy(),
+        stopped=plan.stopped,
+    )
+
+
+def _too_short(left_s: float, round_s: float, plans: int) -> TaktlineError:
+    company = f" of {plans} plans side by side" if plans > 1 else ""
+    return TaktlineError(
+        ErrorCode.DEADLINE_UNREACHABLE,
+        f"{left_s * 1000.0:.1f} ms are left for the search; one round{company} takes {round_s * 1000.0:.1f} ms here",
+        "send a larger budget, ask for fewer candidates, or add ranks",
+    )
