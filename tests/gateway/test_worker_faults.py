@@ -12,6 +12,7 @@ import pytest
 from tests.gateway.conftest import until
 
 WAIT = "slow 300"
+HEDGES = ("attempted", "won")
 
 
 def events(stack, name):
@@ -42,6 +43,8 @@ def test_a_silent_worker_costs_nothing_where_another_can_still_make_it(two_worke
     assert next(entry["worker"] for entry in events(stack, "worker_silent")) == silent
     assert not events(stack, "batch_failed"), "it was sent elsewhere before it was given up"
     assert [batch["worker"] for batch in stack.batches()] == [silent, chunk.worker]
+    hedges = {result: stack.metric("taktline_hedges_total", policy="scripted", result=result) for result in HEDGES}
+    assert hedges == {"attempted": 1, "won": 1}
 
 
 def test_the_answer_of_a_worker_that_was_only_slow_still_counts(two_workers):
@@ -52,6 +55,8 @@ def test_the_answer_of_a_worker_that_was_only_slow_still_counts(two_workers):
     assert chunk.worker == stack.batches()[0]["worker"], "the first to answer is the first that was asked"
     assert stack.act(robot="a")[0] == 200
     assert stack.metric("taktline_requests_total", policy="scripted", code="ok") == 2
+    assert stack.metric("taktline_hedges_total", policy="scripted", result="attempted") == 1
+    assert stack.metric("taktline_hedges_total", policy="scripted", result="won") == 0
 
 
 def test_without_another_worker_a_silent_one_is_waited_for(bare_stack):

@@ -201,6 +201,14 @@ def _queue_and_batches(found: Page) -> None:
             unit="reqps",
             width=8,
         ),
+        time_series(
+            "Hedged from silent workers",
+            "Observations that were sent to another worker as theirs did not answer, and those that the other one"
+            " answered first. Many of them: a worker stalls without failing.",
+            Query(rate(metrics.HEDGES, metrics.LABEL_RESULT, _CHOSEN), "{{result}}"),
+            unit="reqps",
+            width=8,
+        ),
     )
 
 

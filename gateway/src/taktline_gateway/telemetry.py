@@ -106,6 +106,7 @@ class Telemetry:
         self._misses = self._counter(metrics.DEADLINE_MISSES)
         self._refused = self._counter(metrics.REFUSED)
         self._superseded = self._counter(metrics.SUPERSEDED)
+        self._hedges = self._counter(metrics.HEDGES)
         self._terms = self._histogram(metrics.LATENCY_TERM)
         self._critical = self._histogram(metrics.CRITICAL_PATH)
         self._margin = self._histogram(metrics.MARGIN)
@@ -117,7 +118,14 @@ class Telemetry:
         self._ratio = self._histogram(metrics.T_SYNC_RATIO)
         build = metrics.BY_NAME[metrics.BUILD]
         Gauge(build.name, build.help, build.labels, registry=self.registry).labels(version("taktline-gateway")).set(1)
-        self._by_policy = (self._requests, self._refused, self._superseded, self._environment, self._control)
+        self._by_policy = (
+            self._requests,
+            self._refused,
+            self._superseded,
+            self._hedges,
+            self._environment,
+            self._control,
+        )
         self._by_served = (
             self._goodput,
             self._misses,
@@ -141,6 +149,8 @@ class Telemetry:
             self._policies[policy] = OrderedDict()
             self._misses.labels(policy, "", "", "refused")
             self._superseded.labels(policy)
+            for result in metrics.HEDGE_RESULTS:
+                self._hedges.labels(policy, result)
             self._requests.labels(policy, "ok")
 
     def policy_gone(self, policy: str) -> None:
@@ -194,6 +204,14 @@ class Telemetry:
     def superseded(self, policy: str) -> None:
         """Counts one queued observation that a newer one replaced."""
         self._superseded.labels(policy).inc()
+
+    def hedged(self, policy: str, count: int) -> None:
+        """Counts observations of a silent worker that were queued again for another one."""
+        self._hedges.labels(policy, "attempted").inc(count)
+
+    def hedge_won(self, policy: str) -> None:
+        """Counts one of them that the other worker answered first."""
+        self._hedges.labels(policy, "won").inc()
 
     def control_cycle(self, policy: str, environment_ms: float, control_ms: float) -> None:
         """Counts one cycle of one robot: L_env and L_control."""

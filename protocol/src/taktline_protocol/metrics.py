@@ -15,6 +15,7 @@ GOODPUT = "taktline_goodput_total"
 DEADLINE_MISSES = "taktline_deadline_misses_total"
 REFUSED = "taktline_refused_total"
 SUPERSEDED = "taktline_superseded_total"
+HEDGES = "taktline_hedges_total"
 LATENCY_TERM = "taktline_latency_term_ms"
 CRITICAL_PATH = "taktline_critical_path_ms"
 MARGIN = "taktline_control_margin_ms"
@@ -64,9 +65,9 @@ OPERATOR_REQUESTS = "taktline_operator_api_requests_total"
 OPERATOR_REQUEST = "taktline_operator_api_request_seconds"
 OPERATOR_SILENCE = "taktline_operator_api_silence_seconds"
 OPERATOR_WATCH_DEAD = "taktline_operator_watch_dead"
-POLICY_CONDITION = "taktline_policydeployment_condition"
 OPERATOR_REVIEWS = "taktline_operator_admission_reviews_total"
 OPERATOR_CERTIFICATE = "taktline_operator_webhook_certificate_days"
+POLICY_CONDITION = "taktline_policydeployment_condition"
 POLICY_REPLICAS = "taktline_policydeployment_workers"
 POLICY_REVISION = "taktline_policydeployment_revision_info"
 POLICY_ROLLOUT = "taktline_policydeployment_rollout_weight"
@@ -100,12 +101,13 @@ MISS_CAUSES = ("queue", "inference", "transfer", "refused")
 WORKER_STATES = ("idle", "busy", "suspended", "draining", "down")
 BATCH_ROW_KINDS = ("observation", "padding")
 QUANTILES = ("0.5", "0.99")
+HEDGE_RESULTS = ("attempted", "won")
 WORKER_PHASES = ("preprocess", "engine", "postprocess", "total")
 WORKER_STAGES = ("load", "calibrate")
 RECONCILE_RESULTS = ("done", "api_error", "failed")
+REVIEW_RESULTS = ("allowed", "refused", "malformed")
 REPLICA_STATES = ("desired", "updated", "ready")
 REVISION_TRACKS = ("current", "candidate")
-REVIEW_RESULTS = ("allowed", "refused", "malformed")
 
 _SERVED = (LABEL_POLICY, LABEL_POOL, LABEL_REVISION)
 _T_SYNC = (*_SERVED, LABEL_BATCH)
@@ -143,6 +145,13 @@ GATEWAY_METRICS = (
         "Sound requests that the platform turned away, by error code; adds up to the misses with cause refused.",
     ),
     Metric(SUPERSEDED, "counter", (LABEL_POLICY,), "Queued observations replaced by a newer one of their robot."),
+    Metric(
+        HEDGES,
+        "counter",
+        (LABEL_POLICY, LABEL_RESULT),
+        "Observations of a silent worker: attempted is each that was queued again for another one, won each that the"
+        " other one answered first.",
+    ),
     Metric(
         LATENCY_TERM,
         "histogram",
@@ -298,15 +307,6 @@ OPERATOR_METRICS = (
     Metric(OPERATOR_SILENCE, "gauge", (), "Time since the API server last answered a list or a lease renewal."),
     Metric(OPERATOR_WATCH_DEAD, "gauge", (), "1 where a watch misses what lists show; /healthz fails with it."),
     Metric(
-        POLICY_CONDITION,
-        "gauge",
-        (*_OWNED, LABEL_CONDITION, LABEL_REASON),
-        "Conditions of each PolicyDeployment: 1 true, 0 false, -1 unknown; one series a condition, with its reason.",
-    ),
-    Metric(
-        POLICY_REPLICAS,
-        "gauge",
-    Metric(
         OPERATOR_REVIEWS,
         "counter",
         (LABEL_RESULT,),
@@ -318,6 +318,15 @@ OPERATOR_METRICS = (
         (),
         "Days until the webhook's certificate runs out; absent without a webhook.",
     ),
+    Metric(
+        POLICY_CONDITION,
+        "gauge",
+        (*_OWNED, LABEL_CONDITION, LABEL_REASON),
+        "Conditions of each PolicyDeployment: 1 true, 0 false, -1 unknown; one series a condition, with its reason.",
+    ),
+    Metric(
+        POLICY_REPLICAS,
+        "gauge",
         (*_OWNED, LABEL_POOL, LABEL_STATE),
         "Workers of each pool: desired, updated (of the present spec), ready.",
     ),
