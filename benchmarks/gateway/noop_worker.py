@@ -1,4 +1,4 @@
-"""A worker process that does nothing: real gRPC, real health and Info, a constant chunk for every observation.
+"""A worker process that does nothing: real gRPC and batch port, health, Info, a constant chunk for every observation.
 
 python -m benchmarks.gateway.noop_worker --listen HOST:PORT [--t-sync 1:0.5,...]
 """
@@ -17,6 +17,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
+from taktline_worker.batch_port import BatchListener, listen
 
 HORIZON, WIDTH = 50, 7
 CAMERAS = ("front", "wrist")
@@ -32,6 +33,7 @@ class NoopWorker(worker_pb2_grpc.WorkerServicer):
         self._work_ms = work_ms
         self._actions = to_tensor(np.zeros((HORIZON, WIDTH), np.float32))
         self._engine = asyncio.Lock()
+        self.batches: BatchListener | None = None
 
     async def Info(self, request: Any, context: Any) -> Any:
         """What the gateway must know."""
@@ -47,6 +49,8 @@ class NoopWorker(worker_pb2_grpc.WorkerServicer):
             horizon=HORIZON,
             dt_s=0.02,
             t_sync=[worker_pb2.BucketTime(batch=size, median_ms=ms, p99_ms=2 * ms) for size, ms in self._t_sync],
+            batch_port=self.batches.port if self.batches is not None else 0,
+            batch_token=self.batches.token if self.batches is not None else b"",
         )
 
     async def Infer(self, request: Any, context: Any) -> Any:
@@ -66,9 +70,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     times = [(int(size), float(ms)) for size, _, ms in (pair.partition(":") for pair in arguments.t_sync.split(","))]
-    worker_pb2_grpc.add_WorkerServicer_to_server(  # type: ignore[no-untyped-call]
-        NoopWorker(arguments.policy, times, arguments.work_ms), server
-    )
+    worker = NoopWorker(arguments.policy, times, arguments.work_ms)
+    if not arguments.grpc_only:
+        host = arguments.listen.rpartition(":")[0]
+        worker.batches = await listen(host, lambda request, frames, context: worker.Infer(request, context))
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     server.add_insecure_port(arguments.listen)
@@ -79,6 +85,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     await stop.wait()
     await status.enter_graceful_shutdown()
     await server.stop(5)
+    if worker.batches is not None:
+        await worker.batches.close(5)
 
 
 def main() -> None:
@@ -88,6 +96,7 @@ def main() -> None:
     parser.add_argument("--policy", default="noop")
     parser.add_argument("--t-sync", default="1:0.4,2:0.5,4:0.7,8:1.2,16:2.2")
     parser.add_argument("--work-ms", type=float, default=0.0, help="how long each batch takes")
+    parser.add_argument("--grpc-only", action="store_true", help="open no batch port")
     uvloop.run(serve(parser.parse_args()))
 
 

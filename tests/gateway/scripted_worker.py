@@ -3,7 +3,7 @@
 It is no model: it answers every item with a constant chunk after sleeping T_sync(bucket). What it does with a batch is
 written in the instructions of the batch's members: `fail` (RPC error), `hang` (never answers), `exit` (the process
 dies), `item-error` (a typed error for that item), `unavailable` (it will not look at that item),
-`nan` (actions that are not finite), `slow MS` (takes longer).
+`nan` (actions that are not finite), `slow MS` (takes longer), `close-batch-port` (for good).
 Every batch it receives is appended to --record as one JSON line.
 """
 
@@ -23,6 +23,7 @@ import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
+from taktline_worker.batch_port import listen
 from taktline_worker.tls import TlsFiles, server_credentials
 
 
@@ -44,6 +45,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             self.cheaper[int(steps)] = table(times)
         self.engine = asyncio.Semaphore(arguments.replicas)
         self.in_flight = 0
+        self.batches = None
 
     async def Info(self, request, context):
         return worker_pb2.InfoResponse(
@@ -66,7 +68,22 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 worker_pb2.CheaperLevel(solver_steps=steps, t_sync=bucket_times(times))
                 for steps, times in self.cheaper.items()
             ],
+            batch_port=self.batches.port if self.batches else 0,
+            batch_token=self.batches.token if self.batches else b"",
         )
+
+    async def over_the_batch_port(self, request, frames, context):
+        if any(item.instruction == "close-batch-port" for item in request.items):
+            self.closing = asyncio.create_task(self.batches.close(5))
+
+        class Context:
+            way = "batch"
+            time_remaining = context.time_remaining
+
+            async def abort(self, code, details):
+                context.abort(code, details)
+
+        return await self.Infer(request, Context())
 
     async def Infer(self, request, context):
         began = time.monotonic()
@@ -118,6 +135,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 "seeds": [item.seed if item.HasField("seed") else None for item in request.items],
                 "rpc_deadline_s": context.time_remaining(),
                 "in_flight": self.in_flight,
+                "way": getattr(context, "way", "grpc"),
                 "delays": [item.rtc.delay if item.rtc.HasField("delay") else None for item in request.items],
             }
             with open(self.arguments.record, "a") as file:
@@ -137,15 +155,19 @@ async def main() -> None:
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
     parser.add_argument("--cheaper", action="append", default=[], help="STEPS=TABLE of one cheaper level")
     parser.add_argument("--record")
+    parser.add_argument("--grpc-only", type=int, default=0, help="1 opens no batch port")
     for name in ("cert", "key", "client-ca"):
         parser.add_argument(f"--tls-{name}", type=Path)
     arguments = parser.parse_args()
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    worker_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(arguments), server)
+    worker = ScriptedWorker(arguments)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     if arguments.tls_cert is None:
         server.add_insecure_port(arguments.listen)
+        if not arguments.grpc_only:
+            worker.batches = await listen(arguments.listen.rpartition(":")[0], worker.over_the_batch_port)
     else:
         files = TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca)
         server.add_secure_port(arguments.listen, server_credentials(files))
@@ -156,6 +178,8 @@ async def main() -> None:
     await stop.wait()
     await status.enter_graceful_shutdown()
     await server.stop(5)
+    if worker.batches:
+        await worker.batches.close(5)
 
 
 if __name__ == "__main__":

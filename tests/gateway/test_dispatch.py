@@ -32,10 +32,10 @@ class Link:
     def __init__(self, answer, meanwhile=lambda: None) -> None:
         self._answer, self._meanwhile = answer, meanwhile
 
-    async def infer(self, body: bytes, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
         self._meanwhile()
         response = worker_pb2.InferResponse(revision="r1", bucket=1)
-        for item in worker_pb2.InferRequest.FromString(body).items:
+        for item, _ in members:
             self._answer(response.results.add(request_id=item.request_id))
         return response
 

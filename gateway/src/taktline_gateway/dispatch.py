@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import grpc
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
-from taktline_protocol.rpc_encoding import encode_request
 
+from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
 from taktline_gateway.logs import log
@@ -21,7 +20,7 @@ from taktline_gateway.refusals import SHED, advised, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.telemetry import Telemetry
-from taktline_gateway.tracing.requests import begin_batch, end_batch
+from taktline_gateway.tracing.requests import begin_batch
 from taktline_gateway.worker_link import WorkerLink
 
 MAX_ATTEMPTS = 2
@@ -104,36 +103,37 @@ class Dispatch:
                     ticket.flights += 1
             link = self.seats[batch.worker]
             self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
-            self.spawn(self._run(link, batch, now))
+            # Now: a route may allow other levels before the batch's task begins.
+            self.spawn(self._run(link, batch, now, self._steps(link, batch)))
         if plan.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
 
-    async def _run(self, link: WorkerLink, batch: Batch, sent_at: float) -> None:
+    async def _run(self, link: WorkerLink, batch: Batch, sent_at: float, steps: int) -> None:
         size = len(batch.tickets)
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
-        steps = self._steps(link, batch)
         request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision, solver_steps=steps)
         for member in members:
             member.item.budget_ms = 1e3 * (member.deadline - sent_at)
             if member.outside_s is not None:
                 estimate_delay(member.item, link.info, member.outside_s + batch.predicted - member.arrived_at)
-        body = encode_request(request, [(member.item, member.images) for member in members])
-        traces = [member.trace for member in members]
+        trace = begin_batch([member.trace for member in members], sent_at, link.name)
         try:
-            response = await link.infer(body, batch.hangs_at - sent_at, begin_batch(traces, sent_at, link.name))
-        except grpc.aio.AioRpcError as error:
-            end_batch(traces, error.code().name)
-            self._batch_failed(link, batch, members, f"{error.code().name}: {error.details() or 'no details'}"[:300])
+            items = [(member.item, member.images) for member in members]
+            response = await link.infer(request, items, batch.hangs_at - sent_at, trace.metadata)
+        except WorkerCallError as error:
+            trace.end(error.code)
+            self._batch_failed(link, batch, members, str(error)[:300])
             return
         except asyncio.CancelledError:
+            trace.end("CANCELLED")
             self._batch_failed(link, batch, members, "the channel was closed")
             raise
         finally:
             self.in_flight -= size
-        end_batch(traces)
+        trace.end()
         link.failures = 0
         seconds = time.monotonic() - sent_at
-        self._scheduler.finished(batch.worker, size, seconds, response.total_ms / 1e3)
+        self._scheduler.finished(batch, seconds, response.total_ms / 1e3)
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
         revision = response.revision or link.revision
         self._telemetry.batch_finished(
@@ -168,6 +168,8 @@ class Dispatch:
                 self.fail(member, error)
                 continue
             self._scheduler.cancel(member)  # a hedged copy may still be queued
+            if member.hedged is not None and member.hedged is not batch:
+                self._telemetry.hedge_won(self._policy)
             member.result.set_result(
                 Served(
                     actions=actions,
@@ -201,7 +203,7 @@ class Dispatch:
         link.failures += 1
         now = time.monotonic()
         pause = min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1))
-        self._scheduler.failed(batch.worker, len(batch.tickets), now + pause)
+        self._scheduler.failed(batch, now + pause)
         log(
             _logger,
             logging.ERROR,
@@ -243,6 +245,10 @@ class Dispatch:
             hedged=hedged,
         )
         if hedged:
+            for ticket in batch.tickets:
+                if isinstance(ticket, Pending) and ticket in self._scheduler.queue:
+                    ticket.hedged = batch
+            self._telemetry.hedged(self._policy, len(hedged))
             self.poll_later()
 
     def elsewhere(self, ticket: Ticket) -> bool:

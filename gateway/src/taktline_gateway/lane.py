@@ -13,7 +13,6 @@ from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import Route, Target
 from taktline_protocol.messages import AdmissionAnswer, AdmissionQuestion, Observation, PolicyInfo
 from taktline_protocol.rpc import to_item
-from taktline_protocol.rpc_encoding import image_chunks
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.admissions import Admissions
@@ -73,7 +72,7 @@ class Lane:
     @property
     def depth(self) -> int:
         """Observations waiting for a batch."""
-        return len(self._scheduler.queue)
+        return self._scheduler.depth
 
     @property
     def unanswered(self) -> int:
@@ -136,6 +135,8 @@ class Lane:
         self.route = route
         self._scheduler.max_batch = route.max_batch
         self._scheduler.max_wait_s = route.max_wait_ms / 1e3
+        for link in self._up.values():
+            self._retime(link)
         for target in dict.fromkeys(route.targets):
             if target not in self._links:
                 link = self._links[target] = WorkerLink(
@@ -170,7 +171,7 @@ class Lane:
 
     async def close(self) -> None:
         """Refuses what is queued and closes every channel."""
-        for ticket in list(self._scheduler.queue):
+        for ticket in self._scheduler.waiting():
             self._scheduler.cancel(ticket)
             self._dispatch.fail(ticket, unavailable(self.route.policy, None))
         self._dispatch.stop()
@@ -206,7 +207,7 @@ class Lane:
             policy=self.route.policy,
             request_id=request_id,
             item=to_item(request_id, observation, 0.0, images=False),
-            images=image_chunks(observation.images),
+            images=observation.images,
             outside_s=seconds_outside(observation) if needs_delay(observation) else None,
         )
         if pending.priority <= Priority.PRODUCTION:
@@ -276,6 +277,19 @@ class Lane:
             self._scheduler.add_worker(seat, times, now, levels.times)
         self._dispatch.poll_later()
         self._let_go()
+
+    def _retime(self, link: WorkerLink) -> None:
+        """A connected worker gets batches of what the route allows now, at the qualities that it allows now."""
+        if link.info is None:
+            return
+        levels = levels_of(link.info, self.route.degrade, self.route.max_batch, self._dispatch.levels.get(link.name))
+        self._dispatch.levels[link.name] = levels
+        for seat in link.seats:
+            times = self._scheduler.times(seat)
+            if times is not None:
+                times.limit(self.route.max_batch)
+            self._scheduler.set_cheaper(seat, levels.times)
+        self._dispatch.poll_later()
 
     def _worker_down(self, link: WorkerLink) -> None:
         if self._up.get(link.name) is link:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 from taktline_protocol import ErrorCode, worker_pb2
-from taktline_protocol.messages import Array, Degraded, PlanReport, RtcReport
+from taktline_protocol.messages import Array, Degraded, Image, PlanReport, RtcReport
 from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor
-from taktline_protocol.rpc_encoding import Chunks
 
 from taktline_gateway.deadline_queue import Ticket
+from taktline_gateway.fleet import Batch
 from taktline_gateway.refusals import worker_failed
 from taktline_gateway.tracing.requests import RequestTrace
 
@@ -55,6 +56,7 @@ class Pending(Ticket):
         policy: the policy that was asked.
         lane: the lane that has it.
         flights: batches in flight that it is a member of; two where it was hedged.
+        hedged: the batch of a silent worker that it was hedged from.
         item, images: what the worker gets, the camera frames apart from the rest.
         outside_s: of a tail without a delay, the part of its way that is not seen here; None where there is none.
     """
@@ -64,12 +66,17 @@ class Pending(Ticket):
     request_id: str = ""
     trace: RequestTrace | None = None
     flights: int = 0
+    hedged: Batch | None = None
     item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
-    images: Chunks = ()
+    images: Mapping[str, Image] = dataclasses.field(default_factory=dict)
     outside_s: float | None = None
     result: asyncio.Future[Served] = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+    def traced(self, trace: RequestTrace | None) -> None:
+        """Its request is sampled: its batches belong to this trace."""
+        self.trace = trace
 
 
 def read_result(

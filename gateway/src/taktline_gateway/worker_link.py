@@ -1,11 +1,14 @@
-"""One worker as the gateway sees it: a gRPC channel, its watched health, its Info, and its batches."""
+"""One worker as the gateway sees it: a gRPC channel, its watched health, its Info, and its batches.
+
+Batches go to the worker's batch port where it has one that can be reached, else through gRPC.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,12 +16,16 @@ from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import Target
 from taktline_protocol.messages import PolicyInfo
 from taktline_protocol.rpc import CHANNEL_OPTIONS, SERVICE_NAME, policy_info
+from taktline_protocol.rpc_encoding import encode_request, image_chunks
 
+from taktline_gateway.batch_channel import BatchChannel, Member, WorkerCallError
 from taktline_gateway.logs import log
 from taktline_gateway.tls import WorkerTls
 
 INFO_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+RECONNECT_S = 1.0
+"""How often a batch port that was lost or cannot be reached is tried again."""
 RENEWED_GRACE_S = 30.0
 """How long a batch may go on over a channel whose certificates have been replaced."""
 _logger = logging.getLogger(__name__)
@@ -47,6 +54,9 @@ class WorkerLink:
         self._on_down = on_down
         self._tls = tls
         self._watcher: asyncio.Task[None] | None = None
+        self._batches: BatchChannel | None = None
+        self._batch_port: tuple[str, int, bytes] | None = None
+        self._connector: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._connect()
         self._forget_tls = tls.on_change(self._renew) if tls is not None else lambda: None
@@ -74,28 +84,37 @@ class WorkerLink:
     async def close(self) -> None:
         """Stops watching and closes the channel; a batch in flight is cancelled."""
         self._forget_tls()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
+        for task in (self._watcher, self._connector):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        if self._batches is not None:
+            self._batches.close()
         await self._channel.close()
 
     async def infer(
         self,
-        request: bytes,
+        request: worker_pb2.InferRequest,
+        members: Sequence[Member],
         timeout_s: float,
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> worker_pb2.InferResponse:
-        """Runs one batch, encoded by `rpc_encoding.encode_request`. Raises grpc.aio.AioRpcError."""
+        """Runs one batch: `request` without its items, and the items. Raises WorkerCallError."""
         self._calls += 1
         self.idle.clear()
         try:
-            response: worker_pb2.InferResponse = await self._infer(request, timeout=timeout_s, metadata=metadata)
+            if self._batches is not None and self._batches.open:
+                return await self._batches.infer(request, members, timeout_s, metadata or ())
+            body = encode_request(request, [(item, image_chunks(images)) for item, images in members])
+            response: worker_pb2.InferResponse = await self._infer(body, timeout=timeout_s, metadata=metadata)
+            return response
+        except grpc.aio.AioRpcError as error:
+            raise WorkerCallError(error.code().name, error.details() or "no details") from error
         finally:
             self._calls -= 1
             if not self._calls:
                 self.idle.set()
-        return response
 
     def _connect(self) -> None:
         address = self.target.address
@@ -134,7 +153,8 @@ class WorkerLink:
             await asyncio.sleep(RETRY_S)
 
     async def _come_up(self) -> None:
-        info = policy_info(await self._worker.Info(worker_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S))
+        told = await self._worker.Info(worker_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
+        info = policy_info(told)
         reason = None
         if info.policy != self.policy:
             reason = f"it serves policy {info.policy!r}, the route says {self.policy!r}"
@@ -147,6 +167,7 @@ class WorkerLink:
             log(_logger, logging.ERROR, "worker_refused", policy=self.policy, worker=self.name, reason=reason)
             return
         self.info = info
+        await self._open_batches(told)
         if not self.up:
             self.up = True
             self.failures = 0
@@ -158,3 +179,49 @@ class WorkerLink:
             self.up = False
             log(_logger, logging.WARNING, "worker_down", policy=self.policy, worker=self.name, reason=reason)
             self._on_down(self)
+
+    async def _open_batches(self, told: worker_pb2.InfoResponse) -> None:
+        host = _tcp_host(self.target.address)
+        port = (host, told.batch_port, told.batch_token) if host and told.batch_port and self._tls is None else None
+        if port == self._batch_port and self._connector is not None:
+            return
+        if self._connector is not None:
+            self._connector.cancel()
+            self._connector = None
+        if self._batches is not None:  # another process answers at this address now
+            self._batches.close()
+            self._batches = None
+        self._batch_port = port
+        if port is not None:
+            first = asyncio.Event()
+            self._connector = asyncio.create_task(self._keep_connected(port, first), name=f"batches {self.name}")
+            await first.wait()
+
+    async def _keep_connected(self, port: tuple[str, int, bytes], tried: asyncio.Event) -> None:
+        """Keeps a connection to the batch port; while there is none, batches go through gRPC."""
+        said = False
+        while True:
+            if self._batches is None or not self._batches.open:
+                try:
+                    self._batches = await BatchChannel.connect(*port)
+                    said = False
+                except OSError as error:
+                    if not said:
+                        said = True
+                        log(
+                            _logger,
+                            logging.WARNING,
+                            "batch_port_unreachable",
+                            policy=self.policy,
+                            worker=self.name,
+                            port=port[1],
+                            reason=str(error),
+                        )
+                tried.set()
+            await asyncio.sleep(RECONNECT_S)
+
+
+def _tcp_host(address: str) -> str:
+    """The host of a plain HOST:PORT; empty for gRPC's other kinds of names."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]") if port.isdigit() and "/" not in host and not host.startswith(("unix", "dns")) else ""

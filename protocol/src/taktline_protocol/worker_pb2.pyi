@@ -41,7 +41,7 @@ class BucketTime(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper")
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class InfoResponse(_message.Message):
     RTC_MAX_DELAY_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     CHEAPER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_PORT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     policy: str
     family: str
     revision: str
@@ -74,7 +76,9 @@ class InfoResponse(_message.Message):
     rtc_max_delay: int
     replicas: int
     cheaper: _containers.RepeatedCompositeFieldContainer[CheaperLevel]
-    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ...) -> None: ...
+    batch_port: int
+    batch_token: bytes
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ...) -> None: ...
 
 class CheaperLevel(_message.Message):
     __slots__ = ("solver_steps", "t_sync")

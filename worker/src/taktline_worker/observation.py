@@ -22,7 +22,7 @@ class EncodedImage:
     """One frame: JPEG or PNG bytes, or raw uint8 RGB of `shape` (H, W, 3)."""
 
     encoding: str
-    data: bytes
+    data: bytes | memoryview
     shape: tuple[int, ...] = ()
 
 

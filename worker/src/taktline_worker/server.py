@@ -17,6 +17,7 @@ from taktline_protocol.rpc import SERVER_OPTIONS
 from taktline_protocol.tracing import tracing_from_environment
 
 from taktline_worker.adapter import Adapter
+from taktline_worker.batch_port import BatchPort
 from taktline_worker.engine import Engine
 from taktline_worker.instruments import Instruments
 from taktline_worker.lifecycle import (
@@ -94,11 +95,15 @@ class Worker:
             # With those of the protocol: gateways ping an idle worker, which gRPC's defaults take for an attack.
             options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)),
         )
-        worker_pb2_grpc.add_WorkerServicer_to_server(  # type: ignore[no-untyped-call]  # generated code
-            WorkerService(config, self.engine, timings, instruments, self._traces), self._server
-        )
+        service = WorkerService(config, self.engine, timings, instruments, self._traces)
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]  # generated
         self._health = Health(self._server)
         self.port = bind(self._server, options.listen, credentials)
+        # Not beside TLS, whose certificates gRPC alone renews, nor on the Unix socket of a replica.
+        if credentials is None and not options.listen.startswith("unix:"):
+            host, _ = split_address(options.listen)
+            service.batches = BatchPort(host, service.infer, MAX_WAITING_BATCHES + 8)
+        self._batches = service.batches
         if options.metrics_listen:
             host, port = split_address(options.metrics_listen)
             try:
@@ -122,7 +127,10 @@ class Worker:
         self._health.set(serving=False)
         logger.info("draining", extra={"policy": self._policy})
         (hurry or threading.Event()).wait(self._options.linger_s)
-        self._server.stop(self._options.grace_s).wait()
+        stopped = self._server.stop(self._options.grace_s)
+        if self._batches is not None:
+            self._batches.close(self._options.grace_s)
+        stopped.wait()
         self.engine.close()
         self._traces.close()
         logger.info("stopped", extra={"policy": self._policy})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_g
 from taktline_protocol.deployment import EngineConfig
 
 from taktline_worker.adapter import GuidedChunk, PlannedChunk
+from taktline_worker.batch_port import BatchPort, CallContext, Frame, Frames
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
 from taktline_worker.observation import EncodedImage, RobotInput, RtcInput, SearchInput
@@ -47,6 +48,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._t_sync = tuple(t_sync)
         self._instruments = instruments
         self._traces = traces
+        self.batches: BatchPort | None = None
+        """Told in Info; None where batches come through gRPC only."""
         self._places = threading.BoundedSemaphore(MAX_WAITING_BATCHES)
 
     def Info(self, request: worker_pb2.InfoRequest, context: grpc.ServicerContext) -> worker_pb2.InfoResponse:  # noqa: D102
@@ -70,9 +73,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 worker_pb2.CheaperLevel(solver_steps=steps, t_sync=_bucket_times(times))
                 for steps, times in self._engine.cheaper.items()
             ],
+            batch_port=self.batches.port if self.batches is not None else 0,
+            batch_token=self.batches.token if self.batches is not None else b"",
         )
 
     def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102
+        frames = [
+            {name: (image.encoding, tuple(image.shape), image.data) for name, image in item.images.items()}
+            for item in request.items
+        ]
+        return self.infer(request, frames, context)
+
+    def infer(
+        self, request: worker_pb2.InferRequest, frames: Frames, context: grpc.ServicerContext | CallContext
+    ) -> worker_pb2.InferResponse:
+        """Runs one batch, however it came: `frames` are its items' images, apart from the items."""
         received = time.monotonic()
         refusal = self._refusal(request)
         if refusal is not None:
@@ -88,7 +103,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             remaining = context.time_remaining()
             deadline = None if remaining is None else received + remaining
-            items = [_read_item(item, received) for item in request.items]
+            items = [_read_item(item, images, received) for item, images in zip(request.items, frames, strict=True)]
             result = self._engine.infer(items, deadline, lambda: not context.is_active(), request.solver_steps)
         except BatchDroppedError:
             self._instruments.dropped()
@@ -159,13 +174,14 @@ def _bucket_times(timings: Sequence[BucketTiming]) -> list[worker_pb2.BucketTime
     return [worker_pb2.BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in timings]
 
 
-def _read_item(item: worker_pb2.InferItem, received: float) -> Item:
+def _read_item(item: worker_pb2.InferItem, frames: Mapping[str, Frame], received: float) -> Item:
     expires = received + item.budget_ms / 1000.0 if item.budget_ms > 0 else None
     try:
         observation: RobotInput | TaktlineError = RobotInput(
             images={
-                name: EncodedImage(image.encoding, image.data, tuple(image.shape))
-                for name, image in item.images.items()
+                # Decoders of JPEG and PNG want bytes; raw pixels are used where they lie.
+                name: EncodedImage(encoding, data if encoding == "raw" else bytes(data), shape)
+                for name, (encoding, shape, data) in frames.items()
             },
             state=_read_array("the state", item.state, ErrorCode.STATE_INVALID),
             instruction=item.instruction,

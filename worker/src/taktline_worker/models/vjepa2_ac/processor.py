@@ -182,9 +182,9 @@ def to_pixels(frame: NDArray[np.uint8], size: int) -> Tensor:
 def _header(name: str, image: EncodedImage) -> tuple[int, int, int]:
     """Height, width and channels as the header declares them; the decoding checks them once more."""
     if image.encoding == "jpeg":
-        return jpeg_size(image.data, name)
+        return jpeg_size(bytes(image.data), name)
     if image.encoding == "png":
-        return png_size(image.data, name)
+        return png_size(bytes(image.data), name)
     if image.encoding != "raw" or len(image.shape) != 3:
         raise TaktlineError(
             ErrorCode.IMAGE_CORRUPT,

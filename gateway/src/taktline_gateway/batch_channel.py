@@ -1,0 +1,145 @@
+"""The gateway's end of a worker's batch port: batches out and results in on this loop, without a thread between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.message import DecodeError
+from taktline_protocol import worker_pb2
+from taktline_protocol.batch_frames import (
+    VERSION,
+    Answer,
+    Body,
+    Call,
+    Cancel,
+    Failure,
+    FrameProtocol,
+    Head,
+    Open,
+    WireError,
+    as_socket,
+    frame,
+    image_heads,
+)
+from taktline_protocol.messages import Image
+from taktline_protocol.rpc_encoding import encode_request
+
+CONNECT_TIMEOUT_S = 2.0
+SILENT_S = 15
+"""A host that is gone without a word is noticed after so long, as through gRPC's keepalive."""
+
+Member = tuple[worker_pb2.InferItem, Mapping[str, Image]]
+"""One item of a batch, and its frames apart from it."""
+
+
+class WorkerCallError(Exception):
+    """A batch that got no answer: the name of a gRPC status, and what is known beside it."""
+
+    def __init__(self, code: str, details: str) -> None:
+        super().__init__(f"{code}: {details}")
+        self.code = code
+        self.details = details
+
+
+class BatchChannel(FrameProtocol):
+    """One connection to one worker's batch port."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = False
+        self._number = 0
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+
+    @classmethod
+    async def connect(cls, host: str, port: int, token: bytes) -> BatchChannel:
+        """A connection on which calls may be made at once. Raises OSError where there is none in time."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                transport, channel = await loop.create_connection(cls, host, port)
+        except TimeoutError as error:
+            raise OSError("the batch port does not answer") from error
+        _watch_for_silence(as_socket(transport))
+        channel._write(Open(VERSION, token))
+        channel.open = True
+        return channel
+
+    async def infer(
+        self,
+        request: worker_pb2.InferRequest,
+        members: Sequence[Member],
+        timeout_s: float,
+        metadata: Sequence[tuple[str, str]],
+    ) -> worker_pb2.InferResponse:
+        """Runs one batch. Raises WorkerCallError; cancelling the call tells the worker that nobody waits."""
+        self._number = number = self._number + 1
+        small = encode_request(request, [(item, ()) for item, _ in members])
+        images = [image_heads(frames) for _, frames in members]
+        call = Call(number, timeout_s, len(small), images, dict(metadata))
+        self._write(call, [small, *(image.data for _, frames in members for image in frames.values())])
+        loop = asyncio.get_running_loop()
+        result = self._calls[number] = loop.create_future()
+        timer = loop.call_later(timeout_s, self._too_late, number)
+        try:
+            return worker_pb2.InferResponse.FromString(await result)
+        except DecodeError as error:
+            raise WorkerCallError("INTERNAL", "the worker's answer cannot be read") from error
+        finally:
+            timer.cancel()
+            if self._calls.pop(number, None) is not None and self.open:  # nothing came
+                self._write(Cancel(number))
+
+    def close(self) -> None:
+        """Closes the connection; its calls are cancelled."""
+        for call in self._calls.values():
+            call.cancel()
+        if self.transport is not None:
+            self.transport.abort()
+
+    def frame_received(self, head: Head, body: Body) -> None:
+        """A result, or the lack of one."""
+        if isinstance(head, Answer):
+            call = self._calls.pop(head.number, None)
+            if call is not None and not call.done():
+                call.set_result(bytes(body))
+        elif isinstance(head, Failure):
+            self._fail(head.number, head.code, head.details)
+        else:
+            raise WireError(f"{type(head).__name__} from a worker")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """What is under way gets no answer."""
+        self.open = False
+        for number in list(self._calls):
+            self._fail(number, "UNAVAILABLE", "the connection to the worker was lost")
+
+    def _too_late(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is not None and not call.done():
+            call.set_exception(WorkerCallError("DEADLINE_EXCEEDED", "the worker did not answer in time"))
+
+    def _fail(self, number: int, code: str, details: str) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None and not call.done():
+            call.set_exception(WorkerCallError(code, details))
+
+    def _write(self, head: Head, body: Sequence[bytes | memoryview] = ()) -> None:
+        if self.transport is None or self.transport.is_closing():
+            raise WorkerCallError("UNAVAILABLE", "the connection to the worker was lost")
+        self.transport.writelines(frame(head, body))
+
+
+def _watch_for_silence(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 1),
+        ("TCP_USER_TIMEOUT", 1000 * SILENT_S),
+    ):
+        with contextlib.suppress(AttributeError, OSError):  # another system knows it by another name, or not at all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

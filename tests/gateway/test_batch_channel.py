@@ -1,0 +1,269 @@
+"""The batch port from the gateway's side: frames whole in whatever pieces, failures typed, gRPC where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import grpc
+import numpy as np
+import pytest
+from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
+from taktline_protocol import Image, worker_pb2
+from taktline_protocol.batch_frames import PREFIX, Answer, Call, Cancel, FrameProtocol, ImageHead, Open, frame
+from taktline_worker.batch_port import listen
+
+from tests.gateway.conftest import FRAME, Stack
+
+
+class Collecting(FrameProtocol):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames = []
+
+    def frame_received(self, head, body) -> None:
+        self.frames.append((head, bytes(body)))
+
+
+class Transport:
+    aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def feed(reader: FrameProtocol, data: bytes, sizes) -> None:
+    while data:
+        room = reader.get_buffer(-1)
+        assert len(room), "a reader that takes nothing would never be asked again"
+        size = min(next(sizes), len(room), len(data))
+        room[:size] = data[:size]
+        data = data[size:]
+        reader.buffer_updated(size)
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000, 100_000, 10_000_000])
+def test_frames_are_whole_whatever_pieces_they_come_in(most):
+    rng = random.Random(most)
+    bodies = [
+        b"",
+        b"x",
+        rng.randbytes(65_536),
+        rng.randbytes(300_000 if most > 1 else 3000),
+        b"",
+        rng.randbytes(70_000),
+    ]
+    heads = [Open(1, b"t"), Answer(1), Cancel(2), Answer(3), Call(4, 1.0, 0, [], {"k": "v" * 100_000}), Answer(5)]
+    data = b"".join(b"".join(frame(head, (body,))) for head, body in zip(heads, bodies, strict=True))
+    reader = Collecting()
+    feed(reader, data, iter(lambda: rng.randint(1, most), None))
+    assert reader.frames == list(zip(heads, bodies, strict=True))
+
+
+@pytest.mark.parametrize(
+    "bad", [PREFIX.pack(4, 0) + b"\xc1\xc1\xc1\xc1", PREFIX.pack(2**31, 0), PREFIX.pack(1, 2**62) + b"\x90"]
+)
+def test_what_is_no_frame_ends_the_connection_and_reserves_nothing(bad):
+    reader, transport = Collecting(), Transport()
+    reader.connection_made(transport)
+    feed(reader, bad, iter(lambda: 1 << 20, None))
+    assert transport.aborted
+    assert not reader.frames
+
+
+def batch(*words: str):
+    """A request and its members, each with two raw frames of its own."""
+    request = worker_pb2.InferRequest(policy="p", revision="r")
+    members = []
+    for index, word in enumerate(words):
+        frames = {
+            camera: Image("raw", bytes([index, at]) * (96 * 112 * 3 // 2), (96, 112, 3))
+            for at, camera in enumerate(("front", "wrist"))
+        }
+        members.append((worker_pb2.InferItem(request_id=str(index), instruction=word), frames))
+    return request, members
+
+
+async def serve(infer):
+    port = await listen("127.0.0.1", infer)
+    channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+    return port, channel
+
+
+def run(body) -> None:
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_batch_arrives_as_it_was_and_its_results_come_back():
+    seen = {}
+
+    async def infer(request, frames, context):
+        seen.update(
+            request=request, frames=frames, metadata=context.invocation_metadata(), left=context.time_remaining()
+        )
+        return worker_pb2.InferResponse(
+            results=[worker_pb2.InferResult(request_id=i.request_id) for i in request.items]
+        )
+
+    async def body():
+        port, channel = await serve(infer)
+        request, members = batch("a", "b", "c")
+        answer = await channel.infer(request, members, 30.0, (("traceparent", "00-1"),))
+        assert [result.request_id for result in answer.results] == ["0", "1", "2"]
+        assert [item.instruction for item in seen["request"].items] == ["a", "b", "c"]
+        for (_, sent), got in zip(members, seen["frames"], strict=True):
+            assert {name: (i.encoding, i.shape, i.data) for name, i in sent.items()} == {
+                name: (encoding, shape, bytes(data)) for name, (encoding, shape, data) in got.items()
+            }
+        assert seen["metadata"] == (("traceparent", "00-1"),)
+        assert 0 < seen["left"] <= 30.0
+        channel.close()
+        await port.close(1.0)
+
+    run(body)
+
+
+def test_frames_are_handed_to_the_engine_without_a_copy():
+    async def infer(request, frames, context):
+        one, other = (np.frombuffer(frames[0][camera][2], np.uint8) for camera in ("front", "wrist"))
+        assert other.ctypes.data - one.ctypes.data == one.nbytes, "both lie in the buffer that the socket was read into"
+        return worker_pb2.InferResponse(revision="seen")
+
+    async def body():
+        port, channel = await serve(infer)
+        assert (await channel.infer(*batch("a"), 30.0, ())).revision == "seen"
+        channel.close()
+        await port.close(1.0)
+
+    run(body)
+
+
+def test_each_way_to_fail_has_its_code_and_harms_no_other_call():
+    cancelled = asyncio.Event()
+
+    async def infer(request, frames, context):
+        word = request.items[0].instruction
+        if word == "abort":
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late here")
+        if word == "raise":
+            raise ValueError("broken")
+        while word == "hang":
+            if not context.is_active():
+                cancelled.set()
+                break
+            await asyncio.sleep(0.01)
+        return worker_pb2.InferResponse(revision=word)
+
+    async def body():
+        port, channel = await serve(infer)
+
+        async def code_of(word: str, timeout_s: float = 30.0) -> tuple[str, str]:
+            with pytest.raises(WorkerCallError) as caught:
+                await channel.infer(*batch(word), timeout_s, ())
+            return caught.value.code, caught.value.details
+
+        assert await code_of("abort") == ("DEADLINE_EXCEEDED", "too late here")
+        assert await code_of("raise") == ("UNKNOWN", "ValueError: broken")
+        hanging = asyncio.create_task(code_of("hang", 0.2))
+        assert (await channel.infer(*batch("good"), 30.0, ())).revision == "good"
+        assert (await hanging)[0] == "DEADLINE_EXCEEDED"
+        await cancelled.wait()
+        await port.close(1.0)
+        assert (await code_of("late"))[0] == "UNAVAILABLE"
+
+    run(body)
+
+
+def test_a_worker_that_is_gone_fails_what_it_held():
+    async def body():
+        async def infer(request, frames, context):
+            entered.set()
+            await asyncio.sleep(3600)
+
+        entered = asyncio.Event()
+        port, channel = await serve(infer)
+        call = asyncio.create_task(channel.infer(*batch("a"), 30.0, ()))
+        await entered.wait()
+        for connection in list(port._connections):
+            connection.transport.abort()
+        with pytest.raises(WorkerCallError, match="UNAVAILABLE"):
+            await call
+        assert not channel.open
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_a_port_that_is_another_workers_by_now_is_left():
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("this batch is not for this worker")
+
+        port = await listen("127.0.0.1", infer)
+        channel = await BatchChannel.connect("127.0.0.1", port.port, b"of the process before")
+        with pytest.raises(WorkerCallError, match="UNAVAILABLE"):
+            await channel.infer(*batch("a"), 30.0, ())
+        await port.close(0.0)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(1, 1.0, 0, [[ImageHead("front", "raw", (1, 1, 3), 3)]]),
+        Call(1, 1.0, 0, []),
+        Call(1, 1.0, 99, [[]]),
+        Call(1, 1.0, 2, [[ImageHead("front", "raw", (1, 1, 3), -1)]]),
+    ],
+)
+def test_a_call_that_contradicts_itself_ends_the_connection(call):
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("this is no batch")
+
+        port, channel = await serve(infer)
+        channel.transport.writelines(frame(call, (b"\x1a\x00",)))
+        with pytest.raises(WorkerCallError, match="UNAVAILABLE"):
+            await channel.infer(*batch("after it"), 30.0, ())
+        assert not channel.open
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_batches_come_through_grpc_where_there_is_no_batch_port(tmp_path):
+    stack = Stack(tmp_path)
+    try:
+        address = stack.start_worker(grpc_only=1)
+        stack.write_routes(address)
+        stack.start_gateway()
+        stack.wait_workers(1)
+        status, chunk = stack.act(images={"front": FRAME, "wrist": FRAME})
+        assert status == 200, chunk
+        assert stack.batches()[0]["way"] == "grpc"
+    finally:
+        stack.stop()
+
+
+def test_batches_go_to_the_batch_port_and_through_grpc_once_it_is_lost(tmp_path):
+    stack = Stack(tmp_path)
+    try:
+        address = stack.start_worker()
+        stack.write_routes(address)
+        stack.start_gateway()
+        stack.wait_workers(1)
+        assert stack.act()[0] == 200
+        # The scripted worker closes its batch port for good on this word; the answer still comes.
+        assert stack.act(instruction="close-batch-port")[0] == 200
+        ways = [line["way"] for line in stack.batches()]
+        assert ways == ["batch", "batch"]
+        status, chunk = stack.act()
+        for _ in range(50):  # the batch that finds the connection closing may fail; it is then worker_failed at once
+            if status == 200:
+                break
+            status, chunk = stack.act()
+        assert status == 200, chunk
+        assert stack.batches()[-1]["way"] == "grpc"
+    finally:
+        stack.stop()

@@ -1,0 +1,100 @@
+"""The batch port of a real worker: what comes back is what gRPC gives, and it drains like the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
+from taktline_protocol import Image, worker_pb2, worker_pb2_grpc
+from taktline_worker.server import ServeOptions, Worker
+
+
+@pytest.fixture(scope="module")
+def config(folders: Any, config_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = folders.lerobot(tmp_path_factory.mktemp("batch-port") / "policy", "pi05")
+    return config_of(path, solver_steps=2, buckets=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def worker(config: Any) -> Any:
+    made = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0))
+    made.start()
+    yield made
+    made.drain()
+
+
+def members_of(observations: Any, seeds: tuple[int, ...]) -> Any:
+    found = []
+    for seed in seeds:
+        observation = observations.make(seed=seed)
+        item = worker_pb2.InferItem(
+            request_id=f"q{seed}",
+            state=worker_pb2.Tensor(dtype="float32", shape=[8], data=observation.state.astype("<f4").tobytes()),
+            instruction=observation.instruction,
+            seed=seed,
+        )
+        frames = {
+            name: Image(image.encoding, bytes(image.data), tuple(image.shape) or None)
+            for name, image in observation.images.items()
+        }
+        found.append((item, frames))
+    return found
+
+
+def whole(request: worker_pb2.InferRequest, members: Any) -> worker_pb2.InferRequest:
+    message = worker_pb2.InferRequest()
+    message.CopyFrom(request)
+    for item, frames in members:
+        added = message.items.add()
+        added.CopyFrom(item)
+        for name, image in frames.items():
+            added.images[name].encoding, added.images[name].data = image.encoding, image.data
+            added.images[name].shape.extend(image.shape or ())
+    return message
+
+
+def over_batch_port(worker: Worker, request: Any, members: Any, timeout_s: float = 60.0) -> Any:
+    async def ask() -> Any:
+        with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as plain:
+            info = worker_pb2_grpc.WorkerStub(plain).Info(worker_pb2.InfoRequest(), timeout=20)
+        channel = await BatchChannel.connect("127.0.0.1", info.batch_port, info.batch_token)
+        try:
+            return await channel.infer(request, members, timeout_s, ())
+        finally:
+            channel.close()
+
+    return asyncio.run(ask())
+
+
+def test_both_ways_give_the_same_actions_and_the_same_errors(worker: Worker, observations: Any) -> None:
+    request = worker_pb2.InferRequest(policy="tiny", revision="r1")
+    members = members_of(observations, (1, 2))
+    camera = next(iter(members[1][1]))
+    members[1][1][camera] = Image("jpeg", b"\xff\xd8 no picture")
+    with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+        plain = worker_pb2_grpc.WorkerStub(channel).Infer(whole(request, members), timeout=60)
+    ours = over_batch_port(worker, request, members)
+    assert [result.request_id for result in ours.results] == ["q1", "q2"]
+    assert ours.results[0].actions == plain.results[0].actions
+    assert ours.results[1].error == plain.results[1].error
+    assert ours.results[1].error.code == "image_corrupt"
+
+
+def test_a_batch_whose_deadline_is_over_is_dropped(worker: Worker, observations: Any) -> None:
+    request = worker_pb2.InferRequest(policy="tiny")
+    with pytest.raises(WorkerCallError) as caught:
+        over_batch_port(worker, request, members_of(observations, (1,)), timeout_s=0.0)
+    assert caught.value.code == "DEADLINE_EXCEEDED"
+
+
+def test_draining_ends_the_port_after_what_runs(config: Any, observations: Any) -> None:
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0))
+    worker.start()
+    assert over_batch_port(worker, worker_pb2.InferRequest(policy="tiny"), members_of(observations, (3,))).results
+    port = worker._batches.port
+    worker.drain()
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(BatchChannel.connect("127.0.0.1", port, b""))
