@@ -29,28 +29,28 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
     "Deployment": ("/apis/apps/v1", "apps/v1", "deployments"),
     "ControllerRevision": ("/apis/apps/v1", "apps/v1", "controllerrevisions"),
     "PodDisruptionBudget": ("/apis/policy/v1", "policy/v1", "poddisruptionbudgets"),
+    "ValidatingWebhookConfiguration": (
+        "/apis/admissionregistration.k8s.io/v1",
+        "admissionregistration.k8s.io/v1",
+        "validatingwebhookconfigurations",
+    ),
     "Lease": ("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "leases"),
     "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "monitoring.coreos.com/v1", "prometheusrules"),
     "PodMonitor": ("/apis/monitoring.coreos.com/v1", "monitoring.coreos.com/v1", "podmonitors"),
     schema.KIND: (f"/apis/{schema.GROUP}/{schema.VERSION}", f"{schema.GROUP}/{schema.VERSION}", schema.PLURAL),
 }
 
-    "ValidatingWebhookConfiguration": (
-        "/apis/admissionregistration.k8s.io/v1",
-        "admissionregistration.k8s.io/v1",
-        "validatingwebhookconfigurations",
-    ),
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON = "application/json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+ONE_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 PAGE = 500  # objects of one list page
 TIMEOUT_S = 30
 
 
 class ApiError(Exception):
     """The API server refused a request or gave no answer.
-ONE_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
     Attributes:
         status: HTTP status; 0 when no answer came.
@@ -167,12 +167,6 @@ class KubeApi:
                 return None
             raise
 
-    async def list(
-        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
-    ) -> list[Json]:
-        """All objects that `selector` (labels) matches, page by page; items carry their kind.
-
-        Args:
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Whether there is an object; only its metadata is asked for, so that no Secret's content is ever read."""
         try:
@@ -183,20 +177,26 @@ class KubeApi:
             raise
         return True
 
+    async def list(
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
+    ) -> list[Json]:
+        """All objects that `selector` (labels) matches, page by page; items carry their kind.
+
+        Args:
             metadata_only: leave spec and status out: a tenth of the bytes for pods.
+            name: only those of this name, in any namespace; empty is all.
         """
         _, version, _ = RESOURCES[kind]
         items: list[Json] = []
         accept = METADATA if metadata_only else JSON
         parameters = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        parameters |= {"fieldSelector": f"metadata.name={name}"} if name else {}
         while True:
-            name: only those of this name, in any namespace; empty is all.
             page = await self._request("GET", path_of(kind, namespace), parameters=parameters, accept=accept)
             items += [{"apiVersion": version, "kind": kind} | item for item in page["items"]]
             following = page["metadata"].get("continue")
             if not following:
                 return items
-        parameters |= {"fieldSelector": f"metadata.name={name}"} if name else {}
             parameters["continue"] = following
 
     async def kinds(self, group_version: str) -> frozenset[str]:
