@@ -6,7 +6,8 @@ import random
 
 import pytest
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_worker.planning.latency import LatencyModel, Measurement, fit
+from taktline_protocol.search_latency import LatencyModel
+from taktline_worker.planning.latency import Measurement, fit
 
 PUBLISHED = LatencyModel(round_s=2.14, rank_s=0.001, loss=0.008)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from taktline_protocol.measurements import DEADLINE_CLASSES_MS
 from taktline_protocol.messages import BucketTime
 
+OVERHEAD_SHARE = 0.1  # of the control budget, for the way to the worker and back
 OPEN_CLASS_MS = 2 * DEADLINE_CLASSES_MS[-1]
 
 

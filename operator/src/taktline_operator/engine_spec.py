@@ -52,13 +52,25 @@ class Rtc(_Struct, frozen=True):
     gradient: Literal["identity", "vjp"] = "identity"
 
 
+class SearchModel(_Struct, frozen=True):
+    """The constants of `LatencyModel` in ms, as `taktline profile-planner` measures them."""
+
+    round_ms: float
+    rank_ms: float = 0.0
+    loss: float = 0.0
+
+
 class Parallel(_Struct, frozen=True):
-    """How one worker spreads over the GPUs of its pod; the fields are those of `ParallelOptions`."""
+    """How one worker spreads over the GPUs of its pod; all but `search_model` are fields of `ParallelOptions`.
+
+    With `search_model`, `search` is the most ranks that may be chosen (`search_ranks`).
+    """
 
     dp: int = 1
     cfg: int = 1
     tp: int = 1
     search: int = 1
+    search_model: SearchModel | None = None
 
 
 class Engine(_Struct, frozen=True):
@@ -117,5 +129,6 @@ class Engine(_Struct, frozen=True):
 def _plain(value: Any) -> Any:
     """A part of the engine as engine.json spells it: snake_case, without what is None."""
     if isinstance(value, msgspec.Struct):
-        return {name: inner for name, inner in msgspec.structs.asdict(value).items() if inner is not None}
+        found = msgspec.structs.asdict(value)
+        return {name: inner for name, inner in found.items() if inner is not None and name != "search_model"}
     return msgspec.to_builtins(value)

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import msgspec
 from taktline_protocol.messages import BucketTime
 
+from taktline_operator.capacity import OVERHEAD_SHARE as OVERHEAD_SHARE
 from taktline_operator.capacity import Load, meets, workers_for
 from taktline_operator.rollout import seconds_between
 from taktline_operator.spec import Placement, Pool
-
-OVERHEAD_SHARE = 0.1  # of the control budget, for the way to the worker and back
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

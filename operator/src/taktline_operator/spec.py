@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from taktline_protocol.deployment import ClientMapping, ClientProtocol, DegradeOptions, EngineOptions, ModelConfig
 
-from taktline_operator import schema
+from taktline_operator import schema, search_ranks
 from taktline_operator.engine_spec import Engine
 
 Family = Literal["pi0", "pi05", "gr00t-n1.7", "cosmos3-nano", "cosmos3-edge", "minicpm-robot", "vjepa2-ac"]
@@ -289,6 +289,8 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         uid: empty when the object never met an API server; its children then carry no owner reference.
         created: metadata.creationTimestamp, RFC 3339; decides who keeps a contested policy name.
+        spec: with the ranks of the search in it, where they were chosen.
+        search: how they were; None where the spec states them.
     """
 
     name: str
@@ -298,6 +300,7 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     deleting: bool
     spec: Spec
+    search: search_ranks.Choice | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -313,6 +316,10 @@ def parse(body: dict[str, Any]) -> PolicyDeployment:
     """
     complete = schema.validated(body)
     metadata = complete["metadata"]
+    spec = msgspec.convert(complete["spec"], Spec)
+    choice = search_ranks.choose(spec.engine, spec.slo.control_budget_ms)
+    if choice is not None:
+        spec = msgspec.structs.replace(spec, engine=search_ranks.applied(spec.engine, choice))
     return PolicyDeployment(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
@@ -320,5 +327,6 @@ def parse(body: dict[str, Any]) -> PolicyDeployment:
         generation=metadata.get("generation", 1),
         created=metadata.get("creationTimestamp", ""),
         deleting=bool(metadata.get("deletionTimestamp")),
-        spec=msgspec.convert(complete["spec"], Spec),
+        spec=spec,
+        search=choice,
     )

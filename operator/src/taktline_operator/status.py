@@ -181,6 +181,8 @@ def observed(
         "endpoints": endpoints,
         "pools": [pool.to_status() | _profile(size, pool.name) for pool in pools],
     }
+    if policy.search is not None:
+        status["search"] = msgspec.to_builtins(policy.search)
     if size.scaling is not None:
         status["scaling"] = {"desired": size.scaling.desired, **msgspec.to_builtins(size.scaling)}
     if size.placement is not None:

@@ -81,6 +81,8 @@ def profile_planner(
         f"time(W) = {count} x ({model.round_s:.4g} s / eff(W) + {model.rank_s:.3g} s x (W - 1)), "
         f"eff(W) = W / (1 + {model.loss:.3g} x (W - 1))"
     )
+    stated = f"{{roundMs: {1000 * model.round_s:.4g}, rankMs: {1000 * model.rank_s:.3g}, loss: {model.loss:.3g}}}"
+    typer.echo(f"for the operator to choose the ranks: spec.engine.parallel.searchModel: {stated}")
     typer.echo("all meshes gave the same plan" if times.plans_equal else "THE PLANS DIFFER between meshes")
     if deadline_ms:
         typer.echo(

@@ -1,4 +1,4 @@
-"""How long a plan takes on W ranks: time(W) = rounds (r / eff(W) + c (W - 1)), eff(W) = W / (1 + a (W - 1)). Pure."""
+"""The constants of the latency model of plans (`taktline_protocol.search_latency`) from measured ones. Pure."""
 
 from __future__ import annotations
 
@@ -7,36 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from taktline_protocol import ErrorCode, TaktlineError
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyModel:
-    """The three constants of one checkpoint, search size and kind of device.
-
-    Attributes:
-        round_s: r, one round on one rank, in seconds.
-        rank_s: c, what each further rank adds to a round (scatter, gather), in seconds.
-        loss: a, the share of a rank that each further one loses to imbalance.
-    """
-
-    round_s: float
-    rank_s: float
-    loss: float
-
-    def efficiency(self, ranks: int) -> float:
-        """eff(W), the speed of W ranks in units of one."""
-        return ranks / (1.0 + self.loss * (ranks - 1))
-
-    def plan_s(self, ranks: int, rounds: int) -> float:
-        """Seconds of a plan of `rounds` on `ranks`."""
-        return rounds * (self.round_s / self.efficiency(ranks) + self.rank_s * (ranks - 1))
-
-    def ranks_for(self, deadline_s: float, rounds: int, most: int) -> int | None:
-        """The fewest ranks, at most `most`, whose plan ends within `deadline_s`; None where none do.
-
-        More ranks are not always faster: the gather's share grows with them.
-        """
-        return next((ranks for ranks in range(1, most + 1) if self.plan_s(ranks, rounds) <= deadline_s), None)
+from taktline_protocol.search_latency import LatencyModel
 
 
 @dataclass(frozen=True, slots=True)

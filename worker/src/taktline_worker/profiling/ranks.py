@@ -13,10 +13,11 @@ import msgspec
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_protocol.deployment import SearchOptions as Options
+from taktline_protocol.search_latency import LatencyModel
 
 from taktline_worker.lifecycle import read_config
 from taktline_worker.models.vjepa2_ac.adapter import FAMILY, load
-from taktline_worker.planning.latency import LatencyModel, Measurement, fit
+from taktline_worker.planning.latency import Measurement, fit
 
 
 @dataclass(frozen=True)
