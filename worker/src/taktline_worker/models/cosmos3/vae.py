@@ -8,13 +8,16 @@ policy observes, costs a third. The first latent frame depends on the first fram
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.models.cosmos3.vae_weights import Attention, Coder, Conv, Middle, Residual, Stage, VaeWeights
+
+Region = tuple[slice, slice]
+"""Rows and columns of latent cells."""
 
 _NORM_EPS = 1e-12
 """The floor of a channel vector's length, as the published norm has it."""
@@ -63,13 +66,24 @@ def decode(weights: VaeWeights, latents: Tensor) -> Tensor:
     Returns:
         (B, 3, 1 + 4 (n - 1), H, W) in [-1, 1], in the VAE's dtype.
     """
+    return torch.cat(list(decode_frames(weights, latents)), dim=2)
+
+
+def decode_frames(weights: VaeWeights, latents: Tensor, region: Region | None = None) -> Iterator[Tensor]:
+    """The same, one latent frame after the other: (B, 3, 1 or 4, H, W).
+
+    Args:
+        region: rows and columns of latent cells, as slices, that are decoded; the part with the attention, a fiftieth
+            of the work, is computed for all cells in any case. None decodes all.
+    """
     assert weights.decoder is not None, "the VAE was loaded without its decoder"
     shape = (-1, 1, 1, 1)
     raw = latents.to(weights.device).float() * weights.std.view(shape) + weights.mean.view(shape)
     cells = raw.to(weights.dtype).transpose(1, 2)
     history = History()
-    found = [_decoder(weights.decoder, cells[:, i : i + 1], history) for i in range(cells.shape[1])]
-    return _from_patches(torch.cat(found, dim=1), weights.config.patch).clamp(-1.0, 1.0)
+    for index in range(cells.shape[1]):
+        found = _decoder(weights.decoder, cells[:, index : index + 1], history, region)
+        yield _from_patches(found, weights.config.patch).clamp(-1.0, 1.0)
 
 
 def _encoder(coder: Coder, x: Tensor, history: History) -> Tensor:
@@ -82,10 +96,12 @@ def _encoder(coder: Coder, x: Tensor, history: History) -> Tensor:
     return _pointwise(coder.latent, x)
 
 
-def _decoder(coder: Coder, x: Tensor, history: History) -> Tensor:
+def _decoder(coder: Coder, x: Tensor, history: History, region: Region | None) -> Tensor:
     first = history.before(coder.conv_in) is None
     x = _causal(coder.conv_in, _pointwise(coder.latent, x), history)
     x = _middle(coder.middle, x, history)
+    if region is not None:
+        x = x[..., region[0], region[1]]
     for stage in coder.stages:
         x = _up(stage, x, history, first)
     return _causal(coder.conv_out, functional.silu(_norm(coder.norm_out, x)), history)
