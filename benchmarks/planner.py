@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 from engine import Row, event_times, say
+from planner_fleet import fleet_times
 from random_vjepa2 import random_checkpoint
 from taktline_kernels.ops import frames as ops
 from taktline_worker.models.vjepa2_ac import modules
@@ -275,6 +276,18 @@ def make_world(weights: VJepa2Weights, checkpoint: CheckpointFile, quantised: bo
     return world
 
 
+def fleet_rows(world: VJepa2World, dtype: str, runs: int) -> list[Row]:
+    """Plans of three rounds for several robots at once."""
+    settings = replace(SETTINGS, rounds=3)
+    rows = []
+    for one in fleet_times(world, lambda index: Problem(scene_of(world, 10 + index), settings, seed=index), runs):
+        assert one.equal, f"a plan of {one.robots} robots side by side differs from the one its robot gets alone"
+        found = {"robots": one.robots, "plans_per_s": one.plans_per_s, "bit_equal": one.equal}
+        rows.append(row(dtype, list(one.seconds), settings, 1, **found))
+        say(f"{dtype}: {one.robots} robots, {one.plans_per_s:.2f} plans a second")
+    return rows
+
+
 def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
     """Everything that one GPU answers."""
     checkpoint = random_checkpoint(device)
@@ -313,11 +326,7 @@ def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
         rows.append(row(dtype, plan_seconds(world, [Problem(scene, short)], mesh, options.runs)[0], short, 1))
         say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
         if options.fleet:
-            for robots in (2, 4, 8):
-                problems = [Problem(scene_of(world, 10 + index), short, seed=index) for index in range(robots)]
-                took = plan_seconds(world, problems, mesh, 1)[0]
-                rows.append(row(dtype, took, short, 1, robots=robots, plans_per_s=robots / took[0]))
-                say(f"{dtype}: {robots} robots, {robots / took[0]:.2f} plans a second")
+            rows += fleet_rows(world, dtype, max(1, options.runs // 3))
     if options.peer:
         del world, exact
         gc.collect()
@@ -377,7 +386,7 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="time each operation alone")
     parser.add_argument("--peer", action="store_true", help="time a round of the plain statement too")
     parser.add_argument("--compiled", action="store_true", help="the peer's blocks through torch.compile as well")
-    parser.add_argument("--fleet", action="store_true", help="plans for 2, 4 and 8 robots side by side")
+    parser.add_argument("--fleet", action="store_true", help="plans a second for 1, 2, 4 and 8 robots at once")
     parser.add_argument("--runs", type=int, default=5, help="timed plans of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args()
