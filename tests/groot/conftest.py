@@ -17,14 +17,16 @@ import torch
 from safetensors.torch import load_file
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_worker.checkpoint import TensorFiles
+from taktline_worker.models.groot.batch import GrootRow
 from taktline_worker.models.groot.config import GrootArchitecture, read_architecture
-from taktline_worker.models.groot.runner import GrootRow, GrootRunner
+from taktline_worker.models.groot.runner import GrootRunner
 from taktline_worker.models.groot.weights import load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "groot_n1_7_tiny"
 HORIZON = 6
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,10 +52,10 @@ def architecture() -> GrootArchitecture:
     return read_architecture(config, backbone, TensorFiles(GOLDEN).shapes)
 
 
-def make_runner(dtype: torch.dtype = torch.float32) -> GrootRunner:
+def make_runner(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> GrootRunner:
     a = architecture()
     slots = list(range(a.head.embodiments))
-    return GrootRunner(load_weights(TensorFiles(GOLDEN), a, slots, dtype, torch.device("cpu")), a)
+    return GrootRunner(load_weights(TensorFiles(GOLDEN), a, slots, dtype, device), a)
 
 
 def read_case(name: str) -> tuple[dict[str, Tensor], list[GrootRow]]:

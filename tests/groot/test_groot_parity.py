@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from taktline_worker.models.groot import modules
-from taktline_worker.models.groot.runner import GrootRow, GrootRunner, text_positions
+from taktline_worker.models.groot.batch import GrootRow, lay_out, text_positions
+from taktline_worker.models.groot.runner import Features, GrootRunner
 from torch import Tensor
 
 BAR = 1e-5
@@ -21,13 +22,18 @@ def runner(kit: Any) -> GrootRunner:
     return kit.runner()
 
 
+def encoded(runner: GrootRunner, *rows: GrootRow) -> Features:
+    return runner.encode(lay_out(rows, runner.architecture))
+
+
 def test_one_row_step_by_step(kit: Any, runner: GrootRunner) -> None:
     case, rows = kit.case("case_b1")
-    features = runner.features(rows)
+    batch = lay_out(rows, runner.architecture)
+    features = runner.encode(batch)
     assert kit.distance(features.backbone, case["backbone_features"]) < BAR
     assert kit.distance(features.refined, case["vl_embeddings"]) < BAR
-    assert torch.equal(features.image.index[0], case["image_mask"][0].nonzero()[:, 0])
-    assert torch.equal(features.text.index[0], (~case["image_mask"][0]).nonzero()[:, 0])
+    assert torch.equal(batch.image.index[0], case["image_mask"][0].nonzero()[:, 0])
+    assert torch.equal(batch.text.index[0], (~case["image_mask"][0]).nonzero()[:, 0])
     projector = runner.weights.head.projectors[rows[0].embodiment]
     assert kit.distance(modules.embed_state(projector, case["state"][:, 0]), case["state_features"][:, 0]) < BAR
     found: list[Tensor] = []
@@ -45,9 +51,9 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone(kit: Any, runner: GrootRunner)
     # The official batch lets the padding of the shorter row into its attention: the case shows what must not happen.
     assert kit.distance(case["actions"][1], case["actions_row_alone"][1]) > 0.01
     valid = case["attention_mask"].bool()
-    features = runner.features(rows)
-    kept = [features.all.index[i][features.all.valid[i, 0, 0]] for i in range(2)]
-    ours = torch.cat([features.backbone[i][kept[i]] for i in range(2)])
+    batch = lay_out(rows, runner.architecture)
+    backbone = runner.encode(batch).backbone
+    ours = torch.cat([backbone[i][batch.all.index[i][batch.all.valid[i, 0, 0]]] for i in range(2)])
     assert kit.distance(ours, case["backbone_features"][valid]) < BAR
 
 
@@ -133,7 +139,7 @@ def oblong(seed: int) -> GrootRow:
 
 def test_backbone_is_transformers_for_oblong_images(kit: Any, runner: GrootRunner) -> None:
     model, row = make_reference(kit), oblong(3)
-    assert kit.distance(runner.features([row]).backbone, reference_features(model, row)) < BAR
+    assert kit.distance(encoded(runner, row).backbone, reference_features(model, row)) < BAR
     ids = torch.from_numpy(row.tokens)[None]
     grid = torch.tensor([[1, *one] for one in row.grids])
     official, _ = model.get_rope_index(ids, image_grid_thw=grid, mm_token_type_ids=(ids == 500).int())
@@ -146,7 +152,7 @@ def test_bf16_is_no_further_from_fp32_than_the_official_backbone(kit: Any, runne
     for row in (kit.case("case_b1")[1][0], oblong(4)):
         reference = reference_features(exact, row)
         official = kit.distance(reference_features(rounded, row), reference)
-        assert 1e-4 < kit.distance(ours.features([row]).backbone, reference) <= 1.25 * official
+        assert 1e-4 < kit.distance(encoded(ours, row).backbone, reference) <= 1.25 * official
     case, rows = kit.case("case_b1")
     actions = ours.run(rows)
     cosine = torch.nn.functional.cosine_similarity(actions.flatten(), case["actions"].flatten(), dim=0)

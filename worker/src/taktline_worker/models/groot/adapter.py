@@ -14,11 +14,12 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, Description, GuidedChunk
+from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
 from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.groot.config import BACKBONE_FILE, CONFIG_FILE, GrootArchitecture, read_architecture
 from taktline_worker.models.groot.embodiment import Embodiment, read_embodiment
+from taktline_worker.models.groot.graphs import GrootGraphs
 from taktline_worker.models.groot.processor import GrootProcessor, PendingGrootRow, PreparedRow, open_tokenizer
 from taktline_worker.models.groot.rtc import SETTINGS as RTC
 from taktline_worker.models.groot.runner import GrootRunner
@@ -45,10 +46,16 @@ class GrootAdapter:
     """One loaded policy for one embodiment."""
 
     def __init__(
-        self, processor: GrootProcessor, runner: GrootRunner, precision: str, control_period_s: float, rtc: bool
+        self,
+        processor: GrootProcessor,
+        runner: GrootRunner,
+        precision: str,
+        control_period_s: float,
+        rtc: bool,
+        buckets: Sequence[int],
     ) -> None:
         self.processor = processor
-        self.runner = runner
+        self.runner: GrootRunner | GrootGraphs = runner
         e = processor.embodiment
         self.description = Description(
             family=FAMILY,
@@ -62,6 +69,9 @@ class GrootAdapter:
             control_period_s=control_period_s,
             rtc=RTC.mode if rtc else "",
         )
+        if runner.device.type == "cuda":
+            self.runner = GrootGraphs(runner, self.largest_row().row, buckets)
+            self.runner.capture()
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingGrootRow:
         """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
@@ -69,7 +79,7 @@ class GrootAdapter:
 
     def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
         """fp32 (rows, H, action width) on the CPU, normalised units."""
-        del bucket  # eager: padding would only cost time
+        del bucket  # the runner knows its own
         return self.runner.run([prepared.row for prepared in rows])
 
     def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[Answer | TaktlineError]:
@@ -88,6 +98,11 @@ class GrootAdapter:
                 plan = tail.plan
                 results.append(GuidedChunk(chunk, RTC.mode, plan.delay, plan.end, RTC.schedule, "batched"))
         return results
+
+    def graphs(self) -> list[CapturedGraph]:
+        """The captured graphs; none on a CPU."""
+        captured = dict(getattr(self.runner, "captured", {}))
+        return [CapturedGraph(b.rows, graph.capture_s, graph.pool_bytes) for b, graph in captured.items()]
 
     def largest_row(self) -> PreparedRow:
         """Every camera at the checkpoint's own size and an instruction of usual length."""
@@ -147,9 +162,8 @@ def load(config: EngineConfig) -> GrootAdapter:
     period_s = _control_period_s(folder, options.control_period_ms)
     device = choose_device(options.device)
     weights = load_weights(files, architecture, [embodiment.slot], _DTYPES[options.precision], device)
-    return GrootAdapter(
-        processor, GrootRunner(weights, architecture), options.precision, period_s, options.rtc.mode != "off"
-    )
+    runner = GrootRunner(weights, architecture)
+    return GrootAdapter(processor, runner, options.precision, period_s, options.rtc.mode != "off", options.buckets)
 
 
 def _architecture(folder: Path, files: TensorFiles, config: EngineConfig) -> GrootArchitecture:

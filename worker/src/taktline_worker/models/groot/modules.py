@@ -121,11 +121,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causa
     return out.transpose(1, 2).flatten(2)
 
 
-def text_rope(t: TextConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (B, S, head width) fp32 of positions (B, S, 3): time, row, column, interleaved by frequency.
+def text_frequencies(t: TextConfig) -> tuple[Tensor, Tensor]:
+    """fp64 frequencies (d / 2,) of a head's turns, and which of time, row and column (d / 2,) each turns by.
 
-    All frequencies turn by time, except that of every three the second turns by the row and the third by the column,
-    up to three times the axis' section.
+    All turn by time, except that of every three the second turns by the row and the third by the column, up to three
+    times the axis' section.
     """
     half = t.head_dim // 2
     frequencies = t.theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -133,7 +133,12 @@ def text_rope(t: TextConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     axis = torch.zeros(half, dtype=torch.long)
     for which in (1, 2):
         axis[(index % 3 == which) & (index < 3 * t.sections[which])] = which
-    angles = positions.double()[..., axis.to(positions.device)] * frequencies.to(positions.device)
+    return frequencies, axis
+
+
+def text_rope(frequencies: Tensor, axes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (B, S, head width) fp32 of positions (B, S, 3): time, row, column."""
+    angles = positions.double().index_select(-1, axes) * frequencies
     angles = angles.repeat(1, 1, 2)
     return angles.cos().float(), angles.sin().float()
 
@@ -196,7 +201,7 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
 
     Args:
         x: (B, S, width).
-        valid: bool (B, S).
+        valid: bool (B, 1, 1, S).
     """
     if weights.vl_norm is not None:
         x = weights.vl_norm(x)
@@ -204,7 +209,7 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
         n = block.norm1(x)
         keys, values = _split(block.attention.kv(n), heads)
         queries = block.attention.q(n).view(*n.shape[:2], heads, -1)
-        x = x + block.attention.out(attend(queries, keys, values, valid[:, None, None]))
+        x = x + block.attention.out(attend(queries, keys, values, valid))
         x = x + block.fc2(functional.gelu(block.fc1(block.norm2(x)), approximate="tanh"))
     return x
 
@@ -255,7 +260,7 @@ def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor
 def velocity(
     weights: GrootWeights,
     a: GrootArchitecture,
-    projectors: list[tuple[Tensor, Projector]],
+    projectors: list[tuple[Tensor | slice, Projector]],
     state: Tensor,
     x: Tensor,
     step: int,

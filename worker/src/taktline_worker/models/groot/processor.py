@@ -18,11 +18,11 @@ from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
 from taktline_worker.checkpoint import refuse
+from taktline_worker.models.groot.batch import GrootRow
 from taktline_worker.models.groot.config import GrootArchitecture
 from taktline_worker.models.groot.embodiment import TOKENIZER_FILE, Embodiment, find
 from taktline_worker.models.groot.images import scaled, to_patches
 from taktline_worker.models.groot.rtc import RtcRow, read_row
-from taktline_worker.models.groot.runner import GrootRow
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
 
 IMAGE_TOKEN = "<|image_pad|>"  # noqa: S105 (a token of text)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,16 +10,13 @@ import torch
 from taktline_kernels import gpu, ops
 from torch import Tensor
 
+from taktline_worker.graph_capture import Captured, GraphPool
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.resize import Resize
 from taktline_worker.models.pi.runner import PiBatch
 from taktline_worker.models.pi.weights import PiWeights
-
-logger = logging.getLogger(__name__)
-
-WARM_UP_RUNS = 2
 
 FRAME_BYTES = 640 * 480 * 3
 """Memory for an image's frame, on average over a batch; what exceeds it is resized on the CPU."""
@@ -41,20 +35,6 @@ class Bucket:
     rows: int
     views: int
     prompt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """One captured graph and what it took.
-
-    Attributes:
-        capture_s: warm-up and capture, seconds.
-        pool_bytes: growth of the graphs' shared memory pool.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    capture_s: float
-    pool_bytes: int
 
 
 class GraphRunner:
@@ -106,7 +86,7 @@ class GraphRunner:
         self.fused = fused.fuse(weights, a, horizon, slots + self._suffix)
         self.weights = self.fused.packed
         self._cos, self._sin = ops.rope_table(torch.arange(slots + self._suffix, device=device), a.head_dim)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool(device)
         self._images = torch.empty(0, device=device)
 
     def slots(self, bucket: Bucket) -> int:
@@ -118,37 +98,14 @@ class GraphRunner:
         for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
             self._capture(bucket)
 
-    @torch.inference_mode()
     def _capture(self, bucket: Bucket) -> None:
-        # What nothing uses any more must not hide what this graph takes: capturing gives it back.
-        gc.collect()
-        torch.cuda.empty_cache()
-        started, before = time.monotonic(), torch.cuda.memory_reserved(self.device)
         # Indices that another bucket left may lie outside this one.
         self._source.zero_()
         self._lengths.fill_(1)
-        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), _tf32():
-            for _ in range(WARM_UP_RUNS):
-                self.compute(bucket)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                self.compute(bucket)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        taken = torch.cuda.memory_reserved(self.device) - before
-        self.captured[bucket] = Captured(graph, time.monotonic() - started, taken)
-        logger.info(
-            "graph captured",
-            extra={
-                "rows": bucket.rows,
-                "views": bucket.views,
-                "prompt": bucket.prompt,
-                "capture_s": round(self.captured[bucket].capture_s, 3),
-                "pool_bytes": taken,
-            },
-        )
+        with _tf32():
+            self.captured[bucket] = self._pool.capture(
+                lambda: self.compute(bucket), rows=bucket.rows, views=bucket.views, prompt=bucket.prompt
+            )
 
     def compute(self, bucket: Bucket) -> None:
         """The whole request over the static buffers, noise in and actions out."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from taktline_worker.graph_capture import GraphPool
 from taktline_worker.models.vjepa2_ac import modules, poses, rope
 from taktline_worker.models.vjepa2_ac.config import ACTION_WIDTH, POSE_WIDTH, VJepa2Architecture
 from taktline_worker.models.vjepa2_ac.fused import MAX_FRAMES, FusedPredictor
@@ -17,8 +18,6 @@ from taktline_worker.models.vjepa2_ac.weights import VJepa2Weights
 from taktline_worker.planning.world import Scene
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP_RUNS = 2
 
 StepObserver = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called with (step, predicted latents (m, T, D) before and after their norm, poses (m, 7) after the step)."""
@@ -177,29 +176,11 @@ class VJepa2World:
         """Captures the unit of every horizon, longest first; on a CPU there is nothing to capture."""
         if self.device.type != "cuda":
             return
-        began = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
+        pool = GraphPool(self.device)
         for horizon in range(self.max_horizon, 0, -1):
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP_RUNS):
-                    self._unit(horizon)
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._unit(horizon)
-            self._graphs[horizon] = graph
+            unit = partial(self._unit, horizon)
+            self._graphs[horizon] = pool.capture(unit, horizon=horizon, micro_batch=self.micro_batch).graph
         torch.cuda.synchronize(self.device)
-        logger.info(
-            "graphs captured",
-            extra={
-                "graphs": len(self._graphs),
-                "micro_batch": self.micro_batch,
-                "seconds": round(time.monotonic() - began, 3),
-                "reserved_bytes": torch.cuda.memory_reserved(self.device),
-            },
-        )
 
     def _launch(self, horizon: int) -> None:
         """Runs the unit that lies in the buffers: its graph where there is one."""
