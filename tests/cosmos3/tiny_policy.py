@@ -46,11 +46,11 @@ PAPER_TINY = replace(
 EDGE_TINY = replace(OFFICIAL_TINY, interval=(960.0, 1001.0))
 
 
-def make_model(kind: str, seed: int = 0) -> Any:
+def make_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A diffusers transformer whose every tensor is random, the scales of norms included."""
     from diffusers import Cosmos3OmniTransformer
 
-    model = Cosmos3OmniTransformer(**KINDS[kind]).eval()
+    model = Cosmos3OmniTransformer(**KINDS[kind] | changes).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():

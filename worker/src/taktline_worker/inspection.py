@@ -102,16 +102,17 @@ def inspect(path: Path, *, statistics: str = "", read_weights: bool = True) -> R
 
 def _other_family(path: Path) -> Any:
     """The module of the family that recognises the folder; None leaves it to π0 and π0.5."""
+    from taktline_worker.models.cosmos3 import inspection as cosmos3
     from taktline_worker.models.groot import inspection as groot
     from taktline_worker.models.vjepa2_ac import inspection as vjepa2
 
-    return next((module for module in (groot, vjepa2) if module.recognises(path)), None)
+    return next((module for module in (cosmos3, groot, vjepa2) if module.recognises(path)), None)
 
 
 def _inspect_other(path: Path, family: Any, statistics: str, read_weights: bool) -> Report:
     fields, notes = family.describe(path, statistics, read_weights)
     if read_weights:
-        fields["sha256"] = {file.name: file_sha256(file) for file in _weight_files(path)}
+        fields.setdefault("sha256", {file.name: file_sha256(file) for file in _weight_files(path)})
     problems = tuple(Problem("note", "", message, next_step) for message, next_step in notes)
     return Report(path=str(path), usable=True, problems=problems, **fields)
 

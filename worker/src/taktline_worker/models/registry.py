@@ -12,6 +12,8 @@ from taktline_worker.adapter import Adapter
 
 # A family that comes in here also becomes `loaded` in taktline_protocol.families: the operator reads it there.
 FAMILIES: dict[str, str] = {
+    "cosmos3-edge": "taktline_worker.models.cosmos3.adapter",
+    "cosmos3-nano": "taktline_worker.models.cosmos3.adapter",
     "gr00t-n1.7": "taktline_worker.models.groot.adapter",
     "pi0": "taktline_worker.models.pi.adapter",
     "pi05": "taktline_worker.models.pi.adapter",

@@ -1,0 +1,188 @@
+"""The Cosmos3 adapter: a published policy folder behind the interface of all families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig
+
+from taktline_worker.adapter import Answer, Description
+from taktline_worker.checkpoint import TensorFiles, read_sidecar, verify_digests
+from taktline_worker.devices import choose_device
+from taktline_worker.models.cosmos3 import vae
+from taktline_worker.models.cosmos3.config import Cosmos3Architecture, open_transformer
+from taktline_worker.models.cosmos3.processor import Cosmos3Processor, PendingCosmosRow, PreparedRow
+from taktline_worker.models.cosmos3.request import PolicyOutcome
+from taktline_worker.models.cosmos3.runner import Cosmos3Runner
+from taktline_worker.models.cosmos3.scheduler_file import check_scheduler
+from taktline_worker.models.cosmos3.settings import PAGE, Serving, Sidecar, check_grid, resolve
+from taktline_worker.models.cosmos3.tokenizer import ChatTokenizer
+from taktline_worker.models.cosmos3.vae_weights import load_vae
+from taktline_worker.models.cosmos3.weights import load_weights
+from taktline_worker.observation import EncodedImage, RobotInput
+
+NANO = "cosmos3-nano"
+EDGE = "cosmos3-edge"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_USUAL_INSTRUCTION = "pick up the yellow cup from the left side of the table and put it into the sink behind the plates"
+
+
+class Cosmos3Adapter:
+    """One loaded policy for one embodiment."""
+
+    def __init__(self, processor: Cosmos3Processor, runner: Cosmos3Runner, family: str, precision: str) -> None:
+        self.processor = processor
+        self.runner = runner
+        serving = processor.serving
+        self.description = Description(
+            family=family,
+            precision=precision,
+            device=str(runner.device),
+            cameras=processor.cameras,
+            optional_cameras=(),
+            state_dim=processor.state_dim,
+            action_dim=serving.settings.raw_dims,
+            horizon=serving.rows,
+            control_period_s=serving.control_period_s,
+        )
+
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingCosmosRow:
+        """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
+        return self.processor.begin(observation, pool)
+
+    def run(self, rows: Sequence[PreparedRow], bucket: int) -> list[PolicyOutcome]:
+        """Each row's actions in the model's units."""
+        del bucket  # the runner knows which batches it has buffers for
+        return self.runner.run([row.request for row in rows])
+
+    def finish(self, rows: Sequence[PreparedRow], outputs: Sequence[PolicyOutcome]) -> list[Answer | TaktlineError]:
+        """float32 (rows, D) in robot units, or the error of a row that is not finite."""
+        found: list[Answer | TaktlineError] = []
+        for outcome in outputs:
+            try:
+                found.append(self.processor.actions(outcome.actions))
+            except TaktlineError as error:
+                found.append(error)
+        return found
+
+    def largest_row(self) -> PreparedRow:
+        """Every camera at the policy's own size and an instruction of usual length."""
+        height, width = self.processor.serving.settings.content
+        if len(self.processor.cameras) > 1:
+            height = height * 2 // 3  # the wrist's part of the composed picture; the others are shrunk to fit
+        frame = EncodedImage("raw", bytes(height * width * 3), (height, width, 3))
+        observation = RobotInput(
+            images=dict.fromkeys(self.processor.cameras, frame),
+            state=np.zeros(self.processor.state_dim),
+            instruction=_USUAL_INSTRUCTION,
+            seed=0,
+        )
+        return self.processor.begin(observation, _Now()).result()
+
+    def caches(self) -> Mapping[str, tuple[int, int]]:
+        """Hits and misses of texts: of instructions, and of the empty prompt."""
+        runner = self.runner
+        return {name: (runner.hits[name], runner.misses[name]) for name in runner.hits}
+
+
+class _Now(Executor):
+    """Runs what it is given at once, in the caller's thread."""
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # the base class's own signature
+        """See Executor."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A folder that passed all checks but those of its weights."""
+
+    folder: Path
+    architecture: Cosmos3Architecture
+    files: TensorFiles
+    sidecar: Sidecar
+    serving: Serving
+    tokenizer: ChatTokenizer
+    scheduler: str
+
+    @property
+    def family(self) -> str:
+        """The name that deployments use."""
+        return family_of(self.architecture)
+
+
+def family_of(a: Cosmos3Architecture) -> str:
+    """`cosmos3-nano` or `cosmos3-edge`."""
+    return EDGE if a.edge else NANO
+
+
+def open_folder(config: EngineConfig) -> Opened:
+    """Reads everything but the weights, and refuses what cannot work.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID or CONFIG_INVALID with the reason and the next step.
+    """
+    folder, options = Path(config.model.path), config.engine
+    if not folder.is_dir():
+        raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
+    sidecar = read_sidecar(folder, Sidecar, PAGE)
+    architecture, files = open_transformer(folder)
+    serving = resolve(
+        sidecar, options, edge=architecture.edge, domains=architecture.domains, action_width=architecture.action_width
+    )
+    check_grid(serving.settings)
+    asked = options.world_action.shift if options.world_action is not None else None
+    scheduler = check_scheduler(folder, serving.settings.shift, stated=sidecar.shift is not None or asked is not None)
+    tokenizer = ChatTokenizer(folder, architecture.vocabulary)
+    return Opened(folder, architecture, files, sidecar, serving, tokenizer, scheduler)
+
+
+def load(config: EngineConfig) -> Cosmos3Adapter:
+    """Loads the checkpoint that `config` names, after all startup checks.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID or CONFIG_INVALID with the reason and the next step.
+    """
+    options = config.engine
+    if options.precision not in _DTYPES:
+        raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
+    if options.parallel.search != 1:
+        raise _config_error("engine.parallel.search is for planners", "use cfg and tp, or dp, one replica a GPU")
+    if options.parallel.cfg != 1 or options.parallel.tp != 1:
+        raise _config_error("engine.parallel asks for cfg or tp", "use dp, one replica a GPU")
+    if options.rtc.mode not in ("auto", "off"):
+        raise _config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family follows no tail: set auto or off")
+    verify_digests(Path(config.model.path), config.model.sha256)
+    opened = open_folder(config)
+    if opened.family != config.model.family:
+        raise _config_error(
+            f"model.family is {config.model.family}, the checkpoint is {opened.family}",
+            f"set model.family to {opened.family}, or mount the other checkpoint",
+        )
+    # Before the weights: a wrong camera name must not cost minutes of loading.
+    processor = Cosmos3Processor(
+        opened.serving,
+        opened.tokenizer,
+        config.model.cameras,
+        opened.architecture.action_width,
+        options.max_image_pixels,
+    )
+    device, dtype = choose_device(options.device), _DTYPES[options.precision]
+    encoder = load_vae(opened.folder, dtype, device, decoder=False)
+    weights = load_weights(opened.files, opened.architecture, opened.serving.settings, dtype, device)
+    runner = Cosmos3Runner(weights, opened.architecture, opened.serving.settings, partial(vae.encode, encoder))
+    return Cosmos3Adapter(processor, runner, opened.family, options.precision)
+
+
+def _config_error(message: str, next_step: str) -> TaktlineError:
+    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)
