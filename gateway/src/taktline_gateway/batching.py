@@ -71,7 +71,14 @@ def weigh_batch(
     pressure = min(1.0, max(0.0, lost - OVERLOAD_FROM) / (OVERLOAD_FULL - OVERLOAD_FROM))
     price = pressure * OVERLOAD_WORTH * times.best_rate
     best, best_worth, best_cost = (0, 1, 0), float("-inf"), 0.0
-    for start, size in candidates:
+    # The largest first: where the load is deep it serves everybody soonest, and shows the others to be hopeless.
+    for start, size in sorted(candidates, key=_largest_first):
+        if not price:
+            # The heads that it begins behind are lost to it; and where nobody is, its end cannot be sooner than this.
+            if count - start < best_worth:
+                continue
+            if best_worth == count and best_cost < _least_cost(size, count, times, rate_hz, beyond):
+                continue
         on_time, elapsed, waited = _follow(start, size, deadlines, now, times, limit)
         worth = on_time - price * elapsed
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
@@ -80,6 +87,22 @@ def weigh_batch(
         if worth > best_worth or (worth == best_worth and (cost, start, -size) < (best_cost, best[0], -best[1])):
             best, best_worth, best_cost = (start, size, on_time), worth, cost
     return best
+
+
+def _largest_first(candidate: tuple[int, int]) -> tuple[int, int]:
+    return candidate[0], -candidate[1]
+
+
+def _least_cost(size: int, count: int, times: ServiceTimes, rate_hz: float, beyond: int) -> float:
+    """A lower bound of the cost of a candidate from the head that serves all `count` tickets in time.
+
+    The j-th ticket behind it is not done before j / best_rate after its end.
+    """
+    first, rest, rate = times.median[size], count - size, times.best_rate
+    elapsed = first + rest / rate
+    if beyond:
+        return elapsed
+    return size * first + rest * (first + 0.5 * rest / rate) + rate_hz * elapsed * elapsed
 
 
 def _follow(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from taktline_gateway.batching import LOOKAHEAD, weigh_batch
-from taktline_gateway.deadline_queue import RANKS, DeadlineQueue, Entry, Priority, Ticket
+from taktline_gateway.deadline_queue import RANKS, DeadlineQueue, Priority, Ticket
 from taktline_gateway.service_times import ServiceTimes
 
 LOW_RANK = 2 * Priority.BACKGROUND
@@ -42,7 +42,7 @@ def compose(
     rate_hz: float,
     lost: float,
     tightest_s: float,
-    worth_waiting: Callable[[list[Entry]], float | None],
+    worth_waiting: Callable[[list[float], int, int], float | None],
 ) -> Composition:
     """The batch to launch now on a worker with these times.
 
@@ -56,8 +56,8 @@ def compose(
     """
     for rank in range(RANKS):
         if queue.count(rank):
-            position, entries = queue.sight(rank, now + levels[-1].median[1], LOOKAHEAD)
-            if entries:
+            position, dues = queue.sight(rank, now + levels[-1].median[1], LOOKAHEAD)
+            if dues:
                 break
     else:
         return NOTHING
@@ -65,12 +65,11 @@ def compose(
     low = rank >= LOW_RANK
     if low:
         limit = min(limit, _unobtrusive(times, tightest_s, limit))
-    elif len(queue) == len(entries):  # who waits while others are there waits for nothing
-        wait_until = worth_waiting(entries)
+    elif len(queue) == len(dues):  # who waits while others are there waits for nothing
+        wait_until = worth_waiting(dues, rank, position)
         if wait_until is not None:
             return Composition(wait_until=wait_until)
-    dues = [entry[0] for entry in entries]
-    beyond = len(queue) - len(entries)
+    beyond = len(queue) - len(dues)
     start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, lost)
     level = 0
     if on_time < len(dues) and len(levels) > 1 and not low:
@@ -81,10 +80,10 @@ def compose(
             if on_time == len(dues):
                 break
         times = levels[level]
-    tickets = [entry[2] for entry in entries[start : start + size]]
+    tickets = queue.members(rank, position + start, size)
     slices = [(rank, position + start, size)]
     if size < limit and len(queue) > size:
-        exhausted = start == 0 and size == len(entries)
+        exhausted = start == 0 and size == len(dues)
         _fill(queue, times, now, limit, rank, dues[start], tightest_s, tickets, slices, exhausted=exhausted)
     return Composition(tuple(tickets), tuple(slices), level)
 
@@ -114,16 +113,16 @@ def _fill(
             target = max(room, times.largest_within(earliest - now, most))
         if target <= total:
             continue
-        position, entries = queue.sight(other, now + times.tail[target], target - total)
-        together = total + len(entries)
+        position, dues = queue.sight(other, now + times.tail[target], target - total)
+        together = total + len(dues)
         if together > room:
             # Beyond the bucket's own room: only as much as is the quickest way to serve them all.
             together = max(times.thrifty(together), min(room, together))
-        taken = entries[: together - total]
+        taken = together - total
         if taken:
-            tickets.extend(entry[2] for entry in taken)
-            slices.append((other, position, len(taken)))
-        exhausted = exhausted and len(taken) == queue.count(other)
+            tickets.extend(queue.members(other, position, taken))
+            slices.append((other, position, taken))
+        exhausted = exhausted and taken == queue.count(other)
 
 
 def _unobtrusive(times: ServiceTimes, tightest_s: float, limit: int) -> int:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from sortedcontainers import SortedList
+from taktline_gateway.due_list import DueList
+
+if TYPE_CHECKING:
+    from taktline_gateway.fairness import Account
 
 
 class Priority(IntEnum):
@@ -49,17 +53,13 @@ class Ticket:
     attempts: int = 0
     order: int = 0
     rank: int = -1
-    account: object = None
+    account: Account | None = None
     due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.due = self.deadline
         self.source = (self.tenant, self.robot)
-
-
-Entry = tuple[float, int, Ticket]
-"""(due, order, ticket): what the lists sort by; the order is unique, so tickets themselves are never compared."""
 
 
 def rank_of(priority: Priority, *, over_share: bool) -> int:
@@ -75,21 +75,6 @@ def class_of(rank: int) -> Priority:
 _CLASSES = tuple(Priority(rank // 2) for rank in range(RANKS))
 
 
-class _Rank(SortedList):  # type: ignore[misc]  # the library has no types
-    """A sorted list that gives up a slice near its head at the cost of one deletion: batches are taken from there."""
-
-    def drop(self, position: int, size: int) -> None:
-        """Deletes `size` entries from `position` on."""
-        first = self._lists[0]
-        if position + size < len(first):
-            # All in the first block, which keeps its last entry: only the positions of later blocks change.
-            del first[position : position + size]
-            self._len -= size
-            del self._index[:]
-        else:
-            del self[position : position + size]
-
-
 class DeadlineQueue:
     """Tickets in service order: by rank, then earliest due instant first.
 
@@ -98,7 +83,7 @@ class DeadlineQueue:
     """
 
     def __init__(self) -> None:
-        self._ranks = [_Rank() for _ in range(RANKS)]
+        self._ranks = [DueList() for _ in range(RANKS)]
         self._sources: dict[tuple[str, str], Ticket] = {}
         self._orders = 0
 
@@ -111,8 +96,7 @@ class DeadlineQueue:
     def __iter__(self) -> Iterator[Ticket]:
         """In service order."""
         for entries in self._ranks:
-            for entry in entries:
-                yield entry[2]
+            yield from entries
 
     def add(self, ticket: Ticket, rank: int | None = None) -> Ticket | None:
         """Queues `ticket`, within its share unless `rank` says otherwise; returns the older one that it replaces."""
@@ -122,7 +106,7 @@ class DeadlineQueue:
         self._orders += 1
         ticket.order = self._orders
         ticket.rank = 2 * ticket.priority if rank is None else rank
-        self._ranks[ticket.rank].add((ticket.due, ticket.order, ticket))
+        self._ranks[ticket.rank].add(ticket.due, ticket.order, ticket)
         self._sources[ticket.source] = ticket
         return older
 
@@ -130,7 +114,7 @@ class DeadlineQueue:
         """Takes `ticket` out; False where it is not queued (any more)."""
         if self._sources.get(ticket.source) is not ticket:
             return False
-        self._ranks[ticket.rank].remove((ticket.due, ticket.order, ticket))
+        self._ranks[ticket.rank].remove(ticket.due, ticket.order)
         del self._sources[ticket.source]
         return True
 
@@ -140,25 +124,24 @@ class DeadlineQueue:
 
     def ahead_of(self, due: float, rank: int) -> int:
         """How many queued tickets would be served before a new one that is due then."""
-        count = 0
-        for entries in self._ranks[:rank]:
-            count += len(entries)
-        return count + int(self._ranks[rank].bisect_right((due, self._orders + 1)))
+        return sum(map(len, self._ranks[:rank])) + self._ranks[rank].up_to(due)
 
     def count(self, rank: int) -> int:
         """Tickets of one rank."""
         return len(self._ranks[rank])
 
-    def sight(self, rank: int, soonest: float, limit: int) -> tuple[int, list[Entry]]:
-        """(position, entries): the first `limit` tickets of a rank due at `soonest` or later; they stay queued."""
+    def sight(self, rank: int, soonest: float, limit: int) -> tuple[int, list[float]]:
+        """(position, instants): when the first `limit` tickets of a rank that are due at `soonest` or later are due."""
         entries = self._ranks[rank]
-        if not entries:
-            return 0, []
-        start = int(entries.bisect_left((soonest,))) if entries[0][0] < soonest else 0
-        return start, list(entries.islice(start, start + limit))
+        position = entries.before(soonest)
+        return position, entries.dues(position, limit)
+
+    def members(self, rank: int, position: int, size: int) -> list[Ticket]:
+        """The tickets that `sight` has shown from `position` of a rank on; they stay queued."""
+        return self._ranks[rank].tickets(position, size)
 
     def take(self, rank: int, position: int, tickets: Sequence[Ticket]) -> None:
-        """Removes these neighbours, which `sight` has shown from `position` of a rank on."""
+        """Removes these neighbours, which stand from `position` of a rank on."""
         sources = self._sources
         for ticket in tickets:
             del sources[ticket.source]
@@ -168,18 +151,17 @@ class DeadlineQueue:
         """The first `limit` tickets in service order; they stay queued."""
         found: list[Ticket] = []
         for entries in self._ranks:
-            if entries:
-                found.extend(entry[2] for entry in entries.islice(0, limit - len(found)))
+            if len(entries):
+                found.extend(entries.tickets(0, limit - len(found)))
                 if len(found) >= limit:
                     break
         return found
 
     def earliest(self) -> Ticket | None:
         """The ticket that is due first, over all ranks."""
-        found: Entry | None = None
+        found: tuple[float, int, Ticket] | None = None
         for entries in self._ranks:
-            if entries:
-                entry: Entry = entries[0]
-                if found is None or entry < found:
-                    found = entry
+            entry = entries.first()
+            if entry is not None and (found is None or entry < found):  # the order is unique
+                found = entry
         return None if found is None else found[2]

@@ -15,7 +15,7 @@ from enum import Enum
 from taktline_gateway.ageing import Ageing
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.composition import LOW_RANK, Composition, compose
-from taktline_gateway.deadline_queue import DeadlineQueue, Entry, Priority, Ticket, class_of, rank_of
+from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket, class_of, rank_of
 from taktline_gateway.fairness import Shares
 from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
 from taktline_gateway.service_times import ServiceTimes
@@ -24,7 +24,7 @@ __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
 
 LOSS_WEIGHT = 1 / 64
 """Weight of the newest ticket in the running share of refused ones."""
-DROPS_A_POLL = 8
+DROPS_A_POLL = 4
 """Tickets refused in one decision; the next one follows at once, and batches do not wait for refusals."""
 
 
@@ -283,7 +283,7 @@ class Scheduler:
             rate_hz=self.arrivals.rate_hz(now) / workers,
             lost=self._lost,
             tightest_s=self.arrivals.tightest_s(now),
-            worth_waiting=lambda entries: self._worth_waiting(entries, worker.times, now),
+            worth_waiting=lambda dues, rank, position: self._worth_waiting(dues, rank, position, worker.times, now),
         )
         if choice.wait_until is not None:
             return None, choice.wait_until
@@ -293,20 +293,23 @@ class Scheduler:
         self._in_flight += len(choice.tickets)
         return worker.launch(choice.tickets, choice.level, now), None
 
-    def _worth_waiting(self, entries: list[Entry], times: ServiceTimes, now: float) -> float | None:
+    def _worth_waiting(
+        self, dues: list[float], rank: int, position: int, times: ServiceTimes, now: float
+    ) -> float | None:
         """Until when these tickets may wait for company; None to launch now.
 
         They wait only for robots that may still come, only where arrivals have been following one another within the
         wait, only if one batch could take them all and one more, never beyond the oldest one's wait, and never so long
         that one more member would make any of them late.
         """
-        size = len(entries)
+        size = len(dues)
         if not self.max_wait_s or size >= min(self.max_batch, times.max_batch) or self.arrivals.company < 0.5:
             return None
         if self.arrivals.active_robots(now) <= size + self._in_flight:
             return None
-        latest = entries[0][0] - times.tail[size + 1]
-        until = min(min(entry[2].arrived_at for entry in entries) + self.max_wait_s, latest)
+        latest = dues[0] - times.tail[size + 1]
+        oldest = min(ticket.arrived_at for ticket in self.queue.members(rank, position, size))
+        until = min(oldest + self.max_wait_s, latest)
         return until if until > now else None
 
     def _drop_unreachable(self, now: float) -> list[Refused]:
