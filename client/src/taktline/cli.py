@@ -22,6 +22,7 @@ _OWN = {
 _KNOWN = {
     "up": "Run a PolicyDeployment on this machine: gateway, workers and robots.",
     "checkpoint": "Look at policy checkpoints.",
+    "model": "Bring checkpoints to this node, and look after those that are here.",
     "profile": "Measure the phases of a policy on this machine, against its roofline.",
     "profile-planner": "Measure a planner on several ranks and fit its latency model.",
     "bench": "Measure a part of the platform on this machine.",

@@ -32,6 +32,14 @@ EXAMPLE_SIDE = 32
 _REF = "#/components/schemas/{name}"
 # Codes that a request to act can end with; the rest belong to the operator's and the worker's own side.
 _NOT_FROM_ACT = (ErrorCode.CHECKPOINT_INVALID, ErrorCode.CONFIG_INVALID, ErrorCode.GATEWAY_UNREACHABLE)
+_DELIVERY_CODES = (
+    ErrorCode.MODEL_UNREACHABLE,
+    ErrorCode.MODEL_DENIED,
+    ErrorCode.MODEL_ABSENT,
+    ErrorCode.MODEL_MISMATCH,
+    ErrorCode.MODEL_UNSAFE,
+    ErrorCode.DISK_FULL,
+)
 _ACCESS_CODES = (ErrorCode.UNAUTHENTICATED, ErrorCode.FORBIDDEN, ErrorCode.RATE_LIMITED)
 _STREAM_CODES = (
     ErrorCode.KEYFRAME_NEEDED,
@@ -40,7 +48,7 @@ _STREAM_CODES = (
     ErrorCode.STREAM_IDLE,
     ErrorCode.SLOW_READER,
 )
-_ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT + _STREAM_CODES]
+_ACT_CODES = [code for code in ErrorCode if code not in _NOT_FROM_ACT + _STREAM_CODES + _DELIVERY_CODES]
 
 
 def document(policies: Sequence[PolicyInfo]) -> dict[str, Any]:

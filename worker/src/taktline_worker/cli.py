@@ -21,8 +21,14 @@ EXIT_REFUSED = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 after a drain and 2 where the policy or the configuration is refused."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["model"]:
+        from taktline_worker.delivery import command
+
+        return command.main(words[1:])
     parser = argparse.ArgumentParser(prog="taktline-worker", description="Serves one robot policy over gRPC.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("model", help="fetch, verify, list and prune the checkpoints of this node")
     serve = commands.add_parser("serve", help="load the policy of an engine config and serve it until SIGTERM")
     serve.add_argument("--config", type=Path, required=True, help="engine.json, as the operator writes it")
     serve.add_argument("--listen", default="127.0.0.1:50051", help="gRPC HOST:PORT (default: %(default)s)")
@@ -68,12 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    from taktline_worker.delivery import in_use
     from taktline_worker.lifecycle import ServeOptions, read_config
 
     config = read_config(options.config)
     listening = ServeOptions(
         options.listen, options.metrics_listen, options.linger_s, options.grace_s, _tls_files(options)
     )
+    in_use.hold(Path(config.model.path))
     if config.engine.parallel.dp > 1:
         from taktline_worker.replicas import front
 

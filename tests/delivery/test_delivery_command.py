@@ -1,0 +1,80 @@
+"""`taktline model` as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from taktline_worker.delivery import command
+
+from tests.delivery.conftest import content
+
+
+@pytest.fixture
+def cached(mirror, tmp_path, capfd) -> tuple[str, Path]:
+    """The `--cache` option, and a fetched folder."""
+    sha256 = mirror.put("m", {"model.safetensors": content(5000)})
+    option = f"--cache={tmp_path / 'cache'}"
+    assert command.main(["fetch", option, f"--url={mirror.url}/m", f"--sha256={sha256}"]) == 0
+    return option, Path(capfd.readouterr().out.strip())
+
+
+def test_fetch_prints_the_folder_and_list_knows_it(cached, mirror, capfd):
+    option, folder = cached
+    assert (folder / "model.safetensors").read_bytes() == content(5000)
+    assert command.main(["list", option, "--json"]) == 0
+    (row,) = json.loads(capfd.readouterr().out)
+    assert (row["key"], row["in_use"], row["source"]) == (folder.name, False, f"{mirror.url}/m")
+    assert command.main(["list", option]) == 0
+    assert folder.name in capfd.readouterr().out
+
+
+def test_verify_finds_a_changed_byte(cached, capfd):
+    option, folder = cached
+    assert command.main(["verify", option]) == 0
+    path = folder / "model.safetensors"
+    path.chmod(0o644)
+    path.write_bytes(b"!" + path.read_bytes()[1:])
+    assert command.main(["verify", option, folder.name]) == 1
+    assert "model.safetensors has sha256" in capfd.readouterr().out
+
+
+def test_prune_takes_a_size_as_people_write_it(cached, capfd):
+    option, folder = cached
+    assert command.main(["prune", option, "--limit=1.5G", "--min-age-s=0"]) == 0
+    assert folder.exists()
+    assert command.main(["prune", option, "--limit=1k", "--min-age-s=0"]) == 0
+    assert not folder.exists()
+    assert "5.0 kB freed" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "exactly one of"),
+        (["--url=http://x", "--s3=s3://b"], "exactly one of"),
+        (["--hub=org/reach@main"], "40 hex digits"),
+        (["--s3=b/x"], "s3://BUCKET/PREFIX"),
+        (["--url=http://x", "--sha256=12"], "64 lower-case hex digits"),
+        (["--url=ftp://x/y"], "http or https"),
+        (["--url=http://x", "--cache-limit=many"], "a number with"),
+        (["--url=http://127.0.0.1:9", "--status-listen=nowhere"], "HOST:PORT"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_meant(tmp_path, capfd, arguments, said):
+    assert command.main(["fetch", f"--cache={tmp_path}", "--deadline-s=1", *arguments]) == 2
+    assert said in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_make_one(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert command.main(["list", f"--cache={tmp_path / 'file'}"]) == 2
+    assert "install -d -o 10001" in capfd.readouterr().err
+
+
+def test_fetching_loads_no_torch():
+    script = "import sys; from taktline_worker.delivery import command, fetch; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -1,0 +1,88 @@
+"""Checkpoints leave a node by age, never while they are used, and take only files along that nobody else has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource
+from taktline_worker.delivery.fetch import fetch
+from taktline_worker.delivery.prune import prune
+
+from tests.delivery.conftest import HASTE, content
+
+SHARED = content(10_000, 99)
+
+
+def three(mirror, cache, ages_s=(3000, 2000, 1000)):
+    """Three checkpoints, the first the longest unused, with one file in common."""
+    records = []
+    for number, age_s in enumerate(ages_s):
+        sha256 = mirror.put(f"m{number}", {"own.bin": content(20_000, number), "shared.bin": SHARED})
+        config = DeliveryConfig(source=HttpSource(url=f"{mirror.url}/m{number}", sha256=sha256))
+        records.append(fetch(config, cache, patience=HASTE, spare_bytes=0))
+        when = time.time() - age_s
+        os.utime(cache.model(records[-1].key) / RECORD_FILE, (when, when))
+    return records
+
+
+def test_files_that_two_checkpoints_share_are_kept_once(mirror, cache):
+    first, second, third = three(mirror, cache)
+    assert (second.fetched_bytes, third.fetched_bytes) == (20_000, 20_000)
+    assert sum(path.stat().st_size for path in cache.blob("x").parent.iterdir()) == 70_000
+    assert first.fetched_bytes == 30_000
+
+
+def test_the_longest_unused_goes_first_and_only_as_far_as_needed(mirror, cache):
+    first, second, third = three(mirror, cache)
+    result = prune(cache, 50_000, min_age_s=60, dry_run=True)
+    assert [record.key for record in result.removed] == [first.key]
+    assert cache.complete(first.key)
+    result = prune(cache, 50_000, min_age_s=60)
+    assert [record.key for record in result.removed] == [first.key]
+    assert (result.freed_bytes, result.left_bytes) == (20_000, 50_000)
+    assert cache.complete(first.key) is None
+    assert cache.complete(second.key)
+    assert cache.complete(third.key)
+
+
+def test_what_a_worker_has_open_stays_and_what_was_just_asked_for_too(mirror, cache):
+    first, second, third = three(mirror, cache, ages_s=(3000, 2000, 0))
+    script = (
+        "import sys; from pathlib import Path; from taktline_worker.delivery.in_use import hold;"
+        "print(hold(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(cache.model(first.key))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "True\n"
+        result = prune(cache, 0, min_age_s=60)
+        assert result.in_use == [first.key]
+        assert [record.key for record in result.removed] == [second.key]
+        assert cache.complete(third.key)
+        worker.kill()  # the kernel lets go of it
+    assert [record.key for record in prune(cache, 0, min_age_s=60).removed] == [first.key]
+
+
+def test_a_fetch_makes_room_within_the_limit_of_the_cache(mirror, cache):
+    first, *_ = three(mirror, cache, ages_s=(9000, 8000, 10))
+    sha256 = mirror.put("m9", {"own.bin": content(20_000, 9)})
+    config = DeliveryConfig(source=HttpSource(url=f"{mirror.url}/m9", sha256=sha256), cache_bytes=70_000)
+    record = fetch(config, cache, patience=HASTE, spare_bytes=0)
+    assert cache.complete(record.key)
+    assert cache.complete(first.key) is None
+    assert len(cache.records()) == 3
+
+
+def test_what_dead_fetches_left_goes_and_what_a_live_one_has_stays(cache):
+    old = time.time() - 9000
+    for name in ("a" * 64, "b" * 64):
+        part = cache.partial(f"{name}.part")
+        part.write_bytes(bytes(1000))
+        os.utime(part, (old, old))
+    cache.blob("c" * 64).write_bytes(bytes(1000))
+    with cache.lock("file-" + "b" * 32, time.monotonic() + 5):
+        assert prune(cache, 1 << 40).freed_bytes == 2000
+    assert [path.name[0] for path in cache.partial(".").glob("*.part")] == ["b"]

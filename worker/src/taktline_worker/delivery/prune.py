@@ -1,0 +1,157 @@
+"""Takes checkpoints that nothing uses off a node, the longest unused first, and files that no checkpoint has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from taktline_protocol.delivery import RECORD_FILE
+
+from taktline_worker.delivery.cache import Cache, Record, discard, try_flock
+from taktline_worker.delivery.transfer import remove_quarantined
+
+logger = logging.getLogger(__name__)
+
+MIN_AGE_S = 3600.0
+"""A checkpoint that was fetched or asked for this recently stays: its worker may be about to open it."""
+
+
+class Pruned(msgspec.Struct, kw_only=True):
+    """What a prune did.
+
+    Attributes:
+        removed: records of checkpoints that went.
+        freed_bytes: disk space that became free.
+        in_use: keys that stayed though they are old, because a worker has them open or a fetch is at it.
+        left_bytes: size of what is left.
+    """
+
+    removed: list[Record] = []
+    freed_bytes: int = 0
+    in_use: list[str] = []
+    left_bytes: int = 0
+
+
+def mark_used(cache: Cache, key: str) -> None:
+    """Notes that a checkpoint is wanted now."""
+    with contextlib.suppress(OSError):  # one of another user stays as old as it is
+        os.utime(cache.model(key) / RECORD_FILE)
+
+
+def used_at(cache: Cache, key: str) -> float:
+    """When a checkpoint was last asked for, Unix time in seconds."""
+    try:
+        return (cache.model(key) / RECORD_FILE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def in_use(cache: Cache, key: str) -> bool:
+    """Whether a worker of this node has the checkpoint open."""
+    with try_flock(cache.model(key) / RECORD_FILE) as free:
+        return not free
+
+
+def make_room(cache: Cache, limit: int, wanted: int) -> Pruned:
+    """Prunes so far that `wanted` bytes more stay within `limit`."""
+    return prune(cache, max(0, limit - wanted))
+
+
+def prune(cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, dry_run: bool = False) -> Pruned:
+    """Removes checkpoints, the longest unused first, until all files together have at most `limit` bytes.
+
+    Never one that a worker has open, that is being fetched, or that was asked for less than `min_age_s` ago. Files that
+    belong to no checkpoint, partial files that nobody is at, and quarantined ones go in any case.
+    """
+    result = Pruned()
+    if not dry_run:
+        result.freed_bytes += remove_quarantined(cache.quarantine("."))
+        result.freed_bytes += _remove_leftovers(cache, min_age_s)
+    size = _size(cache)
+    now = time.time()
+    for record in sorted(cache.records(), key=lambda found: used_at(cache, found.key)):
+        if size <= limit:
+            break
+        if now - used_at(cache, record.key) < min_age_s:
+            continue
+        with _claimed(cache, record.key) as free:
+            if not free:
+                result.in_use.append(record.key)
+                continue
+            own = _own_bytes(cache, record)
+            if not dry_run:
+                discard(cache.model(record.key), cache.partial(f"trash-{record.key}"))
+                own = _remove_orphans(cache)
+        size -= own
+        result.freed_bytes += own
+        result.removed.append(record)
+        logger.info("checkpoint removed", extra={"key": record.key, "revision": record.revision, "bytes": own})
+    result.left_bytes = size
+    return result
+
+
+@contextlib.contextmanager
+def _claimed(cache: Cache, key: str) -> Iterator[bool]:
+    """Whether nobody fetches, looks for, or uses a checkpoint; while this is entered nobody begins to."""
+    with cache.try_lock(f"model-{key}") as alone:
+        if not alone:
+            yield False
+            return
+        with try_flock(cache.model(key) / RECORD_FILE) as free:
+            yield free
+
+
+def _size(cache: Cache) -> int:
+    return sum(path.stat().st_size for path in (cache.folder / "blobs").iterdir())
+
+
+def _own_bytes(cache: Cache, record: Record) -> int:
+    """Bytes of files that only this checkpoint has."""
+    mine = {file.sha256: file.size for file in record.files}
+    return sum(size for sha256, size in mine.items() if _links(cache.blob(sha256)) <= 1 + _times(record, sha256))
+
+
+def _times(record: Record, sha256: str) -> int:
+    return sum(file.sha256 == sha256 for file in record.files)
+
+
+def _links(path: Path) -> int:
+    try:
+        return path.stat().st_nlink
+    except FileNotFoundError:
+        return 0
+
+
+def _remove_orphans(cache: Cache) -> int:
+    """Deletes files that neither a checkpoint nor a fetch holds."""
+    freed = 0
+    for path in (cache.folder / "blobs").iterdir():
+        found = path.stat()
+        if found.st_nlink == 1:
+            freed += found.st_size
+            path.unlink()
+    return freed
+
+
+def _remove_leftovers(cache: Cache, min_age_s: float) -> int:
+    """Deletes what fetches that were never taken up again left behind."""
+    before = time.time() - min_age_s
+    freed = 0
+    for held in (cache.folder / "partial").glob("hold-*"):
+        with cache.try_lock(f"model-{held.name.removeprefix('hold-')}") as free:
+            if free and held.stat().st_mtime < before:
+                shutil.rmtree(held, ignore_errors=True)
+    for path in (cache.folder / "partial").glob("*.part"):
+        name = path.name.removesuffix(".part")
+        with cache.try_lock(f"file-{name[:32]}") as free:
+            if free and path.stat().st_mtime < before:
+                freed += path.stat().st_size
+                path.unlink()
+                cache.partial(f"{name}.json").unlink(missing_ok=True)
+    return freed + _remove_orphans(cache)
