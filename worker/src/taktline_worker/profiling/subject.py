@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,12 @@ from taktline_worker.adapter import HasProfile, Profile
 from taktline_worker.devices import choose_device
 
 RANDOM = "random:"
+RANDOM_POLICIES = {
+    "pi05": "taktline_worker.models.pi.synthetic",
+    "pi0": "taktline_worker.models.pi.synthetic",
+    "gr00t-n1.7": "taktline_worker.models.groot.synthetic",
+}
+"""Published size with random weights -> the module whose `random_profile` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Request:
     """What the command line asks for; None and 0 keep the policy's own value.
 
     Attributes:
-        policy: checkpoint folder, engine.json, or `random:pi05` and `random:pi0`.
+        policy: checkpoint folder, engine.json, or `random:` and a key of `RANDOM_POLICIES`.
         batches: batch sizes to prepare.
         views: cameras a row.
         prompt_tokens: prompt tokens a row.
@@ -86,27 +92,15 @@ def _options(engine: EngineOptions, request: Request) -> EngineOptions:
 
 
 def _random(request: Request) -> Profile:
-    from taktline_worker.models.pi.adapter import make_runner
-    from taktline_worker.models.pi.profile import PiProfile
-    from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, stream_random_tensors
-    from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, pack_weights
-
-    known = {"pi05": PI05, "pi0": PI0}
     name = request.policy.removeprefix(RANDOM)
-    if name not in known:
-        raise _invalid(f"there is no random policy {name!r}", f"choose {' or '.join(RANDOM + each for each in known)}")
+    if name not in RANDOM_POLICIES:
+        known = " or ".join(RANDOM + each for each in RANDOM_POLICIES)
+        raise _invalid(f"there is no random policy {name!r}", f"choose {known}")
+    module = importlib.import_module(RANDOM_POLICIES[name])
     device = choose_device(request.device)
     precision = request.precision or ("bf16" if device.type == "cuda" else "fp32")
-    policies = {"fp32": FP32, "bf16": BF16_VISION if device.type == "cuda" else BF16, "fp8": BF16_VISION}
-    views, prompt = request.views or 3, request.prompt_tokens or 200
-    plan = conventions(views, request.action_horizon or 50, request.solver_steps or 10)
-    plan = dataclasses.replace(plan, prompt_tokens=prompt)
-    architecture = known[name]
-    # One by one: all at once would need the fp32 file's 13 GB beside what is packed.
-    tensors = stream_random_tensors(architecture, device)
-    weights = pack_weights(tensors, architecture, plan, policies[precision], device)
-    runner = make_runner(weights, architecture, plan, request.batches, precision)
-    return PiProfile(runner, architecture, plan.horizon, plan.solver_steps, views, prompt, precision)
+    profile: Profile = module.random_profile(name, request, device, precision)
+    return profile
 
 
 def _family(path: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from taktline_worker.models.groot.config import BACKBONE_FILE, CONFIG_FILE, Groo
 from taktline_worker.models.groot.embodiment import Embodiment, read_embodiment
 from taktline_worker.models.groot.graphs import GrootGraphs
 from taktline_worker.models.groot.processor import GrootProcessor, PendingGrootRow, PreparedRow, open_tokenizer
+from taktline_worker.models.groot.profile import GrootProfile
 from taktline_worker.models.groot.rtc import SETTINGS as RTC
 from taktline_worker.models.groot.runner import GrootRunner
 from taktline_worker.models.groot.weights import load_weights
@@ -103,6 +105,19 @@ class GrootAdapter:
         """The captured graphs; none on a CPU."""
         captured = dict(getattr(self.runner, "captured", {}))
         return [CapturedGraph(b.rows, graph.capture_s, graph.pool_bytes) for b, graph in captured.items()]
+
+    def profile(self, *, views: int = 0, prompt_tokens: int = 0) -> GrootProfile:
+        """See `HasProfile`; the row is that of calibration.
+
+        Raises:
+            TaktlineError: CONFIG_INVALID for another number of cameras or tokens: the embodiment and its template say.
+        """
+        if views or prompt_tokens:
+            raise _config_error(
+                "an embodiment has cameras and a prompt of its own", "leave --views and --prompt-tokens out"
+            )
+        precision: Literal["fp32", "bf16"] = "fp32" if self.description.precision == "fp32" else "bf16"
+        return GrootProfile(self.runner, self.largest_row().row, precision)
 
     def largest_row(self) -> PreparedRow:
         """Every camera at the checkpoint's own size and an instruction of usual length."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,14 +85,26 @@ class GrootGraphs:
         if bucket is None:
             self._name(rows)
             return self.eager.run(rows)
+        self._load(rows, bucket)()
+        return self._actions[: len(rows)].cpu()
+
+    def loaded(self, rows: Sequence[GrootRow]) -> Callable[[], None]:
+        """Lays the rows into their bucket's buffers; what runs them there, again and again.
+
+        Raises:
+            ValueError: no bucket holds them.
+        """
+        bucket = self.bucket_for(rows)
+        if bucket is None:
+            raise ValueError(f"no bucket holds {len(rows)} rows like these")
+        return self._load(rows, bucket)
+
+    def _load(self, rows: Sequence[GrootRow], bucket: Bucket) -> Callable[[], None]:
         buffers, given = self._batches[bucket].tensors(), self._laid_out(rows, bucket).tensors()
         for buffer, tensor in zip(buffers, given, strict=True):
             buffer.copy_(tensor, non_blocking=True)
-        if bucket in self.captured:
-            self.captured[bucket].graph.replay()
-        else:
-            self.compute(bucket)
-        return self._actions[: len(rows)].cpu()
+        captured = self.captured.get(bucket)
+        return partial(self.compute, bucket) if captured is None else captured.graph.replay
 
     def _laid_out(self, rows: Sequence[GrootRow], bucket: Bucket) -> GrootBatch:
         padding = [rows[0]] * (bucket.rows - len(rows))

@@ -52,8 +52,38 @@ class GrootRunner:
     @torch.inference_mode()
     def compute(self, batch: GrootBatch, observer: StepObserver | None = None) -> Tensor:
         """fp32 (B, H, action width) of a batch on the device; reads nothing back from it."""
+        return self.solve(batch, self.encode(batch).refined, observer)
+
+    @torch.inference_mode()
+    def encode(self, batch: GrootBatch) -> Features:
+        """Vision, text and refinement of a batch on the device."""
+        return self.encode_text(batch, *self.encode_images(batch))
+
+    @torch.inference_mode()
+    def encode_images(self, batch: GrootBatch) -> tuple[Tensor, list[Tensor]]:
+        """(image tokens, text width) in the order of `image_slots`, and the same of each deepstack block."""
         a, weights = self.architecture, self.weights
-        seen = self._memories(batch, self.encode(batch).refined)
+        parts = []
+        for patches, grid in zip(batch.patches, batch.grids, strict=True):
+            tables = self.tables(grid)
+            features, deep = modules.encode_images(weights.vision, a.vision, patches.to(weights.dtype), *tables)
+            parts.append([one.flatten(0, 1) for one in (features, *deep)])
+        images, *deep = [torch.cat(level) for level in zip(*parts, strict=True)]
+        return images, deep
+
+    @torch.inference_mode()
+    def encode_text(self, batch: GrootBatch, images: Tensor, deep: list[Tensor]) -> Features:
+        """Text layers and refinement over what `encode_images` gave."""
+        a, weights = self.architecture, self.weights
+        cos, sin = modules.text_rope(self._frequencies, self._axes, batch.positions)
+        backbone = modules.encode_text(weights.text, a.text, batch.tokens, batch.image_slots, images, deep, cos, sin)
+        return Features(backbone, modules.refine(weights.head, a.head.vl_heads, backbone, batch.all.valid))
+
+    @torch.inference_mode()
+    def solve(self, batch: GrootBatch, refined: Tensor, observer: StepObserver | None = None) -> Tensor:
+        """The action head over `refined`: keys and values once, then the solver steps; as `compute`."""
+        a, weights = self.architecture, self.weights
+        seen = self._memories(batch, refined)
         projectors = self._projectors(batch)
         given = batch.state.to(weights.dtype)
         state = given.new_empty(len(given), a.head.width)
@@ -67,20 +97,6 @@ class GrootRunner:
                 observer(step, x, velocity)
             x = x + dt * (velocity * strength)
         return x.float()
-
-    @torch.inference_mode()
-    def encode(self, batch: GrootBatch) -> Features:
-        """Vision, text and refinement of a batch on the device."""
-        a, weights = self.architecture, self.weights
-        parts = []
-        for patches, grid in zip(batch.patches, batch.grids, strict=True):
-            tables = self.tables(grid)
-            features, deep = modules.encode_images(weights.vision, a.vision, patches.to(weights.dtype), *tables)
-            parts.append([one.flatten(0, 1) for one in (features, *deep)])
-        images, *deep = [torch.cat(level) for level in zip(*parts, strict=True)]
-        cos, sin = modules.text_rope(self._frequencies, self._axes, batch.positions)
-        backbone = modules.encode_text(weights.text, a.text, batch.tokens, batch.image_slots, images, deep, cos, sin)
-        return Features(backbone, modules.refine(weights.head, a.head.vl_heads, backbone, batch.all.valid))
 
     def tables(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """Position embeddings (P, width) and the rotation's cosine and sine (P, head width) of an image's grid."""

@@ -11,7 +11,8 @@ import torch
 from taktline_worker.adapter import Phase
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
-from taktline_worker.models.pi.work import PHASES, Work, phase_work
+from taktline_worker.models.pi.work import PHASES, phase_work
+from taktline_worker.profiling.work import Work
 
 _WEIGHT_BYTES = {
     "fp32": dict.fromkeys(PHASES, 4.0),

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from taktline_worker.models.pi.adapter import make_runner
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions, expected_shapes
 from taktline_worker.models.pi.normalise import identity
+from taktline_worker.models.pi.profile import PiProfile
+from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, pack_weights
+
+if TYPE_CHECKING:
+    from taktline_worker.profiling.subject import Request
 
 PI05 = PiArchitecture(
     family="pi05",
@@ -83,3 +90,17 @@ def conventions(views: int, horizon: int, steps: int) -> PiConventions:
         horizon=horizon,
         solver_steps=steps,
     )
+
+
+def random_profile(name: str, request: Request, device: torch.device, precision: str) -> PiProfile:
+    """`pi05` or `pi0` of the published size as what is measured."""
+    architecture = {"pi05": PI05, "pi0": PI0}[name]
+    policies = {"fp32": FP32, "bf16": BF16_VISION if device.type == "cuda" else BF16, "fp8": BF16_VISION}
+    views, prompt = request.views or 3, request.prompt_tokens or 200
+    plan = conventions(views, request.action_horizon or 50, request.solver_steps or 10)
+    plan = replace(plan, prompt_tokens=prompt)
+    # One by one: all at once would need the fp32 file's 13 GB beside what is packed.
+    tensors = stream_random_tensors(architecture, device)
+    weights = pack_weights(tensors, architecture, plan, policies[precision], device)
+    runner = make_runner(weights, architecture, plan, request.batches, precision)
+    return PiProfile(runner, architecture, plan.horizon, plan.solver_steps, views, prompt, precision)

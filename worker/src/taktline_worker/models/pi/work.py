@@ -1,30 +1,13 @@
-"""What each phase of a π policy must compute and move at least: the engine's side of a roofline."""
+"""What each phase of a π policy must compute and move at least."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.profiling.work import Work
 
 PHASES = ("vision", "prefix", "expert")
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Operations (a multiply-add is two) and the least bytes that must come from memory."""
-
-    flops: float
-    bytes: float
-
-    @property
-    def intensity(self) -> float:
-        """Operations a byte."""
-        return self.flops / self.bytes
-
-    def floor_ms(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """The least time on a machine with these ceilings."""
-        return 1e3 * max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
 def phase_work(
