@@ -154,7 +154,7 @@ def test_what_a_spec_names_and_nobody_made_is_a_caution(make: Any) -> None:
 
 
 def test_cautions_are_a_condition_and_refuse_nothing(make: Any) -> None:
-    body = make.body(model={"family": "cosmos3-nano", "source": {"path": "/srv/x"}})
+    body = make.body(model={"family": "minicpm-robot", "source": {"path": "/srv/x"}})
     observed = make.Observed(live=body, now=make.now)
     result = make.plan(make.policy(model=body["spec"]["model"]), observed, make.settings)
     found = {c["type"]: (c["status"], c["reason"]) for c in result.status["conditions"]}

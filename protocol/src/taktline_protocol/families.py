@@ -23,8 +23,8 @@ FAMILIES: dict[str, Family] = {
     "pi0": Family(),
     "pi05": Family(),
     "gr00t-n1.7": Family(),
-    "cosmos3-nano": Family(loaded=False, heads=(32, 8), guided=True),
-    "cosmos3-edge": Family(loaded=False, heads=(16, 8), guided=True),
+    "cosmos3-nano": Family(heads=(32, 8), guided=True),
+    "cosmos3-edge": Family(heads=(16, 8), guided=True),
     "minicpm-robot": Family(loaded=False),
     "vjepa2-ac": Family(),
 }

@@ -14,14 +14,14 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 
-from taktline_worker.adapter import Answer, Description
+from taktline_worker.adapter import Answer, CapturedGraph, Description
 from taktline_worker.checkpoint import TensorFiles, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.cosmos3 import vae
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture, open_transformer
+from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.processor import Cosmos3Processor, PendingCosmosRow, PreparedRow
 from taktline_worker.models.cosmos3.request import PolicyOutcome
-from taktline_worker.models.cosmos3.runner import Cosmos3Runner
 from taktline_worker.models.cosmos3.scheduler_file import check_scheduler
 from taktline_worker.models.cosmos3.settings import PAGE, Serving, Sidecar, check_grid, resolve
 from taktline_worker.models.cosmos3.tokenizer import ChatTokenizer
@@ -38,7 +38,7 @@ _USUAL_INSTRUCTION = "pick up the yellow cup from the left side of the table and
 class Cosmos3Adapter:
     """One loaded policy for one embodiment."""
 
-    def __init__(self, processor: Cosmos3Processor, runner: Cosmos3Runner, family: str, precision: str) -> None:
+    def __init__(self, processor: Cosmos3Processor, runner: GraphRunner, family: str, precision: str) -> None:
         self.processor = processor
         self.runner = runner
         serving = processor.serving
@@ -86,6 +86,11 @@ class Cosmos3Adapter:
             seed=0,
         )
         return self.processor.begin(observation, _Now()).result()
+
+    def graphs(self) -> Sequence[CapturedGraph]:
+        """The captured denoising loops; none on a CPU."""
+        captured = self.runner.captured
+        return [CapturedGraph(b.rows, graph.capture_s, graph.pool_bytes) for b, graph in captured.items()]
 
     def caches(self) -> Mapping[str, tuple[int, int]]:
         """Hits and misses of texts: of instructions, and of the empty prompt."""
@@ -180,7 +185,16 @@ def load(config: EngineConfig) -> Cosmos3Adapter:
     device, dtype = choose_device(options.device), _DTYPES[options.precision]
     encoder = load_vae(opened.folder, dtype, device, decoder=False)
     weights = load_weights(opened.files, opened.architecture, opened.serving.settings, dtype, device)
-    runner = Cosmos3Runner(weights, opened.architecture, opened.serving.settings, partial(vae.encode, encoder))
+    runner = GraphRunner(
+        weights,
+        opened.architecture,
+        opened.serving.settings,
+        partial(vae.encode, encoder),
+        rows=options.buckets,
+        imagine=opened.serving.imagine,
+    )
+    if device.type == "cuda":
+        runner.capture()
     return Cosmos3Adapter(processor, runner, opened.family, options.precision)
 
 

@@ -147,12 +147,9 @@ class Cosmos3Runner:
         Raises:
             ValueError: there is no encoder.
         """
-        if self.encoder is None:
-            raise ValueError("this rank has no encoder")
         _, height, width = self.settings.latent_grid
         raw, first = self.settings.raw_dims, int(self.settings.state_row)
-        frames = torch.stack([row.frames for row in rows]).to(self.device)
-        latents = self.encoder(frames).float()
+        latents = self.encode(torch.stack([row.frames for row in rows]))
         states = [row.state for row in rows if row.state is not None]
         return Inputs(
             conditional=tuple(row.conditional for row in rows),
@@ -164,6 +161,12 @@ class Cosmos3Runner:
             imagine=any(row.imagine for row in rows),
         )
 
+    def encode(self, frames: Tensor) -> Tensor:
+        """Frames fp32 (B, 3, T, H, W) -> normalised latents fp32 (B, 48, t, h, w). Raises ValueError: see `prepare`."""
+        if self.encoder is None:
+            raise ValueError("this rank has no encoder")
+        return self.encoder(frames.to(self.device)).float()
+
     @torch.inference_mode()
     def solve(self, inputs: Inputs, observer: StepObserver | None = None) -> Tensor:
         """The denoised state fp32 (B, values) on the device: video tokens, then actions. All ranks give the same.
@@ -174,7 +177,7 @@ class Cosmos3Runner:
         bucket = self.bucket_for(rows, max(map(len, inputs.conditional + inputs.unconditional)), inputs.imagine)
         buffers = self.load(inputs, bucket)
         self.compute(buffers, observer)
-        return buffers.result[:rows]
+        return buffers.result[:rows].clone()  # the next batch writes over the buffer
 
     @torch.inference_mode()
     def outcomes(self, rows: Sequence[PolicyRequest], inputs: Inputs, result: Tensor) -> list[PolicyOutcome]:

@@ -1,0 +1,95 @@
+"""Buckets and CUDA graphs of the Cosmos3 runner: padding changes no row, and a replay is the eager result."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from taktline_worker.models.cosmos3.config import read_architecture
+from taktline_worker.models.cosmos3.graphs import GraphRunner
+from taktline_worker.models.cosmos3.runner import Bucket, Cosmos3Runner
+from taktline_worker.models.cosmos3.weights import pack_weights
+
+from tests.cosmos3.tiny_policy import EDGE_TINY, OFFICIAL_TINY, fake_encoder, make_model, make_request
+
+SETTINGS = {"nano": OFFICIAL_TINY, "edge": EDGE_TINY}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {kind: make_model(kind) for kind in SETTINGS}
+
+
+def make(models, kind, runner, device="cpu", dtype=torch.float32, **options):
+    tensors = models[kind].state_dict()
+    a = read_architecture(dict(models[kind].config), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    weights = pack_weights(tensors, a, SETTINGS[kind], dtype, torch.device(device))
+    return runner(weights, a, SETTINGS[kind], encoder_on(device), **options)
+
+
+def encoder_on(device):
+    return fake_encoder if device == "cpu" else lambda frames: fake_encoder(frames.cpu()).to(device)
+
+
+def relative(value, reference):
+    return float((value.double() - reference.double()).norm() / reference.double().norm())
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_padded_batch_gives_each_row_what_it_gets_alone(models, kind):
+    graphs = make(models, kind, GraphRunner, rows=(1, 4), texts=(16, 64), imagine=True)
+    eager = make(models, kind, Cosmos3Runner)
+    settings = SETTINGS[kind]
+    for batch in ([(1, 4)], [(2, 30), (3, 12)], [(4, 16), (5, 9), (6, 60)]):
+        rows = [make_request(settings, seed, length, imagine=seed == 3) for seed, length in batch]
+        for row, outcome in zip(rows, graphs.run(rows), strict=True):
+            [alone] = eager.run([row])
+            assert relative(outcome.actions, alone.actions) < 1e-5
+            assert (outcome.latents is None) == (not row.imagine)
+            if row.imagine:
+                assert relative(outcome.latents, alone.latents) < 1e-5
+
+
+def test_the_smallest_bucket_that_holds_a_batch_is_used_and_the_rest_is_named(models, caplog):
+    runner = make(models, "nano", GraphRunner, rows=(4, 1, 2), texts=(64, 16))
+    assert runner.bucket_for(1, 9, False) == Bucket(1, 16)
+    assert runner.bucket_for(1, 17, False) == Bucket(1, 64)
+    assert runner.bucket_for(3, 9, False) == Bucket(4, 16)
+    with caplog.at_level(logging.WARNING):
+        assert runner.bucket_for(2, 100, False) == Bucket(2, 128)
+        assert runner.bucket_for(2, 101, False) == Bucket(2, 128)
+        assert runner.bucket_for(1, 9, True) == Bucket(1, 64, True)
+    assert [record.message for record in caplog.records] == [
+        "a batch has no captured graph and runs several times slower"
+    ] * 2
+
+
+def test_a_text_that_is_in_its_lane_already_is_not_copied_again(models):
+    runner = make(models, "nano", GraphRunner, rows=(1,), texts=(64,))
+    row, other = make_request(OFFICIAL_TINY, 1, 20), make_request(OFFICIAL_TINY, 2, 12)
+    [first] = runner.run([row])
+    held = runner.buffers(Bucket(1, 64))
+    held.keys[:, 0, 20:].fill_(7.0)  # beyond the text: nobody may read it
+    assert torch.equal(runner.run([row])[0].actions, first.actions)
+    held.keys[:, 0, 0].fill_(7.0)
+    assert relative(runner.run([row])[0].actions, first.actions) > 1e-3
+    runner.run([other])
+    assert relative(runner.run([row])[0].actions, first.actions) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replayed_graph_is_the_eager_run(models, kind, dtype):
+    eager = make(models, kind, Cosmos3Runner, "cuda", dtype)
+    graphs = make(models, kind, GraphRunner, "cuda", dtype, rows=(1, 2), texts=(64,), imagine=True)
+    encoder, graphs.encoder = graphs.encoder, None  # the stand-in goes through the CPU, which no graph can
+    graphs.capture()
+    graphs.encoder = encoder
+    settings = SETTINGS[kind]
+    for batch in ([(1, 9)], [(2, 30), (3, 12)], [(1, 9)]):
+        rows = [make_request(settings, seed, length, imagine=seed == 2) for seed, length in batch]
+        for got, wanted in zip(graphs.run(rows), eager.run(rows), strict=True):
+            assert relative(got.actions, wanted.actions) < (1e-5 if dtype == torch.float32 else 2e-2)
