@@ -11,7 +11,7 @@ from pathlib import Path
 
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker import logs
+from taktline_worker import group, logs
 from taktline_worker.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ EXIT_REFUSED = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 after a drain and 2 where the policy or the configuration is refused."""
+    """Runs the command; returns 0 after a drain, 2 where policy or configuration is refused, 3 for a lost group."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["model"]:
         from taktline_worker.delivery import command
@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank.add_argument("--config", type=Path, required=True, help="engine.json of the worker")
     rank.add_argument("--rank", type=int, required=True, help="this process, from 1")
     rank.add_argument("--ranks", type=int, required=True, help="all of them, rank 0 included")
-    rank.add_argument("--store-port", type=int, required=True, help="where rank 0 keeps the group's store")
+    rank.add_argument("--store-host", default="127.0.0.1", help="where rank 0 keeps the group's store (%(default)s)")
+    rank.add_argument("--store-port", type=int, required=True, help="its TCP port")
+    rank.add_argument(
+        "--grouped", action="store_true", help="the ranks are spread over pods: wait until all have loaded"
+    )
     rank.add_argument("--generation", type=int, required=True, help="which group of ranks this process joins")
     rank.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     options = parser.parse_args(arguments)
@@ -64,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReplicaRefusedError as refused:
         print(refused, file=sys.stderr)
         return EXIT_REFUSED
+    except group.GroupLostError as lost:
+        if lost.refused:  # its rank has said why, and that is to be the last word of this pod
+            return EXIT_REFUSED
+        print(f"taktline-worker: {lost}", file=sys.stderr)
+        return group.EXIT_LOST
     except TaktlineError as error:
         logger.error(
             error.message, extra={"code": error.code.value, "next_step": error.next_step, "config": str(options.config)}
@@ -82,6 +91,20 @@ def _serve(options: argparse.Namespace) -> None:
         options.listen, options.metrics_listen, options.linger_s, options.grace_s, _tls_files(options)
     )
     in_use.hold(Path(config.model.path))
+    place = group.from_environment(os.environ)
+    if place is not None:
+        group.check_size(place, config.engine.parallel.search)
+        if not place.leads:
+            from taktline_worker.planning import group_pod
+
+            group_pod.serve(config, listening, place)
+            return
+        from taktline_worker import server
+
+        server.serve(config, listening)
+        if group.is_lost():
+            raise group.GroupLostError
+        return
     if config.engine.parallel.dp > 1:
         from taktline_worker.replicas import front
 
@@ -111,7 +134,12 @@ def _rank(options: argparse.Namespace) -> None:
     from taktline_worker.replicas.child import leave_with_parent
 
     leave_with_parent()
-    store = ranks.follower_store(options.store_port)
+    if options.grouped:
+        from taktline_worker.planning import group_pod
+
+        group_pod.follow(read_config(options.config), options)
+        return
+    store = ranks.follower_store(options.store_port, options.store_host)
     world = adapter.load(read_config(options.config)).world
     store.set(ranks.loaded_key(options.generation, options.rank), "1")
     try:

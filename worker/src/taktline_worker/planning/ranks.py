@@ -12,7 +12,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -95,12 +95,10 @@ class FollowerRanks:
         self.size = size
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._device = device
-        self._environments = [_environment(rank, size, device) for rank in range(1, size)]
+        self._environments = [rank_environment(rank, size, device) for rank in range(1, size)]
         self._folder = tempfile.TemporaryDirectory(prefix="taktline-ranks-")
         self._config = Path(self._folder.name) / "engine.json"
-        alone = msgspec.structs.replace(config.engine.parallel, search=1)
-        follower = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, parallel=alone))
-        self._config.write_bytes(msgspec.json.encode(follower))
+        self._config = write_config(config, Path(self._folder.name))
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._generation = 0
         self._followers: list[subprocess.Popen[bytes]] = []
@@ -172,21 +170,8 @@ class FollowerRanks:
         self._generation += 1
         self._gone.clear()
         self._followers = [
-            subprocess.Popen(
-                (
-                    *(
-                        sys.executable,
-                        "-c",
-                        "import sys; from taktline_worker.cli import main; sys.exit(main())",
-                        "rank",
-                    ),
-                    *("--config", str(self._config), "--rank", str(rank), "--ranks", str(self.size)),
-                    *("--store-port", str(self._store.port), "--generation", str(self._generation)),
-                    *("--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())),
-                ),
-                env=environment,
-                stdin=subprocess.PIPE,
-                start_new_session=True,
+            start_rank(
+                RankCommand(self._config, rank, self.size, "127.0.0.1", self._store.port, self._generation), environment
             )
             for rank, environment in enumerate(self._environments, start=1)
         ]
@@ -258,6 +243,44 @@ class FollowerRanks:
             return
 
 
+class RankCommand(NamedTuple):
+    """What a rank is told: where its policy's config is, who it is, and where the group's store is."""
+
+    config: Path
+    rank: int
+    size: int
+    store_host: str
+    store_port: int
+    generation: int
+    grouped: bool = False
+
+
+def write_config(config: EngineConfig, folder: Path) -> Path:
+    """Writes the config of a rank: the worker's own, for a process that starts no ranks itself."""
+    alone = msgspec.structs.replace(config.engine.parallel, search=1)
+    follower = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, parallel=alone))
+    path = folder / "engine.json"
+    path.write_bytes(msgspec.json.encode(follower))
+    return path
+
+
+def start_rank(told: RankCommand, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Starts the process of one rank; it leaves when its standard input closes."""
+    return subprocess.Popen(
+        (
+            *(sys.executable, "-c", "import sys; from taktline_worker.cli import main; sys.exit(main())", "rank"),
+            *("--config", str(told.config), "--rank", str(told.rank), "--ranks", str(told.size)),
+            *("--store-host", told.store_host, "--store-port", str(told.store_port)),
+            *("--generation", str(told.generation)),
+            *(("--grouped",) if told.grouped else ()),
+            *("--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())),
+        ),
+        env=environment,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 def join(store: Store, generation: int, rank: int, size: int, device: torch.device) -> ProcessGroupMesh:
     """Joins one generation of the mesh; all its ranks call this at about the same time.
 
@@ -279,9 +302,13 @@ def loaded_key(generation: int, rank: int) -> str:
     return f"loaded/{generation}/{rank}"
 
 
-def follower_store(port: int) -> TCPStore:
-    """The store of rank 0, as its followers reach it."""
-    return TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+def follower_store(port: int, host: str = "127.0.0.1") -> TCPStore:
+    """The store of rank 0, as its followers reach it.
+
+    Raises:
+        RuntimeError: it cannot be reached.
+    """
+    return TCPStore(host, port, None, is_master=False, wait_for_workers=False)
 
 
 def _abort() -> None:
@@ -290,19 +317,23 @@ def _abort() -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-def _environment(rank: int, size: int, device: torch.device) -> dict[str, str]:
-    """A follower's environment: the rank-th visible GPU, or its share of the cores."""
+def rank_environment(index: int, count: int, device: torch.device) -> dict[str, str]:
+    """The environment of one of `count` ranks on this machine: the index-th visible GPU, or its share of the cores.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where there are fewer devices than ranks.
+    """
     own = dict(os.environ)
-    own.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    own.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     if device.type != "cuda":
         return own
     visible = [name for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     devices = visible or [str(index) for index in range(torch.cuda.device_count())]
-    if len(devices) < size:
+    if len(devices) < count:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
-            f"parallel.search is {size}, and {len(devices)} GPUs are visible",
+            f"parallel.search puts {count} ranks in this pod, and {len(devices)} GPUs are visible",
             "give the pod one GPU for each rank, or set spec.engine.parallel.search to what it has",
         )
-    own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+    own["CUDA_VISIBLE_DEVICES"] = devices[index]
     return own

@@ -19,8 +19,9 @@ from taktline_worker.models.vjepa2_ac.planner import FAMILY, PlannerAdapter
 from taktline_worker.models.vjepa2_ac.processor import PlannerProcessor, PlannerRow
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, find_file, open_checkpoint, pack_weights
+from taktline_worker.planning.group_ranks import start_ranks
 from taktline_worker.planning.mesh import OneRank
-from taktline_worker.planning.ranks import FixedRanks, FollowerRanks, Ranks
+from taktline_worker.planning.ranks import FixedRanks, Ranks
 from taktline_worker.planning.relay import lead
 from taktline_worker.planning.round_times import RoundTimes
 from taktline_worker.planning.search import Plan, Problem
@@ -122,8 +123,7 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     deployed = check_deployment(config)
     verify_digests(Path(config.model.path), config.model.sha256)
     world = load_world(deployed)
-    search = config.engine.parallel.search
-    ranks = FollowerRanks(config, search, deployed.device) if search > 1 else None
+    ranks = start_ranks(config, deployed.device) if config.engine.parallel.search > 1 else None
     return VJepa2Adapter(world, deployed.processor, config.engine.precision, deployed.control_period_s, ranks)
 
 
