@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from taktline_local.child import Child, tail
 from taktline_local.fields import ContainerConfigError, ObjectSource, container_variables, expand
-from taktline_local.paths import LocalPaths, bind_address
+from taktline_local.paths import LocalPaths, bind_address, peer_names
 from taktline_local.probes import ProbeTarget, check, run_command
 from taktline_local.tasks import end_task
 
@@ -51,7 +51,7 @@ class EventSink(Protocol):
 
 @dataclass
 class PodContext:
-    """What the containers of one Pod share."""
+    """What the containers of one Pod share; `address_of` knows Pods by name (`paths.peer_names`)."""
 
     pod: Object
     pod_ip: str
@@ -62,6 +62,7 @@ class PodContext:
     event: EventSink
     changed: Callable[[], None]
     paths: LocalPaths = field(default_factory=lambda: LocalPaths({}))
+    address_of: Callable[[str], str] = str
 
 
 def timestamp() -> str:
@@ -227,6 +228,7 @@ class ContainerRunner:
 
     def _localise(self, value: str) -> str:
         value = bind_address(self._context.paths.rewrite(value), self._context.pod_ip)
+        value = peer_names(value, self._context.pod, self._context.address_of)
         container_path = self.spec.get("terminationMessagePath", "/dev/termination-log")
         return value.replace(container_path, str(self._termination_file()))
 

@@ -36,6 +36,7 @@ class LoopbackNetwork:
             self.node_address = f"{prefix}.1"
             self.listener = listener
             self._in_use: set[int] = set()
+            self._named: dict[str, str] = {}
             self._last = 1
             return
         raise TaktlineError(
@@ -56,9 +57,16 @@ class LoopbackNetwork:
             ErrorCode.OVERLOADED, f"all {LAST_HOST - 1} Pod addresses are in use", "delete Pods or start another node"
         )
 
+    def take_named(self, name: str) -> str:
+        """The address of a Pod with a DNS name: always the same one, also before that Pod is there, and after."""
+        if name not in self._named:
+            self._named[name] = self.take()
+        return self._named[name]
+
     def give_back(self, address: str) -> None:
-        """The Pod with this address is gone."""
-        self._in_use.discard(int(address.rsplit(".", 1)[1]))
+        """The Pod with this address is gone; the address of a name stays with the name."""
+        if address not in self._named.values():
+            self._in_use.discard(int(address.rsplit(".", 1)[1]))
 
     def close(self) -> None:
         """Release the network."""

@@ -23,6 +23,7 @@ from taktline_local.folders import owned_folder
 from taktline_local.kube_api import ApiError, KubeApi
 from taktline_local.network import LoopbackNetwork
 from taktline_local.node_endpoint import EndpointTls, NodeEndpoint
+from taktline_local.paths import peer_name
 from taktline_local.pod import PodRunner
 from taktline_local.registration import Registration
 from taktline_local.tasks import end_task
@@ -73,7 +74,8 @@ class ManagedPod:
         self._changed.set()
         self._source = ApiObjectSource(node.api)
         self._events = PodEvents(node.api, pod, node.options.name)
-        self._ip = node.network.take()
+        name = peer_name(pod)
+        self._ip = node.network.take_named(name) if name else node.network.take()
         self.runner = PodRunner(
             pod,
             ip=self._ip,
@@ -83,6 +85,7 @@ class ManagedPod:
             settings=node.settings,
             event=self._events,
             changed=self._changed.set,
+            address_of=node.network.take_named,
         )
         self.runner.folder.mkdir(parents=True)
         self.runner.start()

@@ -1,9 +1,9 @@
-"""Mount paths and listen addresses rewritten to local ones, since plain processes share one file system and network."""
+"""Paths, listen addresses and names rewritten to local ones: plain processes share one file system and network."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,31 @@ class LocalPaths:
 def bind_address(text: str, pod_ip: str) -> str:
     """`text` with "every address" (0.0.0.0 or [::]) replaced by the Pod's own, so that ports never clash."""
     return ANY_ADDRESS.sub(pod_ip, text)
+
+
+def peer_names(text: str, pod: dict[str, Any], address_of: Callable[[str], str]) -> str:
+    """`text` with DNS names of Pods beside `pod` replaced by their addresses, since nobody resolves them here.
+
+    Beside it are Pods of the same headless Service (`spec.subdomain`) in the same namespace:
+    `HOSTNAME.SUBDOMAIN.NAMESPACE`, with or without `.svc` and a cluster domain.
+
+    Args:
+        address_of: address of the Pod named `HOSTNAME.SUBDOMAIN.NAMESPACE`, which need not run yet.
+    """
+    subdomain = pod["spec"].get("subdomain")
+    if not subdomain:
+        return text
+    domain = f"{subdomain}.{pod['metadata']['namespace']}"
+    name = re.compile(rf"(?<![\w.-])([a-z0-9][a-z0-9-]*)\.{re.escape(domain)}(\.svc[a-z0-9.-]*)?(?![\w.-])")
+    return name.sub(lambda match: address_of(f"{match.group(1)}.{domain}"), text)
+
+
+def peer_name(pod: dict[str, Any]) -> str:
+    """The name by which Pods beside this one reach it; empty where it has none."""
+    spec = pod["spec"]
+    if not spec.get("hostname") or not spec.get("subdomain"):
+        return ""
+    return f"{spec['hostname']}.{spec['subdomain']}.{pod['metadata']['namespace']}"
 
 
 def mount_places(pod: dict[str, Any], volumes: Mapping[str, Path]) -> dict[str, Path]:

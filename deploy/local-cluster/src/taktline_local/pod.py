@@ -45,11 +45,12 @@ class PodRunner:
         settings: RunnerSettings,
         event: EventSink,
         changed: Callable[[], None],
+        address_of: Callable[[str], str] = str,
     ) -> None:
-        """`changed` is called whenever `status` may have; `event` takes the Pod's events."""
+        """`changed` is called whenever `status` may have; `event` takes events; `address_of` knows Pods by name."""
         self.pod = pod
         self.ip = ip
-        self._context = PodContext(pod, ip, host_ip, folder, source, settings, event, changed)
+        self._context = PodContext(pod, ip, host_ip, folder, source, settings, event, changed, address_of=address_of)
         self._started_at = timestamp()
         before = {
             item["name"]: item["restartCount"] + 1

@@ -16,7 +16,7 @@ CONTAINER_REFUSED = {
     "tty": "a terminal",
 }
 POD_NOT_ENFORCED = (
-    "dnsConfig", "hostAliases", "hostname", "subdomain", "hostNetwork", "hostPID", "hostIPC", "imagePullSecrets",
+    "dnsConfig", "hostAliases", "hostNetwork", "hostPID", "hostIPC", "imagePullSecrets",
     "overhead", "runtimeClassName", "shareProcessNamespace", "ephemeralContainers", "activeDeadlineSeconds",
 )  # fmt: skip
 CONTAINER_NOT_ENFORCED = ("image", "resources", "securityContext")
