@@ -92,7 +92,7 @@ def test_kopf_is_given_no_handler_that_writes_to_objects() -> None:
     found = handlers(Listener())
     assert not found._changing.get_all_handlers()
     assert not found._spawning.get_all_handlers()
-    assert len(found._watching.get_all_handlers()) == 6
+    assert len(found._watching.get_all_handlers()) == 7
     settings = watching.settings()
     assert settings.posting.enabled is False
     assert settings.watching.server_timeout is not None

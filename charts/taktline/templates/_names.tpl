@@ -38,7 +38,7 @@ capabilities: {drop: [ALL]}
   resources: [policydeployments/finalizers]
   verbs: [update]
 - apiGroups: [apps]
-  resources: [deployments, controllerrevisions]
+  resources: [deployments, statefulsets, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
@@ -58,5 +58,9 @@ capabilities: {drop: [ALL]}
 # The Prometheus operator's kinds, where the cluster has them.
 - apiGroups: [monitoring.coreos.com]
   resources: [prometheusrules, podmonitors]
+  verbs: [get, list, create, patch, delete]
+# Kinds of other products, where the cluster has them: workers of several pods.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
   verbs: [get, list, create, patch, delete]
 {{- end }}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from taktline_operator import naming, routing
+from taktline_operator import group_pods, naming, routing
 
 Json = dict[str, Any]
 
@@ -68,22 +68,30 @@ def removals(pods: Sequence[Json], nodes: Mapping[str, NodeFault]) -> tuple[Remo
     """Pods to delete now.
 
     From a faulty node one worker of a pool leaves at a time, and only while all others of the pool serve: its
-    replacement must be ready before the next one goes. From a doomed node all leave at once, for they end anyway.
+    replacement must be ready before the next one goes. From a doomed node all leave at once, for they end anyway. A
+    worker that is a group of pods leaves as a whole: what is left of it would serve nobody.
     """
     found = list(_ended(pods))
     pools = sorted({_pool(pod) for pod in pods})
     for pool in pools:
-        alive = [pod for pod in pods if _pool(pod) == pool and _lives(pod)]
-        struck = [pod for pod in alive if pod.get("spec", {}).get("nodeName") in nodes]
-        for pod in sorted(struck, key=lambda pod: str(pod["metadata"]["name"])):
-            fault = nodes[pod["spec"]["nodeName"]]
-            others = [other for other in alive if other is not pod]
+        alive = group_pods.units(pod for pod in pods if _pool(pod) == pool and _lives(pod))
+        for name, members in sorted(alive.items()):
+            faults = [nodes[node] for pod in members if (node := pod.get("spec", {}).get("nodeName")) in nodes]
+            if not faults:
+                continue
+            fault = max(faults, key=lambda fault: fault.doomed)
+            others = [other for key, other in alive.items() if key != name]
+            ready = all(routing.is_ready(pod) for pod in members)
             if fault.doomed:
-                found.append(Removal(pod["metadata"]["name"], "NodeLeaves", fault.message))
-            elif not routing.is_ready(pod) or (others and all(routing.is_ready(other) for other in others)):
-                found.append(Removal(pod["metadata"]["name"], "NodeUnhealthy", fault.message))
+                found += _removed(members, "NodeLeaves", fault.message)
+            elif not ready or (others and all(routing.is_ready(pod) for other in others for pod in other)):
+                found += _removed(members, "NodeUnhealthy", fault.message)
                 break
     return tuple(found)
+
+
+def _removed(members: Sequence[Json], reason: str, message: str) -> list[Removal]:
+    return [Removal(pod["metadata"]["name"], reason, message) for pod in members]
 
 
 def _ended(pods: Sequence[Json]) -> Iterable[Removal]:

@@ -27,6 +27,12 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
     "Secret": ("/api/v1", "v1", "secrets"),
     "Event": ("/api/v1", "v1", "events"),
     "Deployment": ("/apis/apps/v1", "apps/v1", "deployments"),
+    "StatefulSet": ("/apis/apps/v1", "apps/v1", "statefulsets"),
+    "LeaderWorkerSet": (
+        "/apis/leaderworkerset.x-k8s.io/v1",
+        "leaderworkerset.x-k8s.io/v1",
+        "leaderworkersets",
+    ),
     "ControllerRevision": ("/apis/apps/v1", "apps/v1", "controllerrevisions"),
     "PodDisruptionBudget": ("/apis/policy/v1", "policy/v1", "poddisruptionbudgets"),
     "ValidatingWebhookConfiguration": (

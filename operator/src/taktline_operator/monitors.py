@@ -62,7 +62,21 @@ def pod_monitor(policy: PolicyDeployment) -> Json:
                         {
                             "sourceLabels": ["__meta_kubernetes_pod_label_taktline_dev_pool"],
                             "targetLabel": "pool",
-                        }
+                        },
+                        # Of a group only the first pod has a metrics page.
+                        {
+                            "action": "drop",
+                            "sourceLabels": [
+                                "__meta_kubernetes_pod_label_taktline_dev_group",
+                                "__meta_kubernetes_pod_label_apps_kubernetes_io_pod_index",
+                            ],
+                            "regex": ".+;[1-9][0-9]*",
+                        },
+                        {
+                            "action": "drop",
+                            "sourceLabels": ["__meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_worker_index"],
+                            "regex": "[1-9][0-9]*",
+                        },
                     ],
                 }
             ],

@@ -16,6 +16,7 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_POLICY = "taktline.dev/policy"
 LABEL_POOL = "taktline.dev/pool"
 LABEL_TRACK = "taktline.dev/track"  # tells the workers of a second Deployment of one pool apart
+LABEL_GROUP = "taktline.dev/group"  # the pods of one worker, where it has several
 LABEL_QUARANTINE = "taktline.dev/quarantine"  # a node that has it gets no workers
 LABEL_ACCELERATOR = "taktline.dev/accelerator"
 
@@ -26,6 +27,7 @@ ANNOTATION_TEMPLATE = "taktline.dev/template-hash"  # which spec a pod was built
 ANNOTATION_REVISION = "taktline.dev/revision"
 ANNOTATION_ROUTES = "taktline.dev/routes-hash"
 ANNOTATION_REVISION_HASH = "taktline.dev/revision-hash"  # which stored revision a Deployment runs
+ANNOTATION_GROUP_SIZE = "taktline.dev/group-size"  # pods of the group that a pod belongs to
 ANNOTATION_ROLLOUT = "taktline.dev/rollout"  # a person's word on a rollout: pause, resume, promote, abort, retry
 
 WORKER_NAME = "taktline-worker"
@@ -74,6 +76,11 @@ def config_name(policy: str, pool: str, content: str) -> str:
 def service_name(policy: str) -> str:
     """Name of the headless Service of a policy."""
     return f"{policy}-workers"
+
+
+def ranks_name(policy: str) -> str:
+    """Name of the headless Service by which the pods of a policy's groups find each other."""
+    return f"{policy}-ranks"
 
 
 def content_hash(value: Any) -> str:

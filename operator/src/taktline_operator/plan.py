@@ -13,8 +13,12 @@ from taktline_protocol.messages import BucketTime
 from taktline_operator import (
     advice,
     diff,
+    gangs,
+    group_pods,
+    groups,
     healing,
     lineup,
+    meshes,
     monitors,
     naming,
     revisions,
@@ -26,6 +30,7 @@ from taktline_operator import (
     trials,
     workload,
 )
+from taktline_operator.gangs import Gang
 from taktline_operator.healing import NodeFault, Removal
 from taktline_operator.lineup import Line, Lineup
 from taktline_operator.scaling import Demand
@@ -74,6 +79,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         name_owner: the (namespace, name) that owns this policy name at the gateway; None when it is this one.
         absent: objects that the spec names and that do not exist.
         node_labels: labels of every node; None where they are not known.
+        node_gpus: nodes that have GPUs.
+        kinds: optional kinds that the cluster has and the operator may use; None where nobody looked.
         monitoring: kinds of the Prometheus operator that the cluster has; None where nobody looked.
         now: RFC 3339 time.
     """
@@ -89,6 +96,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     name_owner: tuple[str, str] | None = None
     absent: frozenset[advice.Referred] = frozenset()
     node_labels: Sequence[Mapping[str, str]] | None = None
+    node_gpus: Sequence[meshes.NodeGpus] = ()
+    kinds: frozenset[str] | None = None
     monitoring: frozenset[str] | None = None
 
 
@@ -122,6 +131,7 @@ def desired_objects(
     strategies: Mapping[str, Json] | None = None,
     lines: Lineup | None = None,
     numbers: Mapping[str, int] | None = None,
+    gang_of: Mapping[str, Gang] | None = None,
 ) -> tuple[Json, ...]:
     """Every object of a policy, stamped, in the order to create them: configuration before what mounts it.
 
@@ -129,23 +139,30 @@ def desired_objects(
         strategies: rolling-update parameters by Deployment, where they are not the usual ones.
         lines: its Deployments; None is those of a policy that is applied for the first time.
         numbers: history number by revision hash.
+        gang_of: by line, the groups of those whose workers are several pods; None is those of the spec alone.
     """
     if lines is None:
         lines = lineup.of(policy, rollout.State(), "", {}, policy.spec.desired_replicas(), ())
-    objects = [workload.service(policy)]
+    if gang_of is None:
+        gang_of = _gangs(lines, _per_node(policy, {}, ()), Observed(live={}, now=""), settings)
+    objects = [workload.service(policy)] + ([groups.ranks_service(policy)] if gang_of else [])
+    grouped = {line.pool.name for line in (*lines.stable, *lines.candidate) if line.name in gang_of}
     objects += [
         revisions.controller_revision(
             policy, revision, (numbers or {}).get(revision.hash, 1), workload.owned_metadata(policy, "", None)
         )
         for revision in lines.revisions
     ]
-    objects += [workload.disruption_budget(policy, pool) for pool in policy.spec.pools]
+    objects += [
+        (groups if pool.name in grouped else workload).disruption_budget(policy, pool) for pool in policy.spec.pools
+    ]
     for line in (*lines.stable, *lines.candidate):
+        objects.append(workload.config_map(line.policy, line.pool))
+        if line.name in gang_of:
+            objects += gang_of[line.name].objects
+            continue
         update = (strategies or {}).get(line.name, surge.SURGE)
-        objects += [
-            workload.config_map(line.policy, line.pool),
-            workload.deployment(line.policy, line.pool, line.replicas, settings.image, update, line.track),
-        ]
+        objects.append(workload.deployment(line.policy, line.pool, line.replicas, settings.image, update, line.track))
     unique = {ref_of(found): found for found in objects}
     return tuple(diff.stamped(found) for found in unique.values())
 
@@ -165,15 +182,21 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     if said.refusals:
         message = "; ".join(refusal.message for refusal in said.refusals)
         return _refusal(policy, observed, said.refusals[0].reason, message)
+    per_node = _per_node(policy, observed.live.get("status", {}), observed.node_gpus)
+    unfit = meshes.refusal(policy, per_node)
+    if unfit is not None:
+        return _refusal(policy, observed, *unfit)
     size = sized(policy, observed)
-    trial = trials.of(policy, observed.live, children, observed.pods, observed.trials, size.replicas, observed.now)
+    workers = group_pods.leaders(observed.pods)
+    trial = trials.of(policy, observed.live, children, workers, observed.trials, size.replicas, observed.now)
     lines = trial.lines
-    counts = [_count(line, observed.pods, settings) for line in lines.serving]
+    gang_of = _gangs(lines, per_node, observed, settings)
+    counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
         line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)))
         for line, count in zip(lines.serving, counts, strict=True)
     }
-    desired = desired_objects(policy, settings, strategies, lines, trial.numbers)
+    desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of)
     desired += tuple(diff.stamped(found) for found in monitors.objects(policy, observed.monitoring or frozenset()))
     ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
     foreign = [ref for ref, owned in ownership.items() if owned == "foreign"]
@@ -195,7 +218,9 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         surge.note(counts, list(strategies.values())),
         trial,
         size,
+        group_pods.with_followers(trial.serving_pods, observed.pods),
     )
+    _tell_of_groups(new_status, policy, lines, gang_of, per_node, children)
     further = {advice.CONDITION: advice.condition(said.cautions)}
     if observed.monitoring is not None:
         further[monitors.CONDITION] = monitors.condition(observed.monitoring)
@@ -208,7 +233,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
             for found in desired
             if ownership[ref_of(found)] != "stale" and diff.needs_apply(found, observed.children.get(ref_of(found)))
         ),
-        deletions=_deletions(policy, observed, desired, trial, settled=all(count.settled for count in counts)),
+        deletions=_deletions(policy, observed, desired, trial, counts, gang_of),
         removals=healing.removals(observed.pods, observed.nodes),
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
@@ -219,18 +244,63 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
 
 def sized(policy: PolicyDeployment, observed: Observed) -> sizing.Sizing:
     """Workers by pool."""
-    deployments = [child for ref, child in observed.children.items() if ref.kind == "Deployment"]
-    return sizing.of(policy, observed.live, observed.pods, deployments, observed.demand, observed.tables, observed.now)
+    workloads = group_pods.workloads(observed.children)
+    workers = group_pods.leaders(observed.pods)
+    return sizing.of(policy, observed.live, workers, workloads, observed.demand, observed.tables, observed.now)
 
 
-def _count(line: Line, pods: Sequence[Json], settings: Settings) -> status.PoolCount:
-    template = workload.pod_template(line.policy, line.pool, settings.image, line.track)
+def _per_node(policy: PolicyDeployment, status: Json, nodes: Sequence[meshes.NodeGpus]) -> dict[str, int | None]:
+    """GPUs of a node by pool; empty where no worker needs more than one, nor did."""
+    if policy.spec.engine.gpus == 1 and not any("podsPerWorker" in entry for entry in status.get("pools", [])):
+        return {}
+    return {pool.name: meshes.gpus_per_node(pool, status, nodes) for pool in policy.spec.pools}
+
+
+def _gangs(
+    lines: Lineup, per_node: Mapping[str, int | None], observed: Observed, settings: Settings
+) -> dict[str, Gang]:
+    """By name, the groups of those lines whose workers are several pods."""
+    found = {}
+    children = list(observed.children.values())
+    for line in (*lines.stable, *lines.candidate):
+        shape = meshes.shape(line.policy.spec.engine, per_node.get(line.pool.name))
+        if shape.pods > 1:
+            installed = groups.LWS_KIND in (observed.kinds or ())
+            found[line.name] = gangs.of(line, settings.image, shape, children, observed.pods, lws_installed=installed)
+    return found
+
+
+def _tell_of_groups(
+    new_status: Json,
+    policy: PolicyDeployment,
+    lines: Lineup,
+    gang_of: Mapping[str, Gang],
+    per_node: Mapping[str, int | None],
+    children: Sequence[Json],
+) -> None:
+    """Add to a status what groups are like, for readers and for the next time."""
+    pods = {line.pool.name: gang_of[line.name].shape.pods for line in lines.serving if line.name in gang_of}
+    for child in children:
+        if child["kind"] in ("StatefulSet", groups.LWS_KIND):  # as long as there are any, they must be looked for
+            pods.setdefault(child["metadata"].get("labels", {}).get(naming.LABEL_POOL, ""), 1)
+    found_by_nodes = {pool.name for pool in policy.spec.pools if pool.gpus_per_node is None}
+    for entry in new_status["pools"]:
+        if entry["name"] in pods:
+            entry["podsPerWorker"] = pods[entry["name"]]
+            if entry["name"] in found_by_nodes and per_node.get(entry["name"]):
+                entry["gpusPerNode"] = per_node[entry["name"]]
+    lws = any(gang.lws for gang in gang_of.values())
+    new_status["selector"] = group_pods.selector(policy.name, max(pods.values(), default=1), lws=lws)
+
+
+def _count(line: Line, workers: Sequence[Json], settings: Settings, gang: Gang | None) -> status.PoolCount:
+    template = gang.template if gang else workload.pod_template(line.policy, line.pool, settings.image, line.track)
     return status.PoolCount(
         line.pool.name,
         line.pool.accelerator,
         line.replicas,
         workload.template_hash(template),
-        [pod for pod in pods if line.has(pod)],
+        [pod for pod in workers if line.has(pod)],
     )
 
 
@@ -268,13 +338,29 @@ def _ownership(policy: PolicyDeployment, live: Json | None) -> str:
 
 
 def _deletions(
-    policy: PolicyDeployment, observed: Observed, desired: Sequence[Json], trial: trials.Trial, *, settled: bool
+    policy: PolicyDeployment,
+    observed: Observed,
+    desired: Sequence[Json],
+    trial: trials.Trial,
+    counts: Sequence[status.PoolCount],
+    gang_of: Mapping[str, Gang],
 ) -> tuple[Ref, ...]:
     """Children that are wanted no longer: only once what replaces them serves, and nothing running refers to them.
 
-    A candidate that was taken back goes at once: nothing waits for it.
+    A candidate that was taken back goes at once: nothing waits for it. Groups go as their line decides.
     """
+    settled = all(count.settled for count in counts)
     kept = {ref_of(found) for found in desired} | {Ref("Deployment", name) for name in trial.lines.left_alone}
+    children = list(observed.children.values())
+    replaced: set[Ref] = set()
+    for line in (*trial.lines.stable, *trial.lines.candidate):
+        gang = gang_of.get(line.name)
+        if gang is not None:
+            kept |= {Ref(*found) for found in gang.kept}
+            replaced |= {Ref(*found) for found in gang.removed}
+    for line, count in zip(trial.lines.serving, counts, strict=True):
+        if line.name not in gang_of:
+            replaced |= {Ref(*found) for found in gangs.superseded(line, children, count.updated_ready)}
     pools = {pool.name for pool in policy.spec.pools}
     mounted = {
         volume.get("configMap", {}).get("name")
@@ -287,17 +373,20 @@ def _deletions(
         if ref not in kept
         and _ownership(policy, live) == "ours"
         and not live["metadata"].get("deletionTimestamp")
-        and (settled or (trial.progressive and _was_tried(live, pools)))
+        and (settled or ref in replaced or (trial.progressive and _was_tried(live, pools)))
         and (ref.kind != "ControllerRevision" or ref.name in trial.obsolete)
         and not (ref.kind == "ConfigMap" and ref.name in mounted)
     ]
     return tuple(sorted(obsolete))
 
 
+_WORKLOADS = ("Deployment", "StatefulSet", groups.LWS_KIND)
+
+
 def _was_tried(live: Json, pools: set[str]) -> bool:
-    """Whether this is the Deployment of a candidate, in a pool that goes on without it."""
+    """Whether these are workers of a candidate, in a pool that goes on without it."""
     metadata = live["metadata"]
     here = metadata.get("labels", {}).get(naming.LABEL_POOL) in pools
     return bool(
-        live["kind"] == "Deployment" and here and metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH)
+        live["kind"] in _WORKLOADS and here and metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH)
     )

@@ -14,7 +14,20 @@ from taktline_protocol.deployment import Route
 from taktline_protocol.errors import TaktlineError
 from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement, Trial
 
-from taktline_operator import diff, events, healing, monitors, naming, revisions, routing, spec
+from taktline_operator import (
+    diff,
+    discovery,
+    events,
+    group_pods,
+    groups,
+    healing,
+    meshes,
+    monitors,
+    naming,
+    revisions,
+    routing,
+    spec,
+)
 from taktline_operator.demand import DemandTracker
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
@@ -88,7 +101,7 @@ class Controller:
         """
         self.queue: WorkQueue[Key] = WorkQueue()
         self.listed = False  # whether all PolicyDeployments are known, so that the table may be written
-        self.monitoring: frozenset[str] | None = None  # kinds of the Prometheus operator that the cluster has
+        self.kinds: frozenset[str] | None = None  # optional kinds that the cluster has and we may use
         self.statuses: dict[Key, Json] = {}  # metadata and status of each PolicyDeployment as last seen, for metrics
         self._api = api
         self._settings = settings
@@ -101,6 +114,7 @@ class Controller:
         self._parsed: dict[Key, tuple[tuple[str, int], spec.PolicyDeployment]] = {}
         self._nodes: dict[str, healing.NodeFault] = {}
         self._node_labels: list[dict[str, str]] | None = None
+        self._node_gpus: tuple[meshes.NodeGpus, ...] = ()
         self._existence = Existence(api)
         self._demand = DemandTracker()
         self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
@@ -124,9 +138,9 @@ class Controller:
         if not self.listed:
             namespace = self._settings.gateway_namespace
             self._table = routing.read_table(await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME))
-        monitoring = await self._monitoring_kinds()
-        everything = everything or monitoring != self.monitoring
-        self.monitoring = monitoring
+        kinds = await discovery.usable(self._api, (*self._namespaces, self._settings.gateway_namespace)[0])
+        everything = everything or kinds != self.kinds
+        self.kinds = kinds
         found = {_key(live): str(live["metadata"].get("creationTimestamp", "")) for live in policies}
         for key in self._created.keys() - found.keys():
             self._forget(key)
@@ -138,21 +152,6 @@ class Controller:
         self.listed = True
         self.queue.add(ROUTES)
         return policies
-
-    async def _monitoring_kinds(self) -> frozenset[str]:
-        """Kinds of the Prometheus operator that the cluster has and we may use: without them all else goes on."""
-        served = await self._api.kinds(monitors.API_VERSION)
-        usable = set()
-        for kind in served & frozenset(monitors.KINDS):
-            try:
-                await self._api.get(kind, (*self._namespaces, self._settings.gateway_namespace)[0], "taktline-probe")
-            except ApiError as error:
-                if error.status not in (403, 404):
-                    raise
-                logger.warning("monitoring kind left alone", extra={"object": kind, "cause": str(error)})
-            else:
-                usable.add(kind)
-        return frozenset(usable)
 
     async def handle(self, key: Key) -> None:
         """Reconcile one key of the queue. Safe to repeat and to interrupt anywhere.
@@ -184,7 +183,8 @@ class Controller:
             result = refuse(live, "InvalidSpec", f"{error.message} ({error.next_step})", self._clock())
             pods = await self._api.list("Pod", namespace, naming.selector_text(naming.worker_selector(name)))
             known = self._table.get(name)
-            route = msgspec.structs.replace(known, targets=routing.targets(pods)) if known else None
+            found = routing.targets(group_pods.leaders(pods))
+            route = msgspec.structs.replace(known, targets=found) if known else None
         else:
             observed = await self._observe(policy, live)
             result = plan(policy, observed, self._settings)
@@ -215,7 +215,7 @@ class Controller:
         worker_pods = naming.selector_text(naming.worker_selector(policy.name))
         pods, *lists = await asyncio.gather(
             self._api.list("Pod", policy.namespace, worker_pods),
-            *(self._api.list(kind, policy.namespace, selector) for kind in (*CHILD_KINDS, *(self.monitoring or ()))),
+            *(self._api.list(kind, policy.namespace, selector) for kind in self._child_kinds(policy, live)),
         )
         children: dict[Ref, Json] = {ref_of(child): child for found in lists for child in found}
         # A name we want but do not see by label may be taken by a stranger; look before applying over it.
@@ -226,7 +226,7 @@ class Controller:
             for pool in policy.spec.pools
             if policy.spec.rollout.strategy == "Progressive"
         ]
-        names += [ref_of(found) for found in monitors.objects(policy, self.monitoring or frozenset())]
+        names += [ref_of(found) for found in monitors.objects(policy, self._monitoring() or frozenset())]
         missing = [ref for ref in names if ref not in children]
         strangers = await asyncio.gather(*(self._api.get(ref.kind, policy.namespace, ref.name) for ref in missing))
         children |= {ref: stranger for ref, stranger in zip(missing, strangers, strict=True) if stranger is not None}
@@ -243,8 +243,23 @@ class Controller:
             name_owner=None if owner == policy.key else owner,
             absent=await self._existence.absent(policy),
             node_labels=self._node_labels,
-            monitoring=self.monitoring,
+            monitoring=self._monitoring(),
+            kinds=self.kinds,
+            node_gpus=self._node_gpus,
         )
+
+    def _monitoring(self) -> frozenset[str] | None:
+        """Kinds of the Prometheus operator that we may use."""
+        return None if self.kinds is None else self.kinds & frozenset(monitors.KINDS)
+
+    def _child_kinds(self, policy: spec.PolicyDeployment, live: Json) -> list[str]:
+        """Kinds of which the policy may have children; those of groups only where it has groups, or may have had."""
+        status = live.get("status", {})
+        grouped = any("podsPerWorker" in entry for entry in status.get("pools", []))
+        kinds = [*CHILD_KINDS, *sorted(self._monitoring() or ())]
+        if grouped or not status or policy.spec.engine.gpus > 1:
+            kinds += ["StatefulSet", *({groups.LWS_KIND} & (self.kinds or frozenset()))]
+        return kinds
 
     async def look_at_demand(self) -> None:
         """Ask the gateways, and queue every policy whose number of workers, or their place, is to change.
@@ -323,6 +338,7 @@ class Controller:
             ApiError: nodes could not be listed; 403 where the operator has no rights on them.
         """
         nodes = await self._api.list("Node", None)
+        self._node_gpus = meshes.of_nodes(nodes)
         self._node_labels = [node["metadata"].get("labels", {}) for node in nodes]
         found = [fault for node in nodes if (fault := healing.node_fault(node))]
         before, self._nodes = self._nodes, {fault.node: fault for fault in found}

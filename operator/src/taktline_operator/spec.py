@@ -7,33 +7,20 @@ import json
 from typing import Any, Literal
 
 import msgspec
+from taktline_protocol.delivery import MODELS_FOLDER, DeliveryConfig
 from taktline_protocol.deployment import ClientMapping, ClientProtocol, DegradeOptions, EngineOptions, ModelConfig
 
 from taktline_operator import schema, search_ranks
+from taktline_operator import model_source
 from taktline_operator.engine_spec import Engine
+from taktline_operator.model_source import CACHE_MOUNT, PVC_MOUNT, Delivery, Source, StatisticsFrom
 
 Family = Literal["pi0", "pi05", "gr00t-n1.7", "cosmos3-nano", "cosmos3-edge", "minicpm-robot", "vjepa2-ac"]
 Accelerator = Literal["cpu", "jetson-thor", "rtx-5090", "a40", "a100", "h100", "h200"]
 
-PVC_MOUNT = "/models"
-
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
     """Spelled in camelCase on the wire, as Kubernetes writes fields."""
-
-
-class Claim(_Struct, frozen=True):
-    """A PersistentVolumeClaim and the checkpoint's folder inside it."""
-
-    claim_name: str
-    path: str = ""
-
-
-class Source(_Struct, frozen=True):
-    """Where the checkpoint is: exactly one field is set."""
-
-    path: str | None = None
-    pvc: Claim | None = None
 
 
 class Model(_Struct, frozen=True):
@@ -44,6 +31,7 @@ class Model(_Struct, frozen=True):
     revision: str = ""
     sha256: dict[str, str] = {}
     statistics: str = ""
+    statistics_from: StatisticsFrom | None = None
     cameras: dict[str, str] = {}
 
 
@@ -64,6 +52,14 @@ class Toleration(_Struct, frozen=True, omit_defaults=True):
     toleration_seconds: int | None = None
 
 
+class Mesh(_Struct, frozen=True):
+    """How the pods of one worker find and reach each other, where its GPUs are those of several nodes."""
+
+    port: int = 29400
+    interface: str = ""
+    topology_key: str = ""
+
+
 class Pool(_Struct, frozen=True):
     """A group of like accelerators."""
 
@@ -76,6 +72,8 @@ class Pool(_Struct, frozen=True):
     profile: tuple[PoolTime, ...] = ()
     image: str | None = None
     runtime_class_name: str | None = None
+    gpus_per_node: int | None = None
+    mesh: Mesh = Mesh()
     node_selector: dict[str, str] = {}
     tolerations: tuple[Toleration, ...] = ()
     resources: Resources = Resources()
@@ -240,6 +238,7 @@ class Spec(_Struct, frozen=True):
     replicas: int | None = None
     clients: tuple[Client, ...] = ()
     degrade: Degrade = Degrade()
+    delivery: Delivery = Delivery()
 
     def desired_replicas(self) -> dict[str, int]:
         """Workers wanted by pool: each pool's minimum, then spec.replicas filled up in the order of the pools."""
@@ -257,14 +256,28 @@ class Spec(_Struct, frozen=True):
         """The checkpoint folder as the worker sees it."""
         if self.model.source.path is not None:
             return self.model.source.path
-        assert self.model.source.pvc is not None, "the CRD admits exactly one source"
-        return f"{PVC_MOUNT}/{self.model.source.pvc.path}".rstrip("/")
+        if self.model.source.fetched:
+            return f"{CACHE_MOUNT}/{MODELS_FOLDER}/{self.delivery_config().key}"
+        inside = self.model.source.oci or self.model.source.pvc
+        assert inside is not None, "the CRD admits exactly one source"
+        return f"{PVC_MOUNT}/{inside.path}".rstrip("/")
+
+    def delivery_config(self, policy: str = "") -> DeliveryConfig:
+        """What the program gets that fetches the checkpoint, where it is fetched."""
+        return model_source.delivery_config(
+            self.model.source,
+            self.delivery,
+            policy=policy,
+            revision=self.revision(),
+            sha256=self.model.sha256,
+            statistics=self.model.statistics_from,
+        )
 
     def revision(self) -> str:
         """The revision every chunk carries: the user's name, else one derived from model and engine."""
         if self.model.revision:
             return self.model.revision
-        described = [msgspec.to_builtins(self.model), self.engine.described()]
+        described = [model_source.described(msgspec.to_builtins(self.model)), self.engine.described()]
         return f"r-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:10]}"
 
     def model_config(self) -> ModelConfig:
@@ -273,7 +286,8 @@ class Spec(_Struct, frozen=True):
             family=self.model.family,
             path=self.model_path(),
             revision=self.revision(),
-            sha256=self.model.sha256,
+            # A fetched file was checked on its way; reading it all again would only make the start longer.
+            sha256={} if self.model.source.fetched else self.model.sha256,
             cameras=self.model.cameras,
             statistics=self.model.statistics,
         )

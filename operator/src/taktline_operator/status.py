@@ -111,6 +111,7 @@ def observed(
     rollout_note: str,
     trial: Trial,
     size: Sizing,
+    members: Sequence[Json] | None = None,
 ) -> Json:
     """Status of an accepted PolicyDeployment.
 
@@ -122,10 +123,13 @@ def observed(
         rollout_note: what the Progressing condition says besides counts.
         trial: the rollout as it is.
         size: the decisions on how many workers, and where.
+        members: the same pods with all others of their groups; None where there are none.
     """
     previous = live.get("status", {})
     settled = all(pool.settled for pool in pools)
-    found = [] if settled else faults.find(pods, deployments)  # ended pods linger after their replacement serves
+    found = (
+        [] if settled else faults.find(pods if members is None else members, deployments)
+    )  # ended pods linger after their replacement serves
     endpoints = [target.address for target in routing.targets(pods)]
     desired, ready = sum(pool.desired for pool in pools), len(endpoints)
     counts = f"{ready} of {desired} workers serve"

@@ -10,9 +10,11 @@ from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
 
+_KINDS = ("Deployment", "StatefulSet", "LeaderWorkerSet")  # what runs workers
+
 
 def live_tracks(policy: PolicyDeployment, pool: str, children: Iterable[Json]) -> dict[str, str]:
-    """Track -> hash of the revision it runs, of a pool's Deployments; the track of the plain one is empty.
+    """Track -> hash of the revision it runs, of a pool's Deployments or groups; the track of the plain ones is empty.
 
     A Deployment that says no hash (made before revisions were kept) runs the empty one.
     """
@@ -20,9 +22,10 @@ def live_tracks(policy: PolicyDeployment, pool: str, children: Iterable[Json]) -
     for child in children:
         metadata = child["metadata"]
         labels = metadata.get("labels", {})
-        if child.get("kind") == "Deployment" and labels.get(naming.LABEL_POOL) == pool:
+        kind = child.get("kind")
+        if kind in _KINDS and labels.get(naming.LABEL_POOL) == pool:
             track = labels.get(naming.LABEL_TRACK, "")
-            if metadata["name"] == naming.workload_name(policy.name, pool, track):
+            if kind != "Deployment" or metadata["name"] == naming.workload_name(policy.name, pool, track):
                 found[track] = metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH, "")
     return found
 

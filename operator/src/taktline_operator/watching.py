@@ -17,6 +17,7 @@ Json = dict[str, Any]
 # Where the operator's own objects are, and how few of the cluster's it asks for.
 _CHILDREN = (
     ("apps", "v1", "deployments", naming.CHILD_SELECTOR),
+    ("apps", "v1", "statefulsets", naming.CHILD_SELECTOR),
     ("", "v1", "services", naming.CHILD_SELECTOR),
     ("", "v1", "configmaps", f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"),
     ("policy", "v1", "poddisruptionbudgets", naming.CHILD_SELECTOR),

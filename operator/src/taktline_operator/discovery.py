@@ -1,0 +1,74 @@
+"""Which optional kinds the cluster has and the operator may use: looked up again at every resync, never needed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, Protocol
+
+from taktline_operator import groups, monitors
+from taktline_operator.kube import ApiError
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+class Optional(NamedTuple):
+    """A kind that another product brings.
+
+    Attributes:
+        versions: API versions that serve it, newest first.
+        product: what people know it by.
+        written: whether the operator makes objects of it, and so needs rights on them.
+    """
+
+    versions: tuple[str, ...]
+    product: str
+    written: bool = True
+
+
+KINDS: dict[str, Optional] = {
+    **{kind: Optional((monitors.API_VERSION,), "Prometheus operator") for kind in monitors.KINDS},
+    groups.LWS_KIND: Optional((groups.LWS_VERSION,), "LeaderWorkerSet"),
+}
+
+
+class Api(Protocol):
+    """The part of `kube.KubeApi` that is asked."""
+
+    async def kinds(self, group_version: str) -> frozenset[str]: ...  # noqa: D102
+
+    async def get(self, kind: str, namespace: str, name: str) -> Json | None: ...  # noqa: D102
+
+
+async def usable(api: Api, namespace: str) -> frozenset[str]:
+    """The optional kinds that are served, without those that the operator would have to write and may not.
+
+    Args:
+        namespace: one in which the operator works.
+
+    Raises:
+        ApiError: the API server refused for another reason than missing rights, or gave no answer.
+    """
+    served: dict[str, frozenset[str]] = {}
+    found = set()
+    for kind, optional in KINDS.items():
+        for version in optional.versions:
+            if version not in served:
+                served[version] = await api.kinds(version)
+        if any(kind in served[version] for version in optional.versions) and await _may_use(api, kind, namespace):
+            found.add(kind)
+    return frozenset(found)
+
+
+async def _may_use(api: Api, kind: str, namespace: str) -> bool:
+    if not KINDS[kind].written:
+        return True
+    try:
+        await api.get(kind, namespace, "taktline-probe")
+    except ApiError as error:
+        if error.status not in (403, 404):
+            raise
+        logger.warning("an optional kind is left alone", extra={"object": kind, "cause": str(error)})
+        return False
+    return True

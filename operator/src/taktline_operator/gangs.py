@@ -1,0 +1,188 @@
+"""Which groups of a line exist at this moment: new ones before old ones go, each built whole from one revision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from taktline_operator import group_pods, groups, naming, surge, workload
+from taktline_operator.lineup import Line
+from taktline_operator.meshes import Shape
+
+Json = dict[str, Any]
+
+
+class Gang(NamedTuple):
+    """The groups of one line.
+
+    Attributes:
+        template: pod template of its groups.
+        shape: pods and ranks of each.
+        lws: whether a LeaderWorkerSet makes them.
+        objects: those that must exist, in the order to create them.
+        kept: (kind, name) of groups of an earlier template that serve on, as they are.
+        removed: (kind, name) of workloads whose place is taken.
+    """
+
+    template: Json
+    shape: Shape
+    lws: bool
+    objects: tuple[Json, ...]
+    kept: frozenset[tuple[str, str]]
+    removed: tuple[tuple[str, str], ...]
+
+
+def of(
+    line: Line,
+    image: str,
+    shape: Shape,
+    children: Sequence[Json],
+    pods: Sequence[Json],
+    *,
+    lws_installed: bool,
+) -> Gang:
+    """The groups of a line, from what is live.
+
+    A line keeps the kind of object that its groups have: installing LeaderWorkerSet moves no worker that serves.
+
+    Args:
+        children: live objects of the policy.
+        pods: its pods, all members of groups.
+    """
+    sets = [child for child in children if child["kind"] == "StatefulSet" and is_of(line, child)]
+    lws = lws_installed and not sets
+    made = groups.template(line, image, shape, lws=lws)
+    hash_ = workload.template_hash(made)
+    ready = _ready_groups(pods)
+    others = [child for child in children if child["kind"] in ("Deployment", groups.LWS_KIND) and is_of(line, child)]
+    own = [pod for pod in pods if line.has(pod)]
+    if lws:
+        current = [pod for pod in group_pods.leaders(own) if _template_of(pod) == hash_ and _is_ready(pod, ready)]
+        done = len(current) >= line.replicas
+        old = tuple(_ref(child) for child in others if child["kind"] == "Deployment" and done)
+        update = _lws_update(line, own, children, hash_)
+        return Gang(made, shape, True, (groups.leader_worker_set(line, made, shape, update),), frozenset(), old)
+    numbers = {name: _number(name) for name in (child["metadata"]["name"] for child in sets)}
+    current_sets = {
+        child["metadata"]["name"]: child["metadata"]["name"] in ready
+        for child in sets
+        if child["metadata"].get("annotations", {}).get(naming.ANNOTATION_TEMPLATE) == hash_
+    }
+    old_sets = {
+        child["metadata"]["name"]: child["metadata"]["name"] in ready
+        for child in sets
+        if child["metadata"]["name"] not in current_sets
+    }
+    # Workers of another kind of object (one pod each, before the mesh outgrew a node) are replaced as a whole.
+    elsewhere = len([pod for pod in own if _is_ready(pod, ready) and _template_of(pod) != hash_]) - sum(
+        old_sets.values()
+    )
+    starved = any(surge.is_starved(pod) for pod in own if _template_of(pod) == hash_)
+    chosen = roll(
+        line.replicas,
+        {numbers[name]: is_ready for name, is_ready in current_sets.items()},
+        old_sets,
+        elsewhere,
+        starved,
+    )
+    objects = tuple(groups.stateful_set(line, made, number, shape) for number in chosen.numbers)
+    removed = [("StatefulSet", name) for name in old_sets if name not in chosen.kept]
+    wanted = {groups.group_name(line, hash_, number) for number in chosen.numbers}
+    removed += [("StatefulSet", name) for name in current_sets if name not in wanted]
+    serving = sum(current_sets[name] for name in wanted if name in current_sets)
+    removed += [_ref(child) for child in others if serving >= line.replicas]
+    return Gang(
+        template=made,
+        shape=shape,
+        lws=False,
+        objects=objects,
+        kept=frozenset(("StatefulSet", name) for name in chosen.kept),
+        removed=tuple(sorted(removed)),
+    )
+
+
+class Chosen(NamedTuple):
+    """Numbers of the new groups to have, and names of the old ones to keep."""
+
+    numbers: tuple[int, ...]
+    kept: frozenset[str]
+
+
+def roll(
+    wanted: int, current: Mapping[int, bool], old: Mapping[str, bool], elsewhere: int = 0, starved: bool = False
+) -> Chosen:
+    """Which groups to have now.
+
+    Old groups that serve are kept until new ones do in their place; those that do not serve go at once. One group more
+    than wanted may exist. Where a new one finds no room, and there are two or more, an old one makes room for it; and
+    one group at a time is put together, so that no two wait for each other with half of their pods placed.
+
+    Args:
+        wanted: groups in the end.
+        current: number -> whether it serves, of the groups of the new template.
+        old: name -> whether it serves, of groups of other templates.
+        elsewhere: workers of other kinds of objects that serve and will go.
+        starved: whether the scheduler finds no room for a pod of a new group.
+    """
+    serving = sum(current.values())
+    spared = max(0, wanted - serving)
+    if starved and wanted >= 2 and spared:
+        spared -= 1
+    kept = frozenset(sorted(name for name, is_ready in old.items() if is_ready)[: max(0, spared - elsewhere)])
+    count = wanted if elsewhere else min(wanted, max(len(current), wanted + 1 - len(kept)))
+    if starved:
+        count = min(count, serving + 1)
+    staying = sorted(sorted(current, key=lambda number: (not current[number], number))[:count])
+    free = (number for number in range(wanted + len(current) + 1) if number not in current)
+    return Chosen(tuple(sorted([*staying, *(next(free) for _ in range(count - len(staying)))])), kept)
+
+
+def superseded(line: Line, children: Sequence[Json], serving: int) -> tuple[tuple[str, str], ...]:
+    """Groups of a line whose workers are one pod each by now, once these serve instead."""
+    if serving < line.replicas:
+        return ()
+    kinds = ("StatefulSet", groups.LWS_KIND)
+    return tuple(sorted(_ref(child) for child in children if child["kind"] in kinds and is_of(line, child)))
+
+
+def is_of(line: Line, child: Json) -> bool:
+    """Whether a workload runs workers of this line."""
+    labels = child["metadata"].get("labels", {})
+    if labels.get(naming.LABEL_MANAGED_BY) != naming.MANAGER or labels.get(naming.LABEL_POLICY) != line.policy.name:
+        return False
+    same = labels.get(naming.LABEL_POOL) == line.pool.name and labels.get(naming.LABEL_TRACK, "") == line.track
+    return bool(same and not child["metadata"].get("deletionTimestamp"))
+
+
+def _lws_update(line: Line, own: Sequence[Json], children: Sequence[Json], hash_: str) -> Json:
+    """How the set replaces groups: a new one first, or an old one first where a new one finds no room."""
+    if line.replicas < 2:
+        return surge.SURGE
+    name = groups.base_name(line)
+    live = next((c for c in children if c["kind"] == groups.LWS_KIND and c["metadata"]["name"] == name), {})
+    rolling = live.get("spec", {}).get("rolloutStrategy", {}).get("rollingUpdateConfiguration", {})
+    updating = any(_template_of(pod) != hash_ for pod in own)
+    starved = any(surge.is_starved(pod) for pod in own if _template_of(pod) == hash_)
+    return surge.YIELD if updating and (starved or rolling.get("maxUnavailable") == 1) else surge.SURGE
+
+
+def _ready_groups(pods: Sequence[Json]) -> set[str]:
+    return {name for name, members in group_pods.units(pods).items() if group_pods.is_whole(members)}
+
+
+def _is_ready(pod: Json, ready: set[str]) -> bool:
+    return group_pods.index_of(pod) in (None, 0) and group_pods.group_of(pod) in ready
+
+
+def _template_of(pod: Json) -> str:
+    found: str = pod["metadata"].get("annotations", {}).get(naming.ANNOTATION_TEMPLATE, "")
+    return found
+
+
+def _number(name: str) -> int:
+    text = name.rpartition("-")[2]
+    return int(text) if text.isdecimal() else 0
+
+
+def _ref(child: Json) -> tuple[str, str]:
+    return child["kind"], child["metadata"]["name"]

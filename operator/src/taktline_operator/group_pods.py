@@ -1,0 +1,98 @@
+"""Pods of groups, seen as workers: one group counts once, by its first pod, and is ready when all of its pods are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from taktline_operator import groups, naming, routing
+
+Json = dict[str, Any]
+
+
+def index_of(pod: Json) -> int | None:
+    """The pod's place in its group, 0 for the one that leads; None for a worker of one pod."""
+    labels = pod["metadata"].get("labels", {})
+    text = labels.get(groups.LWS_INDEX_LABEL)
+    if text is None and naming.LABEL_GROUP in labels:
+        text = labels.get(groups.INDEX_LABEL, pod["metadata"]["name"].rpartition("-")[2])
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def group_of(pod: Json) -> str:
+    """What identifies the pod's group; for a worker of one pod, the pod's own name."""
+    labels = pod["metadata"].get("labels", {})
+    if groups.LWS_INDEX_LABEL in labels:
+        return f"{labels.get(groups.LWS_NAME_LABEL, '')}/{labels.get(groups.LWS_GROUP_LABEL, '')}"
+    found: str = labels.get(naming.LABEL_GROUP) or pod["metadata"]["name"]
+    return found
+
+
+def units(pods: Iterable[Json]) -> dict[str, list[Json]]:
+    """Pods by group, first pods first; a worker of one pod is a unit by itself."""
+    found: dict[str, list[Json]] = {}
+    for pod in sorted(pods, key=lambda pod: (index_of(pod) or 0, str(pod["metadata"]["name"]))):
+        found.setdefault(group_of(pod), []).append(pod)
+    return found
+
+
+def is_whole(members: Sequence[Json]) -> bool:
+    """Whether all pods that a group is to have are there and ready."""
+    sizes = {member["metadata"].get("annotations", {}).get(naming.ANNOTATION_GROUP_SIZE, "1") for member in members}
+    return sizes == {str(len(members))} and all(routing.is_ready(member) for member in members)
+
+
+def leaders(pods: Sequence[Json]) -> list[Json]:
+    """Pods that stand for workers, in the order given: those of one pod, and the first of each group.
+
+    A first pod whose group is not whole is shown as not ready: nobody may be sent there.
+    """
+    members = units(pods)
+    found = []
+    for pod in pods:
+        index = index_of(pod)
+        if index is None or (index == 0 and is_whole(members[group_of(pod)])):
+            found.append(pod)
+        elif index == 0:
+            found.append(_not_ready(pod))
+    return found
+
+
+def with_followers(workers: Iterable[Json], pods: Sequence[Json]) -> list[Json]:
+    """The pods of these workers, all members of their groups included."""
+    wanted = {group_of(worker) for worker in workers}
+    return [pod for pod in pods if group_of(pod) in wanted]
+
+
+def _not_ready(pod: Json) -> Json:
+    status = pod.get("status", {})
+    conditions = [
+        condition | {"status": "False"} if condition["type"] == "Ready" else condition
+        for condition in status.get("conditions", [])
+    ]
+    return pod | {"status": status | {"conditions": conditions}}
+
+
+def selector(policy: str, pods_per_worker: int, *, lws: bool) -> str:
+    """A label selector of the pods that stand for workers, as the scale subresource states it.
+
+    Pods without an index are admitted by `notin`, so that pools of workers of one pod count as well.
+    """
+    plain = naming.selector_text(naming.worker_selector(policy))
+    if pods_per_worker <= 1:
+        return plain
+    others = ",".join(str(index) for index in range(1, pods_per_worker))
+    return f"{plain},{groups.LWS_INDEX_LABEL if lws else groups.INDEX_LABEL} notin ({others})"
+
+
+def workloads(children: Mapping[Any, Json]) -> list[Json]:
+    """Deployments and LeaderWorkerSets as they are; the StatefulSets of a line as one, counted in groups."""
+    found = [child for child in children.values() if child["kind"] in ("Deployment", groups.LWS_KIND)]
+    sets: dict[tuple[str, str], list[Json]] = {}
+    for child in children.values():
+        if child["kind"] == "StatefulSet":
+            labels = child["metadata"].get("labels", {})
+            key = (labels.get(naming.LABEL_POOL, ""), labels.get(naming.LABEL_TRACK, ""))
+            sets.setdefault(key, []).append(child)
+    found += [{**members[0], "spec": members[0]["spec"] | {"replicas": len(members)}} for members in sets.values()]
+    return found
