@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline_protocol import ErrorCode, TaktlineError
-    from taktline_protocol.messages import Rtc, Search
+    from taktline_protocol.messages import Imagine, Rtc, Search
 
     from taktline.access import Access
     from taktline.action_buffer import ActionBuffer
@@ -25,6 +25,7 @@ __all__ = [
     "AsyncRobot",
     "Chunk",
     "ErrorCode",
+    "Imagine",
     "PlannedStep",
     "Player",
     "Robot",
@@ -41,6 +42,7 @@ _HOMES = {
     "AsyncRobot": "taktline.robot",
     "Chunk": "taktline.chunk",
     "ErrorCode": "taktline_protocol",
+    "Imagine": "taktline_protocol.messages",
     "PlannedStep": "taktline.planning",
     "Player": "taktline.player",
     "Robot": "taktline.robot",

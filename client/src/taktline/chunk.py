@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from taktline_protocol.messages import ActionChunk, Observation, PlanReport, RtcReport, Timings
+from taktline_protocol.messages import ActionChunk, ImaginedVideo, Observation, PlanReport, RtcReport, Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Chunk:
         timings: the five terms in ms; their sum is L_critical as the robot measured it.
         margin_ms: control margin; negative means that the chunk came after the hand-off deadline.
         rtc: what was made of the unexecuted rows that were sent along.
+        imagined: of world-action models, the video that was asked for: `parts` is an MP4 file, or JPEGs.
         next_observation_at: robot clock, s: when the gateway would like to see the next observation, so that a fleet
             fills its batches evenly; None where any time is as good.
         plan: of planners: predicted states and energies; `actions` is then the whole plan, row 0 is to be executed.
@@ -41,6 +42,7 @@ class Chunk:
     request_id: str
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
+    imagined: ImaginedVideo | None = None
     next_observation_at: float | None = None
 
 
@@ -68,6 +70,7 @@ def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float
         request_id=answer.request_id,
         plan=answer.plan,
         rtc=answer.rtc,
+        imagined=answer.imagined,
         next_observation_at=_when(answer, observation, round_trip_ms),
     )
     return chunk, unseen_ms

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.images import sniff_encoding
-from taktline_protocol.messages import Array, Image, Observation, PriorityName, Rtc, Search
+from taktline_protocol.messages import Array, Image, Imagine, Observation, PriorityName, Rtc, Search
 
 from taktline.tracing import current_traceparent
 
@@ -42,6 +42,7 @@ class Sender:
         seed: int | None = None,
         search: Search | None = None,
         rtc: Rtc | None = None,
+        imagine: Imagine | None = None,
         priority: PriorityName = "production",
     ) -> Observation:
         """The next observation of this session, stamped now on the monotonic clock.
@@ -66,6 +67,7 @@ class Sender:
             seed=seed,
             search=search,
             rtc=rtc,
+            imagine=imagine,
             priority=priority,
             traceparent=current_traceparent(),
         )

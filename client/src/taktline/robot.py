@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.messages import Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
+from taktline_protocol.messages import Imagine, Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
 
 from taktline.access import Access
 from taktline.chunk import Chunk, complete
@@ -90,6 +90,7 @@ class AsyncRobot:
         seed: int | None = None,
         search: Search | None = None,
         rtc: Rtc | None = None,
+        imagine: Imagine | None = None,
         priority: PriorityName = "production",
     ) -> Chunk:
         """Asks for the next action chunk. Cancelling the task takes a queued observation out of the queue.
@@ -104,6 +105,7 @@ class AsyncRobot:
             seed: fixes the sampler's noise.
             search: of planners: what this request changes of the deployment's search.
             rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
+            imagine: for world-action models: the imagined video is wanted with the actions (`Chunk.imagined`).
             priority: class of traffic.
 
         Raises:
@@ -124,6 +126,7 @@ class AsyncRobot:
                     seed=seed,
                     search=search,
                     rtc=rtc,
+                    imagine=imagine,
                     priority=priority,
                 )
             chunk = await self._ask(observation, frames)
@@ -147,6 +150,7 @@ class AsyncRobot:
         seed: int | None = None,
         search: Search | None = None,
         rtc: Rtc | None = None,
+        imagine: Imagine | None = None,
         priority: PriorityName = "production",
     ) -> asyncio.Task[Chunk]:
         """As `act`, as a task. Arrays are copied, so a camera's buffer may be used again."""
@@ -161,6 +165,7 @@ class AsyncRobot:
                 seed=seed,
                 search=search,
                 rtc=rtc,
+                imagine=imagine,
                 priority=priority,
             )
         )
@@ -298,6 +303,7 @@ class Robot:
         seed: int | None = None,
         search: Search | None = None,
         rtc: Rtc | None = None,
+        imagine: Imagine | None = None,
         priority: PriorityName = "production",
     ) -> Chunk:
         """Asks for the next action chunk and waits for it; arguments and errors as of `AsyncRobot.act`."""
@@ -312,6 +318,7 @@ class Robot:
                 seed=seed,
                 search=search,
                 rtc=rtc,
+                imagine=imagine,
                 priority=priority,
             )
         )
@@ -328,6 +335,7 @@ class Robot:
         seed: int | None = None,
         search: Search | None = None,
         rtc: Rtc | None = None,
+        imagine: Imagine | None = None,
         priority: PriorityName = "production",
     ) -> Future[Chunk]:
         """As `act`, at once: the chunk comes as a future. Arrays are copied, so a camera's buffer may be used again."""
@@ -342,6 +350,7 @@ class Robot:
                 seed=seed,
                 search=search,
                 rtc=rtc,
+                imagine=imagine,
                 priority=priority,
             )
         )

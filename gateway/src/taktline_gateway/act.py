@@ -133,6 +133,7 @@ class ActEndpoint:
             worker=served.worker,
             plan=served.plan,
             rtc=served.rtc,
+            imagined=served.imagined,
             degraded=served.degraded,
             next_observation_at_ms=next_observation_at_ms(observation, served.next_at, time.monotonic()),
         )

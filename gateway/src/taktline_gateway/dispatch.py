@@ -158,7 +158,7 @@ class Dispatch:
             if member.result.done():
                 continue
             try:
-                actions, plan, rtc = read_result(results.get(member.request_id), link.name)
+                actions, plan, rtc, imagined = read_result(results.get(member.request_id), link.name)
             except TaktlineError as error:
                 if error.code in RETRIED and self._again(member, returned_at):
                     continue
@@ -183,6 +183,7 @@ class Dispatch:
                     phases_ms=(response.preprocess_ms, response.engine_ms, response.postprocess_ms),
                     plan=plan,
                     rtc=rtc,
+                    imagined=imagined,
                     next_at=self._next_at(member, batch.worker, returned_at),
                     degraded=degraded(steps, self._policy if member.policy != self._policy else ""),
                 )

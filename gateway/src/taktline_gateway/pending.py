@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 from taktline_protocol import ErrorCode, worker_pb2
-from taktline_protocol.messages import Array, Degraded, Image, PlanReport, RtcReport
-from taktline_protocol.rpc import from_error, from_plan, from_rtc, from_tensor
+from taktline_protocol.messages import Array, Degraded, Image, ImaginedVideo, PlanReport, RtcReport
+from taktline_protocol.rpc import from_error, from_imagined, from_plan, from_rtc, from_tensor
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.fleet import Batch
@@ -20,8 +21,7 @@ RETRY_S = 0.25
 """When a robot whose worker sent no usable result is told to try again."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """What a worker made of one observation, with the instants (monotonic, s) and durations around it.
 
     Attributes:
@@ -40,6 +40,7 @@ class Served:
     phases_ms: tuple[float, float, float]
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
+    imagined: ImaginedVideo | None = None
     degraded: Degraded | None = None
     next_at: float | None = None
 
@@ -81,7 +82,7 @@ class Pending(Ticket):
 
 def read_result(
     result: worker_pb2.InferResult | None, worker: str
-) -> tuple[Array, PlanReport | None, RtcReport | None]:
+) -> tuple[Array, PlanReport | None, RtcReport | None, ImaginedVideo | None]:
     """A worker's actions and what it says of them.
 
     Raises:
@@ -97,4 +98,5 @@ def read_result(
         raise worker_failed(worker, "its actions are not finite float32 rows", RETRY_S)
     plan = from_plan(result.plan) if result.HasField("plan") else None
     rtc = from_rtc(result.rtc) if result.HasField("rtc") else None
-    return actions, plan, rtc
+    imagined = from_imagined(result.imagined) if result.HasField("imagined") else None
+    return actions, plan, rtc, imagined

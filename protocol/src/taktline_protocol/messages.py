@@ -93,6 +93,18 @@ class Rtc(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     prefix_end: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
+class Imagine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Asks a world-action model to show the future that it acts for.
+
+    Attributes:
+        format: `mp4` = one H.264 file; `frames` = a JPEG for each frame.
+        height: pixels that the frames are scaled down to; None keeps the policy's own.
+    """
+
+    format: Literal["mp4", "frames"] = "mp4"
+    height: Annotated[int, Meta(ge=16, le=4096)] | None = None
+
+
 class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One robot request.
 
@@ -115,6 +127,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         traceparent: W3C trace context of the robot's own trace, where it has one; of the HTTP header and this the
             header counts. What is malformed is ignored.
         rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
+        imagine: for world-action models: the imagined video is wanted with the actions, and may be waited for.
         priority: class of traffic. `rollout` is for simulators that have no deadline: its budget is how long they would
             wait, and it gets what the other classes leave.
     """
@@ -133,6 +146,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     search: Search | None = None
     rtc: Rtc | None = None
+    imagine: Imagine | None = None
     priority: PriorityName = "production"
     traceparent: Annotated[str, Meta(max_length=256)] = ""
 
@@ -191,6 +205,20 @@ class RtcReport(msgspec.Struct, frozen=True, kw_only=True):
     path: Literal["batched", "apart"]
 
 
+class ImaginedVideo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a world-action model expects to see while its actions are executed; frame 0 is the observed one.
+
+    Attributes:
+        format: as it was asked for.
+        fps: frames a second; frame i belongs to captured_at + i / fps.
+        parts: the MP4 file alone, or a JPEG for each frame.
+    """
+
+    format: Literal["mp4", "frames"]
+    fps: float
+    parts: tuple[bytes, ...]
+
+
 class Degraded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an answer differs from the policy's own, where there was no time for that; only what differs is set.
 
@@ -215,6 +243,7 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         batch_size: how many observations shared the engine call.
         plan: of planners: `actions` is then the whole plan, of which row 0 is to be executed.
         rtc: what was made of the observation's `rtc`; absent where no tail was sent.
+        imagined: of world-action models, where the observation asked for it.
         degraded: what was made cheaper to meet the deadline; absent where nothing was.
         next_observation_at_ms: when to capture the next observation, in ms after this answer left the gateway, so that
             the fleet's observations come in step with the batches. A hint; absent where any moment is as good.
@@ -235,6 +264,7 @@ class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     worker: str = ""
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
+    imagined: ImaginedVideo | None = None
     degraded: Degraded | None = None
     next_observation_at_ms: float | None = None
 

@@ -16,6 +16,7 @@ from taktline_protocol.messages import (
     BucketTime,
     CheaperLevel,
     Image,
+    ImaginedVideo,
     Observation,
     PlanReport,
     PolicyInfo,
@@ -84,6 +85,9 @@ def to_item(
         item.search.CopyFrom(_to_search(observation.search))
     if observation.rtc is not None:
         item.rtc.CopyFrom(_to_rtc(observation.rtc))
+    if observation.imagine is not None:
+        asked = observation.imagine
+        item.imagine.CopyFrom(worker_pb2.Imagine(format=asked.format, height=asked.height))
     for camera, image in observation.images.items() if images else ():
         wire = item.images[camera]
         wire.encoding = image.encoding
@@ -161,6 +165,17 @@ def from_rtc(applied: worker_pb2.RtcApplied) -> RtcReport:
         schedule=applied.schedule,  # type: ignore[arg-type]
         path=applied.path,  # type: ignore[arg-type]
     )
+
+
+def from_imagined(video: worker_pb2.ImaginedVideo) -> ImaginedVideo:
+    """A worker's imagined video. Raises TaktlineError `worker_failed` where it does not fit."""
+    if video.format not in ("mp4", "frames") or not video.parts or not 0 < video.fps <= 1000:
+        raise TaktlineError(
+            ErrorCode.WORKER_FAILED,
+            f"the worker sent a video of format {video.format[:32]!r}, {len(video.parts)} parts, {video.fps} frames/s",
+            "run the gateway and the workers of one release",
+        )
+    return ImaginedVideo(format=video.format, fps=video.fps, parts=tuple(video.parts))  # type: ignore[arg-type]
 
 
 def to_error(error: TaktlineError) -> worker_pb2.Error:

@@ -134,8 +134,26 @@ class RtcApplied(_message.Message):
     path: str
     def __init__(self, mode: _Optional[str] = ..., delay: _Optional[int] = ..., prefix_end: _Optional[int] = ..., schedule: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
+class Imagine(_message.Message):
+    __slots__ = ("format", "height")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    format: str
+    height: int
+    def __init__(self, format: _Optional[str] = ..., height: _Optional[int] = ...) -> None: ...
+
+class ImaginedVideo(_message.Message):
+    __slots__ = ("format", "fps", "parts")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    format: str
+    fps: float
+    parts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, format: _Optional[str] = ..., fps: _Optional[float] = ..., parts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class InferItem(_message.Message):
-    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms", "search", "rtc")
+    __slots__ = ("request_id", "robot_id", "seq", "images", "state", "instruction", "seed", "budget_ms", "search", "rtc", "imagine")
     class ImagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +171,7 @@ class InferItem(_message.Message):
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     SEARCH_FIELD_NUMBER: _ClassVar[int]
     RTC_FIELD_NUMBER: _ClassVar[int]
+    IMAGINE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     robot_id: str
     seq: int
@@ -163,7 +182,8 @@ class InferItem(_message.Message):
     budget_ms: float
     search: Search
     rtc: Rtc
-    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ..., rtc: _Optional[_Union[Rtc, _Mapping]] = ...) -> None: ...
+    imagine: Imagine
+    def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ..., rtc: _Optional[_Union[Rtc, _Mapping]] = ..., imagine: _Optional[_Union[Imagine, _Mapping]] = ...) -> None: ...
 
 class InferRequest(_message.Message):
     __slots__ = ("policy", "revision", "items", "solver_steps")
@@ -198,18 +218,20 @@ class Plan(_message.Message):
     def __init__(self, predicted_states: _Optional[_Union[Tensor, _Mapping]] = ..., energies: _Optional[_Union[Tensor, _Mapping]] = ..., stopped: _Optional[str] = ...) -> None: ...
 
 class InferResult(_message.Message):
-    __slots__ = ("request_id", "actions", "error", "plan", "rtc")
+    __slots__ = ("request_id", "actions", "error", "plan", "rtc", "imagined")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     RTC_FIELD_NUMBER: _ClassVar[int]
+    IMAGINED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     actions: Tensor
     error: Error
     plan: Plan
     rtc: RtcApplied
-    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rtc: _Optional[_Union[RtcApplied, _Mapping]] = ...) -> None: ...
+    imagined: ImaginedVideo
+    def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rtc: _Optional[_Union[RtcApplied, _Mapping]] = ..., imagined: _Optional[_Union[ImaginedVideo, _Mapping]] = ...) -> None: ...
 
 class InferResponse(_message.Message):
     __slots__ = ("results", "preprocess_ms", "engine_ms", "postprocess_ms", "total_ms", "bucket", "revision")

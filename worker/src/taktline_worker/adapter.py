@@ -21,6 +21,7 @@ class Description:
     Attributes:
         rtc: how a tail of the last chunk is used: `guided`, `trained`, or empty where it is refused.
         rtc_max_delay: in the trained mode, the largest delay of the training.
+        imagines: whether clients may ask for the imagined video.
     """
 
     family: str
@@ -34,6 +35,7 @@ class Description:
     control_period_s: float
     rtc: str = ""
     rtc_max_delay: int = 0
+    imagines: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,19 @@ class GuidedChunk:
     path: str
 
 
-Answer = NDArray[np.float32] | PlannedChunk | GuidedChunk
-"""What a good row gets: an action chunk (H, D) in robot units, alone or with how a tail shaped it, or a plan."""
+@dataclass(frozen=True, slots=True)
+class ImaginedChunk:
+    """An action chunk (H, D) and the video that a world-action model imagined with it (protocol `ImaginedVideo`)."""
+
+    actions: NDArray[np.float32]
+    format: str
+    fps: float
+    parts: tuple[bytes, ...]
+
+
+Answer = NDArray[np.float32] | PlannedChunk | GuidedChunk | ImaginedChunk
+"""What a good row gets: an action chunk (H, D) in robot units, alone or with how a tail shaped it or the video that was
+imagined with it, or a plan."""
 
 
 class PendingRow(Protocol):

@@ -144,6 +144,8 @@ class Engine:
                     raise item.observation
                 if item.observation.rtc is not None and not self.adapter.description.rtc:
                     raise _no_rtc(self.adapter.description.family)
+                if item.observation.imagine is not None and not self.adapter.description.imagines:
+                    raise _no_video(self.adapter.description.family)
                 pending.append((index, self.adapter.begin(item.observation, self._decoders)))
             except Exception as error:
                 outcomes[index] = _own(error)
@@ -238,6 +240,14 @@ def _no_rtc(family: str) -> TaktlineError:
         ErrorCode.RTC_INVALID,
         f"this worker serves {family} without real-time chunking",
         "leave rtc out of the observation, or set spec.engine.rtc where the family has it",
+    )
+
+
+def _no_video(family: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.IMAGINE_INVALID,
+        f"this worker serves {family} without imagined videos",
+        "leave imagine out of the observation, or set spec.engine.worldAction.imagine where the family has it",
     )
 
 

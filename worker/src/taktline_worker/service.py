@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
 
-from taktline_worker.adapter import GuidedChunk, PlannedChunk
+from taktline_worker.adapter import GuidedChunk, ImaginedChunk, PlannedChunk
 from taktline_worker.batch_port import BatchPort, CallContext, Frame, Frames
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
-from taktline_worker.observation import EncodedImage, RobotInput, RtcInput, SearchInput
+from taktline_worker.observation import EncodedImage, ImagineInput, RobotInput, RtcInput, SearchInput
 from taktline_worker.tracing import BatchTraces
 
 logger = logging.getLogger(__name__)
@@ -188,6 +188,7 @@ def _read_item(item: worker_pb2.InferItem, frames: Mapping[str, Frame], received
             seed=item.seed if item.HasField("seed") else None,
             search=_read_search(item.search) if item.HasField("search") else None,
             rtc=_read_rtc(item.rtc) if item.rtc.HasField("tail") else None,
+            imagine=_read_imagine(item.imagine) if item.HasField("imagine") else None,
             expires_at=expires,
         )
     except TaktlineError as error:
@@ -222,6 +223,10 @@ def _read_rtc(rtc: worker_pb2.Rtc) -> RtcInput:
     )
 
 
+def _read_imagine(imagine: worker_pb2.Imagine) -> ImagineInput:
+    return ImagineInput(imagine.format, imagine.height if imagine.HasField("height") else None)
+
+
 def _read_array(name: str, tensor: worker_pb2.Tensor, code: ErrorCode) -> np.ndarray[Any, np.dtype[np.generic]]:
     try:
         if tensor.dtype not in _STATE_DTYPES:
@@ -244,6 +249,9 @@ def _write_result(request_id: str, outcome: Outcome) -> worker_pb2.InferResult:
             path=outcome.path,
         )
         return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome.actions), rtc=applied)
+    if isinstance(outcome, ImaginedChunk):
+        video = worker_pb2.ImaginedVideo(format=outcome.format, fps=outcome.fps, parts=outcome.parts)
+        return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome.actions), imagined=video)
     if not isinstance(outcome, PlannedChunk):
         return worker_pb2.InferResult(request_id=request_id, actions=_write_array(outcome))
     plan = worker_pb2.Plan(
