@@ -112,7 +112,7 @@ def test_gated_norm(width: int, dtype: torch.dtype) -> None:
         kernels.rms_norm_silu_gate(x, weight, gate, 1e-6, config={}),
     ):
         assert found.dtype == dtype
-        assert error(found, exact) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert error(found, exact) < (1e-6 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,7 +131,7 @@ def test_convolution_and_split(tokens: int, dtype: torch.dtype) -> None:
     ):
         assert [part.shape[-1] for part in found] == list(widths)
         assert all(part.is_contiguous() and part.dtype == dtype for part in found)
-        assert error(torch.cat(found, dim=-1), exact) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert error(torch.cat(found, dim=-1), exact) < (1e-6 if dtype == torch.float32 else 6e-3)
 
 
 def test_all_three_are_registered_with_a_kernel() -> None:
