@@ -136,7 +136,7 @@ def test_convolution_and_split(tokens: int, dtype: torch.dtype) -> None:
 
 def test_all_three_are_registered_with_a_kernel() -> None:
     for name in ("rms_norm_silu_gate", "conv_silu_split", "gated_delta_rule"):
-        assert REGISTRY[name].implementations() == ("reference", "triton")
+        assert "triton" in REGISTRY[name].implementations()
         assert callable(REGISTRY[name].load("triton"))
 
 

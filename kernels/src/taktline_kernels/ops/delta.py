@@ -31,7 +31,7 @@ def _conv_silu_split_reference(x: Tensor, weight: Tensor, widths: tuple[int, int
     taps = weight.shape[1]
     padded = functional.pad(_wide(x).transpose(1, 2), (taps - 1, 0))
     mixed = functional.conv1d(padded, _wide(weight)[:, None], groups=weight.shape[0])
-    parts = torch.split(functional.silu(mixed).transpose(1, 2).to(x.dtype), widths, dim=-1)
+    parts = torch.split(functional.silu(mixed).transpose(1, 2).to(x.dtype), list(widths), dim=-1)
     return tuple(part.contiguous() for part in parts)
 
 
