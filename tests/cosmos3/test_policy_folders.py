@@ -105,8 +105,8 @@ def test_a_published_folder_is_served(published, kind):
     assert actions.shape == (32, 8)
     assert np.isfinite(actions).all()
     # The gripper is turned round on the way out, everything else is the network's own number.
-    np.testing.assert_array_equal(actions[:, :7], outputs[0].actions[:, :7])
-    np.testing.assert_array_equal(actions[:, 7], 1.0 - outputs[0].actions[:, 7].numpy())
+    np.testing.assert_array_equal(actions[:, :7], outputs[0].outcome.actions[:, :7])
+    np.testing.assert_array_equal(actions[:, 7], 1.0 - outputs[0].outcome.actions[:, 7].numpy())
     assert float(row.request.state[7]) == 0.75
     assert adapter.caches() == {"instruction": (0, 1), "empty_prompt": (0, 1)}
     assert adapter.largest_row().request.frames.shape == (3, 1, 544, 736)

@@ -95,6 +95,8 @@ class WorldActionOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         shift: warp of the solver's noise levels.
         prompt: whether the instruction is put into the JSON object of the training or into plain sentences.
         imagine: serve the imagined video to clients that ask for it; costs the memory of the video decoder.
+        split: what the `parallel.tp` ranks of a branch share: the matrices (`tensor`), or the tokens with the whole
+            weights on each rank (`sequence`).
     """
 
     preset: Literal["official", "paper"] | None = None
@@ -104,6 +106,7 @@ class WorldActionOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     shift: float | None = None
     prompt: Literal["json", "plain"] | None = None
     imagine: bool = False
+    split: Literal["tensor", "sequence"] | None = None
 
 
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -91,6 +91,10 @@ class FollowerRanks:
         TaktlineError: CONFIG_INVALID where there are fewer devices than ranks, or a follower refuses to start.
     """
 
+    meanwhile = "this one plans alone"
+    """What happens until a new group has loaded, for the log."""
+    whose = "the planner"
+
     def __init__(self, config: EngineConfig, size: int, device: torch.device) -> None:
         self.size = size
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -143,7 +147,7 @@ class FollowerRanks:
         pause_s = _PAUSES_S[min(self._losses, len(_PAUSES_S) - 1)]
         self._losses += 1
         logger.error(
-            "a rank of the mesh is lost; this one plans alone until a new group has loaded",
+            f"a rank of the mesh is lost; {self.meanwhile} until a new group has loaded",
             extra={"ranks": self.size, "restart_in_s": pause_s},
         )
         self._leave()
@@ -157,10 +161,13 @@ class FollowerRanks:
         self._closing.set()
         if self._mesh is not None and not self._gone.is_set():
             with contextlib.suppress(RuntimeError):
-                dismiss(self._mesh)
+                self._dismiss(self._mesh)
         self._leave()
         self._end_followers()
         self._folder.cleanup()
+
+    def _dismiss(self, mesh: Mesh) -> None:
+        dismiss(mesh)
 
     def pids(self) -> list[int]:
         """Processes of the followers, by rank."""
@@ -193,10 +200,10 @@ class FollowerRanks:
         while not self._store.check(keys):
             ended = next((rank for rank, one in enumerate(self._followers, 1) if one.poll() is not None), None)
             if ended is not None or self._closing.is_set() or time.monotonic() > ends:
-                reason = f"the ranks of the planner did not load within {timeout_s:g} s"
+                reason = f"the ranks of {self.whose} did not load within {timeout_s:g} s"
                 if ended is not None:
                     code = self._followers[ended - 1].returncode
-                    reason = f"rank {ended} of the planner ended with code {code} before it joined"
+                    reason = f"rank {ended} of {self.whose} ended with code {code} before it joined"
                 raise TaktlineError(
                     ErrorCode.CONFIG_INVALID,
                     reason,

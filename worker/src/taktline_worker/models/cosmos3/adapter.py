@@ -14,19 +14,21 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 
-from taktline_worker.adapter import Answer, CapturedGraph, Description
+from taktline_worker.adapter import Answer, CapturedGraph, Description, ImaginedChunk
 from taktline_worker.checkpoint import TensorFiles, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
-from taktline_worker.models.cosmos3 import vae
+from taktline_worker.models.cosmos3 import vae, video
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture, open_transformer
 from taktline_worker.models.cosmos3.graphs import GraphRunner
+from taktline_worker.models.cosmos3.group import PolicyGroup, Solved
+from taktline_worker.models.cosmos3.mesh import Mesh, Place, Split, check_mesh, place_of
 from taktline_worker.models.cosmos3.processor import Cosmos3Processor, PendingCosmosRow, PreparedRow
-from taktline_worker.models.cosmos3.request import PolicyOutcome
+from taktline_worker.models.cosmos3.ranks import PolicyRanks, check_devices
 from taktline_worker.models.cosmos3.scheduler_file import check_scheduler
 from taktline_worker.models.cosmos3.settings import PAGE, Serving, Sidecar, check_grid, resolve
 from taktline_worker.models.cosmos3.tokenizer import ChatTokenizer
-from taktline_worker.models.cosmos3.vae_weights import load_vae
-from taktline_worker.models.cosmos3.weights import load_weights
+from taktline_worker.models.cosmos3.vae_weights import VaeWeights, load_vae
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 
 NANO = "cosmos3-nano"
@@ -38,40 +40,65 @@ _USUAL_INSTRUCTION = "pick up the yellow cup from the left side of the table and
 class Cosmos3Adapter:
     """One loaded policy for one embodiment."""
 
-    def __init__(self, processor: Cosmos3Processor, runner: GraphRunner, family: str, precision: str) -> None:
+    def __init__(self, processor: Cosmos3Processor, group: PolicyGroup, family: str, precision: str) -> None:
         self.processor = processor
-        self.runner = runner
+        self.group = group
         serving = processor.serving
         self.description = Description(
             family=family,
             precision=precision,
-            device=str(runner.device),
+            device=str(group.runner.device),
             cameras=processor.cameras,
             optional_cameras=(),
             state_dim=processor.state_dim,
             action_dim=serving.settings.raw_dims,
             horizon=serving.rows,
             control_period_s=serving.control_period_s,
+            imagines=serving.imagine,
         )
+
+    @property
+    def runner(self) -> GraphRunner:
+        """This process's runner; another one after a lost group has come back."""
+        return self.group.runner
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingCosmosRow:
         """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
         return self.processor.begin(observation, pool)
 
-    def run(self, rows: Sequence[PreparedRow], bucket: int) -> list[PolicyOutcome]:
-        """Each row's actions in the model's units."""
+    def run(self, rows: Sequence[PreparedRow], bucket: int) -> list[Solved] | TaktlineError:
+        """Each row's actions in the model's units; or the error of a batch that was lost with a rank of the mesh."""
         del bucket  # the runner knows which batches it has buffers for
-        return self.runner.run([row.request for row in rows])
+        try:
+            return self.group.run([row.request for row in rows])
+        except TaktlineError as error:
+            return error
 
-    def finish(self, rows: Sequence[PreparedRow], outputs: Sequence[PolicyOutcome]) -> list[Answer | TaktlineError]:
-        """float32 (rows, D) in robot units, or the error of a row that is not finite."""
+    def finish(
+        self, rows: Sequence[PreparedRow], outputs: list[Solved] | TaktlineError
+    ) -> list[Answer | TaktlineError]:
+        """float32 (rows, D) in robot units, with the video where it was asked for, or a row's error."""
+        if isinstance(outputs, TaktlineError):
+            return [outputs] * len(rows)
         found: list[Answer | TaktlineError] = []
-        for outcome in outputs:
+        for row, solved in zip(rows, outputs, strict=True):
             try:
-                found.append(self.processor.actions(outcome.actions))
+                found.append(self._answer(row, solved))
             except TaktlineError as error:
                 found.append(error)
         return found
+
+    def _answer(self, row: PreparedRow, solved: Solved) -> Answer:
+        actions = self.processor.actions(solved.outcome.actions)
+        if row.imagine is None or solved.frames is None:
+            return actions
+        fps = self.processor.serving.settings.fps
+        parts = video.encode_video(solved.frames, row.imagine, fps)
+        return ImaginedChunk(actions, row.imagine.format, fps, parts)
+
+    def close(self) -> None:
+        """Lets the other ranks go."""
+        self.group.close()
 
     def largest_row(self) -> PreparedRow:
         """Every camera at the policy's own size and an instruction of usual length."""
@@ -152,19 +179,79 @@ def open_folder(config: EngineConfig) -> Opened:
     return Opened(folder, architecture, files, sidecar, serving, tokenizer, scheduler)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """One rank's share of a policy in memory; `member` makes its runner for a mesh that it has joined.
+
+    Attributes:
+        decoder: the VAE with its decoder; None where no video is served.
+        encoder: the VAE; None on ranks that get no pixels.
+    """
+
+    opened: Opened
+    weights: Cosmos3Weights
+    encoder: VaeWeights | None
+    decoder: VaeWeights | None
+    buckets: tuple[int, ...]
+    split: Split
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.weights.embedding.device
+
+    def member(self, mesh: Mesh) -> GraphRunner:
+        """This rank's runner, captured on a GPU: all ranks of a mesh make this call together."""
+        runner = GraphRunner(
+            self.weights,
+            self.opened.architecture,
+            self.opened.serving.settings,
+            None if self.encoder is None else partial(vae.encode, self.encoder),
+            mesh,
+            rows=self.buckets,
+            imagine=self.opened.serving.imagine,
+        )
+        if self.device.type == "cuda":
+            runner.capture()
+        return runner
+
+
 def load(config: EngineConfig) -> Cosmos3Adapter:
-    """Loads the checkpoint that `config` names, after all startup checks.
+    """Loads the checkpoint that `config` names, after all startup checks, and starts the other ranks of its mesh.
 
     Raises:
         TaktlineError: CHECKPOINT_INVALID or CONFIG_INVALID with the reason and the next step.
     """
+    opened = _checked(config)
+    # Before the weights: a wrong camera name, or a GPU that is not there, must not cost minutes of loading.
+    processor = Cosmos3Processor(
+        opened.serving,
+        opened.tokenizer,
+        config.model.cameras,
+        opened.architecture.action_width,
+        config.engine.max_image_pixels,
+    )
+    parallel, device = config.engine.parallel, choose_device(config.engine.device)
+    size = parallel.cfg * parallel.tp
+    check_devices(size, device)
+    loaded = _load(config, opened, 0)
+    ranks = PolicyRanks(config, parallel.cfg, parallel.tp, loaded.split, device) if size > 1 else None
+    group = PolicyGroup(loaded.member, loaded.decoder, ranks)
+    return Cosmos3Adapter(processor, group, opened.family, config.engine.precision)
+
+
+def load_rank(config: EngineConfig, rank: int) -> LoadedRank:
+    """The share of a rank other than 0. Raises TaktlineError as `load`."""
+    return _load(config, _checked(config), rank)
+
+
+def _checked(config: EngineConfig) -> Opened:
+    """Everything that is refused before the weights are read."""
     options = config.engine
     if options.precision not in _DTYPES:
         raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
     if options.parallel.search != 1:
         raise _config_error("engine.parallel.search is for planners", "use cfg and tp, or dp, one replica a GPU")
-    if options.parallel.cfg != 1 or options.parallel.tp != 1:
-        raise _config_error("engine.parallel asks for cfg or tp", "use dp, one replica a GPU")
     if options.rtc.mode not in ("auto", "off"):
         raise _config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family follows no tail: set auto or off")
     verify_digests(Path(config.model.path), config.model.sha256)
@@ -174,28 +261,30 @@ def load(config: EngineConfig) -> Cosmos3Adapter:
             f"model.family is {config.model.family}, the checkpoint is {opened.family}",
             f"set model.family to {opened.family}, or mount the other checkpoint",
         )
-    # Before the weights: a wrong camera name must not cost minutes of loading.
-    processor = Cosmos3Processor(
-        opened.serving,
-        opened.tokenizer,
-        config.model.cameras,
-        opened.architecture.action_width,
-        options.max_image_pixels,
-    )
+    guided = opened.serving.settings.guidance != 1.0
+    check_mesh(opened.architecture, _place(config, 0), guided)
+    return opened
+
+
+def _place(config: EngineConfig, rank: int) -> Place:
+    options = config.engine
+    split = options.world_action.split if options.world_action is not None else None
+    return place_of(rank, options.parallel.cfg, options.parallel.tp, split or "tensor")
+
+
+def _load(config: EngineConfig, opened: Opened, rank: int) -> LoadedRank:
+    options, place = config.engine, _place(config, rank)
     device, dtype = choose_device(options.device), _DTYPES[options.precision]
-    encoder = load_vae(opened.folder, dtype, device, decoder=False)
-    weights = load_weights(opened.files, opened.architecture, opened.serving.settings, dtype, device)
-    runner = GraphRunner(
-        weights,
-        opened.architecture,
-        opened.serving.settings,
-        partial(vae.encode, encoder),
-        rows=options.buckets,
-        imagine=opened.serving.imagine,
+    imagine = opened.serving.imagine
+    whole = load_vae(opened.folder, dtype, device, decoder=imagine) if imagine or rank == 0 else None
+    return LoadedRank(
+        opened=opened,
+        weights=load_weights(opened.files, opened.architecture, opened.serving.settings, dtype, device, place),
+        encoder=whole if rank == 0 else None,
+        decoder=whole if imagine else None,
+        buckets=options.buckets,
+        split=place.split,
     )
-    if device.type == "cuda":
-        runner.capture()
-    return Cosmos3Adapter(processor, runner, opened.family, options.precision)
 
 
 def _config_error(message: str, next_step: str) -> TaktlineError:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
+from taktline_worker.models.cosmos3 import video
 from taktline_worker.models.cosmos3.composition import COMPOSED, VIEWS, compose, to_frames
 from taktline_worker.models.cosmos3.prompt import prompt_text
-from taktline_worker.models.cosmos3.request import PolicyRequest, draw_noise
+from taktline_worker.models.cosmos3.request import SPATIAL_FACTOR, PolicyRequest, draw_noise
 from taktline_worker.models.cosmos3.settings import Serving
 from taktline_worker.models.cosmos3.tokenizer import ChatTokenizer
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, ImagineInput, RobotInput, decode_image
@@ -211,6 +212,8 @@ class Cosmos3Processor:
                 "this deployment serves actions only",
                 "leave imagine out, or set spec.engine.worldAction.imagine for a worker that keeps the video decoder",
             )
+        if imagine is not None:
+            video.check(imagine, self.serving.settings.latent_grid[1] * SPATIAL_FACTOR)
         return imagine
 
 

@@ -63,6 +63,16 @@ class OwnEmbodiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     meaning: str = "the numbers of its training data, in their order"
 
 
+class OwnShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Frames and actions of a checkpoint that was trained further in another shape; see `RequestSettings`."""
+
+    frames: int
+    actions: int
+    padded: tuple[int, int]
+    content: tuple[int, int]
+    fps: float
+
+
 class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`taktline.json` of a Cosmos3 folder; every field may be left out.
 
@@ -70,6 +80,7 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         description: one sentence, for people.
         preset: likewise all fields of `WorldActionOptions`, which come first where a deployment sets them.
         own_embodiment: the robot of a checkpoint that was trained further.
+        own_shape: likewise, where it was trained in another shape than the official one.
         view_text: what the picture is said to show, where it is not the three DROID views.
     """
 
@@ -77,6 +88,7 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     preset: Literal["official", "paper"] = "official"
     embodiment: str = ""
     own_embodiment: OwnEmbodiment | None = None
+    own_shape: OwnShape | None = None
     guidance: float | None = None
     guidance_interval: tuple[float, float] | None = None
     shift: float | None = None
@@ -117,7 +129,7 @@ def resolve(sidecar: Sidecar, options: EngineOptions, *, edge: bool, domains: in
         TaktlineError: CONFIG_INVALID with the setting, its bounds and where to change it.
     """
     asked = options.world_action or WorldActionOptions()
-    preset = PRESETS[asked.preset or sidecar.preset]
+    preset = _shaped(PRESETS[asked.preset or sidecar.preset], sidecar.own_shape)
     embodiment = _embodiment(asked.embodiment or sidecar.embodiment, sidecar.own_embodiment)
     if not 0 <= embodiment.domain < domains:
         raise _error(
@@ -163,6 +175,21 @@ def check_grid(settings: RequestSettings) -> None:
             f" {settings.frames} encoded, do not fit latent cells of {SPATIAL_FACTOR} pixels and 4 frames",
             "use a preset's sizes, or multiples of 16 pixels and 1 + 4n frames",
         )
+
+
+def _shaped(preset: RequestSettings, own: OwnShape | None) -> RequestSettings:
+    """A checkpoint's own shape in place of the official one; the paper's is asked for by name and stays."""
+    if own is None or preset.name == "paper":
+        return preset
+    return replace(
+        preset,
+        name="own",
+        frames=_within("own_shape.frames", own.frames, 5, 1001),
+        actions=_within("own_shape.actions", own.actions, 1, 1024),
+        padded=own.padded,
+        content=own.content,
+        fps=_within("own_shape.fps", own.fps, 0.1, 1000.0),
+    )
 
 
 def _embodiment(name: str, own: OwnEmbodiment | None) -> Embodiment:
