@@ -164,6 +164,7 @@ def test_a_change_of_any_solver_constant_shows(kit: Any, runner: GrootRunner) ->
     """Guards the order of the adaptive norms' halves and of the sinusoids against a silent swap."""
     case, rows = kit.case("case_b1")
     head = runner.weights.head
-    swapped = dataclasses.replace(head, tail_scale=1.0 + head.tail_shift, tail_shift=head.tail_scale - 1.0)
+    norms = tuple(dataclasses.replace(one, weight=1.0 + one.bias, bias=one.weight - 1.0) for one in head.tail_norms)
+    swapped = dataclasses.replace(head, tail_norms=norms)
     other = GrootRunner(dataclasses.replace(runner.weights, head=swapped), runner.architecture)
     assert kit.distance(other.run(rows), case["actions"]) > 0.01

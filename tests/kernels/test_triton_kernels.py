@@ -13,6 +13,7 @@ activations = importlib.import_module("taktline_kernels.triton_impl.activations"
 attention = importlib.import_module("taktline_kernels.triton_impl.attention")
 prefix_rows = importlib.import_module("taktline_kernels.triton_impl.prefix_rows")
 rope_module = importlib.import_module("taktline_kernels.triton_impl.rope")
+heads_module = importlib.import_module("taktline_kernels.triton_impl.heads")
 fp8 = importlib.import_module("taktline_kernels.triton_impl.fp8")
 head = importlib.import_module("taktline_kernels.triton_impl.action_head")
 
@@ -62,6 +63,33 @@ def test_geglu(dtype: torch.dtype) -> None:
     close(activations.geglu(x, config={"block": 64}), expected, dtype)
     paired = x.view(5, 2, 17, 8).transpose(1, 2).reshape(5, -1)
     close(activations.geglu(paired, config={"block": 64}, paired=True), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype) -> None:
+    x = rand(5, 2 * 136, dtype=dtype) * 3
+    close(activations.swiglu(x, config={"block": 64}), REGISTRY["swiglu"].reference(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "normed"), [(4, 2, 16, True), (3, 3, 24, False)])
+def test_norm_and_rotation_of_heads(heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    from taktline_kernels import ops
+
+    qkv = rand(3, 5, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos, sin = ops.rope_table(torch.arange(5, device=DEVICE), head_dim)
+    weights = (rand(head_dim), rand(head_dim)) if normed else (None, None)
+    expected, actual = qkv.clone(), qkv.clone()
+    args = (*weights, cos, sin, heads, kv_heads, 1e-6)
+    REGISTRY["norm_rotate"].reference(expected, *args)
+    heads_module.norm_rotate(actual, *args, config={})
+    close(actual, expected, dtype)
+    values = slice(-kv_heads * head_dim, None)
+    assert torch.equal(actual[..., values], qkv[..., values])
+    with pytest.raises(ValueError, match="both"):
+        heads_module.norm_rotate(actual, rand(head_dim), None, cos, sin, heads, kv_heads, 1e-6, config={})
+    with pytest.raises(ValueError, match="over a table of 4"):
+        ops.norm_rotate(qkv, None, None, cos[:4], sin[:4], heads=heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -1,6 +1,6 @@
 """The operations: each is one function with a torch reference and accelerated implementations beside it."""
 
-from taktline_kernels.ops.activations import geglu
+from taktline_kernels.ops.activations import geglu, swiglu
 from taktline_kernels.ops.attention import attention_prefix, attention_suffix, attention_vision
 from taktline_kernels.ops.linear import linear
 from taktline_kernels.ops.norms import (
@@ -11,7 +11,7 @@ from taktline_kernels.ops.norms import (
     layer_norm,
     rms_norm,
 )
-from taktline_kernels.ops.rope import rope, rope_table
+from taktline_kernels.ops.rope import norm_rotate, rope, rope_table
 from taktline_kernels.ops.solver import euler_update
 
 __all__ = [
@@ -26,7 +26,9 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear",
+    "norm_rotate",
     "rms_norm",
     "rope",
     "rope_table",
+    "swiglu",
 ]

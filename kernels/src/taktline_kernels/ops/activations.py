@@ -1,4 +1,4 @@
-"""Gated activation of the Gemma MLP."""
+"""Gated activations of feed-forward layers: gelu (Gemma) and silu (Qwen)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ def _geglu_reference(gate_up: Tensor) -> Tensor:
     return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def _swiglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
 _GEGLU = register("geglu", _geglu_reference, {"triton": "taktline_kernels.triton_impl.activations:geglu"})
+_SWIGLU = register("swiglu", _swiglu_reference, {"triton": "taktline_kernels.triton_impl.activations:swiglu"})
+
+
+def _shape(gate_up: Tensor) -> dict[str, int]:
+    width = gate_up.shape[-1] // 2
+    return {"rows": gate_up.numel() // (2 * width), "width": width}
 
 
 def geglu(gate_up: Tensor) -> Tensor:
@@ -25,6 +36,18 @@ def geglu(gate_up: Tensor) -> Tensor:
     Returns:
         (..., width) in the dtype of gate_up.
     """
-    width = gate_up.shape[-1] // 2
-    result: Tensor = _GEGLU.run({"rows": gate_up.numel() // (2 * width), "width": width}, gate_up, gate_up)
+    result: Tensor = _GEGLU.run(_shape(gate_up), gate_up, gate_up)
+    return result
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up in fp32, rounded once.
+
+    Args:
+        gate_up: (..., 2 * width): the gate in the first half, up in the second.
+
+    Returns:
+        (..., width) in the dtype of gate_up.
+    """
+    result: Tensor = _SWIGLU.run(_shape(gate_up), gate_up, gate_up)
     return result

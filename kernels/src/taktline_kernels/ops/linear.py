@@ -25,7 +25,7 @@ def _linear_reference(
     return out
 
 
-_LINEAR = register("linear", _linear_reference, {})
+_LINEAR = register("linear", _linear_reference, {"epilogue": "taktline_kernels.cuda.epilogue:linear"})
 
 
 def linear(

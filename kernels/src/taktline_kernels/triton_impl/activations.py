@@ -1,4 +1,4 @@
-"""Triton kernel of the gated gelu."""
+"""Triton kernel of the gated activations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def _geglu_kernel(
-    source_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr
+def _gated_kernel(
+    source_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRED: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,24 +40,35 @@ def _geglu_kernel(
     distance = 8 if PAIRED else WIDTH
     gate = tl.load(source_ptr + row * 2 * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source_ptr + row * 2 * WIDTH + first + distance, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + columns, (gelu_tanh(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    active = gate * tl.sigmoid(gate) if SILU else gelu_tanh(gate)
+    tl.store(out_ptr + row * WIDTH + columns, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def geglu(gate_up: Tensor, config: Mapping[str, int], *, paired: bool = False) -> Tensor:
     """Run `ops.geglu`; with `paired`, gates and ups alternate by eights."""
+    return _gated(gate_up, config, paired=paired, silu=False)
+
+
+def swiglu(gate_up: Tensor, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.swiglu`."""
+    return _gated(gate_up, config, paired=False, silu=True)
+
+
+def _gated(gate_up: Tensor, config: Mapping[str, int], *, paired: bool, silu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(config.get("block", 2048), power_of_two(width))
     grid = (gate_up.numel() // (2 * width), triton.cdiv(width, block))
     launch(
-        _geglu_kernel,
+        _gated_kernel,
         grid,
         gate_up,
         out,
         WIDTH=width,
         BLOCK=block,
         PAIRED=paired,
+        SILU=silu,
         num_warps=config.get("num_warps", 8),
     )
     return out

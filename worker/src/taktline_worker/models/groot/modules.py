@@ -6,12 +6,11 @@ Shapes: N images, B rows, S text slots a row (right-padded: causal layers then n
 from __future__ import annotations
 
 import torch
+from taktline_kernels import ops
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.models.groot.config import (
-    HEAD_NORM_EPS,
-    TAIL_NORM_EPS,
     VISION_THETA,
     GrootArchitecture,
     TextConfig,
@@ -58,11 +57,11 @@ def vision_positions(table: Tensor, rows: int, columns: int, merge: int) -> Tens
 
 
 def vision_rope(v: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (patches, head width) fp32: rows turn the first quarter of a head, columns the second."""
+    """Cosine and sine (patches, half a head's width) fp32: rows turn the first half of it, columns the second."""
     half = v.width // v.heads // 2
     frequencies = VISION_THETA ** (-torch.arange(0, half, 2, dtype=torch.float64) / half)
     angles = patch_order(rows, columns, v.merge).double()[:, :, None] * frequencies
-    angles = angles.flatten(1).repeat(1, 2)
+    angles = angles.flatten(1)
     return angles.cos().float(), angles.sin().float()
 
 
@@ -74,21 +73,24 @@ def encode_images(
     Args:
         patches: (N, P, patch values) in merge order.
         positions: (P, width) fp32.
-        cos: (P, head width) fp32; `sin` likewise.
+        cos: (P, half a head's width) fp32; `sin` likewise.
 
     Returns:
         (N, P / merge^2, text width), and the same of each deepstack block in order.
     """
-    x = weights.patch(patches) + positions.to(patches.dtype)
+    x, y = weights.patch(patches) + positions.to(patches.dtype), None
     deep = []
     for index, block in enumerate(weights.blocks):
-        q, k, value = block.qkv(block.norm1(x)).view(*x.shape[:2], 3, v.heads, -1).unbind(2)
-        q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
-        x = x + block.out(attend(q, k, value))
-        x = x + block.fc2(functional.gelu(block.fc1(block.norm2(x)), approximate="tanh"))
+        x, n = block.norm1.after(x, y)
+        qkv = block.qkv(n)
+        ops.norm_rotate(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
+        q, k, value = qkv.view(*x.shape[:2], 3, v.heads, -1).unbind(2)
+        x, n = block.norm2.after(x, block.out(attend(q, k, value)))
+        y = block.fc2(block.fc1.gelu(n))
         if index in weights.deepstack:
+            x, y = x + y, None
             deep.append(merge(weights.deepstack[index], x, v.merge))
-    return merge(weights.merger, x, v.merge), deep
+    return merge(weights.merger, x if y is None else x + y, v.merge), deep
 
 
 def merge(weights: Merger, x: Tensor, side: int) -> Tensor:
@@ -99,13 +101,6 @@ def merge(weights: Merger, x: Tensor, side: int) -> Tensor:
     if not weights.norm_first:
         x = weights.norm(x)
     return weights.fc2(functional.gelu(weights.fc1(x)))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotation in fp32, rounded once. x (..., d); cos and sin (..., d) broadcast against it."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
@@ -137,17 +132,9 @@ def text_frequencies(t: TextConfig) -> tuple[Tensor, Tensor]:
 
 
 def text_rope(frequencies: Tensor, axes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (B, S, head width) fp32 of positions (B, S, 3): time, row, column."""
-    angles = positions.double().index_select(-1, axes) * frequencies
-    angles = angles.repeat(1, 1, 2)
+    """Cosine and sine (B * S, half a head's width) fp32 of positions (B, S, 3): time, row, column."""
+    angles = (positions.double().index_select(-1, axes) * frequencies).flatten(0, 1)
     return angles.cos().float(), angles.sin().float()
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) rounded to the dtype of x, then times the weight (..., width)."""
-    wide = x.float()
-    normed = (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
-    return (normed.float() * weight).to(x.dtype)
 
 
 def encode_text(
@@ -168,30 +155,37 @@ def encode_text(
         images: (image tokens, width), in that order.
         deep: features added at the image tokens between layer 0 and 1, 1 and 2, ..., shaped like `images`; what
             would come behind the last layer is not part of its output.
-        cos: (B, S, head width) fp32; `sin` likewise.
+        cos: (B * S, half a head's width) fp32; `sin` likewise.
 
     Returns:
         (B, S, width); slots behind a row's end hold values that nothing reads.
     """
-    x = functional.embedding(tokens, weights.embedding)
+    x, y = functional.embedding(tokens, weights.embedding), None
     flat = x.view(-1, x.shape[-1])
     flat[image_slots] = images.to(flat.dtype)
     for index, layer in enumerate(weights.layers):
-        x = _text_layer(layer, t, x, cos[:, :, None], sin[:, :, None])
+        x, y = _text_layer(layer, t, x, y, cos, sin)
         if index < min(len(deep), len(weights.layers) - 1):
+            x, y = x + y, None
             flat = x.view(-1, x.shape[-1])
             flat[image_slots] = flat[image_slots] + deep[index].to(flat.dtype)
-    return x
+    return x if y is None else x + y
 
 
-def _text_layer(layer: TextLayer, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    qkv = layer.qkv(rms_norm(x, layer.norm1, t.norm_eps)).view(*x.shape[:2], -1, t.head_dim)
-    q, k, v = qkv[:, :, : t.heads], qkv[:, :, t.heads : -t.kv_heads], qkv[:, :, -t.kv_heads :]
-    q = rotate(rms_norm(q, layer.q_norm, t.norm_eps), cos, sin)
-    k = rotate(rms_norm(k, layer.k_norm, t.norm_eps), cos, sin)
-    x = x + layer.out(attend(q, k, v, causal=True))
-    gate, up = layer.gate_up(rms_norm(x, layer.norm2, t.norm_eps)).chunk(2, dim=-1)
-    return x + layer.down(functional.silu(gate) * up)
+def _text_layer(
+    layer: TextLayer, t: TextConfig, x: Tensor, y: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The stream x + y (y None: x) after the attention's residual, and what the feed-forward adds to it."""
+    if y is None:
+        n = ops.rms_norm(x, layer.norm1, t.norm_eps)
+    else:
+        x, n = ops.add_rms_norm(x, y, layer.norm1, t.norm_eps)
+    qkv = layer.qkv(n)
+    ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.norm_eps)
+    heads = qkv.view(*x.shape[:2], -1, t.head_dim)
+    q, k, v = heads[:, :, : t.heads], heads[:, :, t.heads : -t.kv_heads], heads[:, :, -t.kv_heads :]
+    x, n = ops.add_rms_norm(x, layer.out(attend(q, k, v, causal=True)), layer.norm2, t.norm_eps)
+    return x, layer.down(ops.swiglu(layer.gate_up(n)))
 
 
 def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor:
@@ -205,13 +199,19 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
     """
     if weights.vl_norm is not None:
         x = weights.vl_norm(x)
+    y = None
     for block in weights.refinement:
-        n = block.norm1(x)
-        keys, values = _split(block.attention.kv(n), heads)
-        queries = block.attention.q(n).view(*n.shape[:2], heads, -1)
-        x = x + block.attention.out(attend(queries, keys, values, valid))
-        x = x + block.fc2(functional.gelu(block.fc1(block.norm2(x)), approximate="tanh"))
-    return x
+        x, n = block.norm1.after(x, y)
+        x, n = block.norm2.after(x, block.attention.out(attend(*self_attention(block.attention, heads, n), valid)))
+        y = block.fc2(block.fc1.gelu(n))
+    return x if y is None else x + y
+
+
+def self_attention(attention: Attention, heads: int, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (B, S, heads, d) of n (B, S, width)."""
+    assert attention.qkv is not None  # the packing makes it wherever an attention has one input
+    q, k, v = attention.qkv(n).view(*n.shape[:2], 3, heads, -1).unbind(2)
+    return q, k, v
 
 
 def memory(attention: Attention, heads: int, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,24 +237,29 @@ def decode_actions(projector: Projector, x: Tensor) -> Tensor:
 
 
 def action_block(
-    block: ActionBlock, heads: int, x: Tensor, step: int, seen: tuple[Tensor, Tensor, Tensor] | None
-) -> Tensor:
-    """One block of the diffusion transformer on x (B, 1 + H, width).
+    block: ActionBlock,
+    weights: HeadWeights,
+    heads: int,
+    x: Tensor,
+    y: Tensor | None,
+    step: int,
+    seen: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """One block of the diffusion transformer on the stream x + y (B, 1 + H, width), y None: x.
 
     Args:
         seen: keys, values and the mask (B, 1, 1, S) of a cross-attention block; None for self-attention.
+
+    Returns:
+        The stream after the attention's residual, and what the feed-forward adds to it.
     """
-    n = adaptive_norm(x, block.scale[step], block.shift[step], HEAD_NORM_EPS)
-    queries = block.attention.q(n).view(*n.shape[:2], heads, -1)
-    keys, values, mask = seen if seen is not None else (*_split(block.attention.kv(n), heads), None)
-    x = x + block.attention.out(attend(queries, keys, values, mask))
-    n = functional.layer_norm(x.float(), (x.shape[-1],), eps=HEAD_NORM_EPS).to(x.dtype)
-    return x + block.fc2(functional.gelu(block.fc1(n), approximate="tanh"))
-
-
-def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """LayerNorm without affine, times `scale` (1 is in it), plus `shift`."""
-    return (functional.layer_norm(x.float(), (x.shape[-1],), eps=eps) * scale + shift).to(x.dtype)
+    x, n = block.norms[step].after(x, y)
+    if seen is None:
+        attended = attend(*self_attention(block.attention, heads, n))
+    else:
+        attended = attend(block.attention.q(n).view(*n.shape[:2], heads, -1), *seen)
+    x, n = weights.plain.after(x, block.attention.out(attended))
+    return x, block.fc2(block.fc1.gelu(n))
 
 
 def velocity(
@@ -281,10 +286,10 @@ def velocity(
     h = x.new_empty(*x.shape[:2], state.shape[-1])
     for rows, projector in projectors:
         h[rows] = embed_actions(projector, x[rows], step)
-    h = torch.cat((state[:, None], h), dim=1)
+    h, y = torch.cat((state[:, None], h), dim=1), None
     for block, its in zip(head.blocks, seen, strict=True):
-        h = action_block(block, a.head.heads, h, step, its)
-    h = head.tail(adaptive_norm(h[:, 1:], head.tail_scale[step], head.tail_shift[step], TAIL_NORM_EPS))
+        h, y = action_block(block, head, a.head.heads, h, y, step, its)
+    h = head.tail(head.tail_norms[step].after(h, y)[1][:, 1:])
     out = x.new_empty(x.shape)
     for rows, projector in projectors:
         out[rows] = decode_actions(projector, h[rows])

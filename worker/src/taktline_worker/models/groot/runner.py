@@ -99,7 +99,7 @@ class GrootRunner:
         return x.float()
 
     def tables(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """Position embeddings (P, width) and the rotation's cosine and sine (P, head width) of an image's grid."""
+        """Position embeddings (P, width) and the rotation's cosine and sine (P, half a head) of an image's grid."""
         if grid not in self._tables:
             vision = self.architecture.vision
             positions = modules.vision_positions(self.weights.vision.positions, *grid, vision.merge)

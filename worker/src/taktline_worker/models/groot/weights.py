@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.checkpoint import TensorFiles
+from taktline_worker.layers import Linear, Norm
 from taktline_worker.models.groot.config import (
     HEAD,
     HEAD_NORM_EPS,
+    TAIL_NORM_EPS,
     TEXT,
     TIME_CHANNELS,
     VISION_NORM_EPS,
@@ -21,31 +23,6 @@ from taktline_worker.models.groot.config import (
     GrootArchitecture,
     expected_shapes,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight (n, k) and its bias (n,), or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(..., k) -> (..., n)."""
-        return functional.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An affine layer norm; computed in fp32."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(..., width) in the dtype of x."""
-        return functional.layer_norm(x.float(), (x.shape[-1],), self.weight, self.bias, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +60,10 @@ class VisionWeights:
 
 @dataclass(frozen=True, slots=True)
 class TextLayer:
-    """One text layer; q, k and v of all heads in one matrix, gate and up in another."""
+    """One text layer; q, k and v of all heads in one matrix, gate and up in another.
+
+    `norm1` and `norm2` hold the multiplier less 1, as `ops.rms_norm` reads it; `q_norm` and `k_norm` the multiplier.
+    """
 
     norm1: Tensor
     qkv: Linear
@@ -105,11 +85,12 @@ class TextWeights:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projections of one attention; `kv` is key and value in one matrix."""
+    """Projections of one attention; `kv` is key and value in one matrix, `qkv` all three where one input feeds them."""
 
     q: Linear
     kv: Linear
     out: Linear
+    qkv: Linear | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +109,11 @@ class ActionBlock:
     """One block of the diffusion transformer.
 
     Attributes:
-        scale: (steps, width), 1 + scale of its adaptive norm at each solver step.
-        shift: likewise.
+        norms: its adaptive norm at each solver step: 1 + scale and shift, each (width,).
         crosses: whether its memory is the vision-language features.
     """
 
-    scale: Tensor
-    shift: Tensor
+    norms: tuple[Norm, ...]
     attention: Attention
     crosses: bool
     fc1: Linear
@@ -163,13 +142,13 @@ class Projector:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The action head. `tail_scale` and `tail_shift` are (steps, width) of the last norm."""
+    """The action head. `plain` is the norm without affine; `tail_norms` the last one at each solver step."""
 
     vl_norm: Norm | None
     refinement: tuple[RefinementBlock, ...]
     blocks: tuple[ActionBlock, ...]
-    tail_scale: Tensor
-    tail_shift: Tensor
+    plain: Norm
+    tail_norms: tuple[Norm, ...]
     tail: Linear
     projectors: Mapping[int, Projector]
 
@@ -266,12 +245,12 @@ class _Packer:
                 return self._place(self._tensors[f"{prefix}.{name}.weight"], torch.float32)
 
             return TextLayer(
-                norm1=scale("input_layernorm"),
+                norm1=scale("input_layernorm") - 1.0,
                 qkv=self._linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
                 q_norm=scale("self_attn.q_norm"),
                 k_norm=scale("self_attn.k_norm"),
                 out=self._linear(f"{prefix}.self_attn.o_proj"),
-                norm2=scale("post_attention_layernorm"),
+                norm2=scale("post_attention_layernorm") - 1.0,
                 gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
                 down=self._linear(f"{prefix}.mlp.down_proj"),
             )
@@ -279,29 +258,38 @@ class _Packer:
         embedding = self._place(self._tensors[f"{TEXT}embed_tokens.weight"])
         return TextWeights(embedding, tuple(layer(index) for index in range(self._a.text.layers)))
 
-    def _attention(self, prefix: str) -> Attention:
-        return Attention(
-            self._linear(f"{prefix}.to_q"),
-            self._linear(f"{prefix}.to_k", f"{prefix}.to_v"),
-            self._linear(f"{prefix}.to_out.0"),
+    def _attention(self, prefix: str, *, crosses: bool) -> Attention:
+        out = self._linear(f"{prefix}.to_out.0")
+        names = tuple(f"{prefix}.to_{name}" for name in "qkv")
+        if crosses:
+            return Attention(self._linear(names[0]), self._linear(*names[1:]), out, None)
+        whole = self._linear(*names)
+        width = len(whole.weight) // 3
+        q, kv = (
+            Linear(whole.weight[part], None if whole.bias is None else whole.bias[part])
+            for part in (slice(width), slice(width, None))
         )
+        return Attention(q, kv, out, whole)
 
     def _head(self, embodiments: list[int]) -> HeadWeights:
         h = self._a.head
         eps = HEAD_NORM_EPS
         times = self._time_embeddings()
 
-        def modulation(name: str) -> tuple[Tensor, Tensor]:
-            """The two halves (steps, width) of a linear layer of silu(time), fp32."""
+        def modulation(name: str, scale: int, eps: float) -> tuple[Norm, ...]:
+            """The norm at each step, from the two halves of a linear layer of silu(time); `scale` is the scale's."""
             weight, bias = (self._tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
-            first, second = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
-            return first, second
+            halves = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
+            return tuple(
+                Norm(self._place(1.0 + one, torch.float32), self._place(shift, torch.float32), eps)
+                for one, shift in zip(halves[scale], halves[1 - scale], strict=True)
+            )
 
         def refinement(index: int) -> RefinementBlock:
             prefix = f"{HEAD}vl_self_attention.transformer_blocks.{index}"
             return RefinementBlock(
                 self._norm(f"{prefix}.norm1", eps),
-                self._attention(f"{prefix}.attn1"),
+                self._attention(f"{prefix}.attn1", crosses=False),
                 self._norm(f"{prefix}.norm3", eps),
                 self._linear(f"{prefix}.ff.net.0.proj"),
                 self._linear(f"{prefix}.ff.net.2"),
@@ -309,23 +297,22 @@ class _Packer:
 
         def block(index: int) -> ActionBlock:
             prefix = f"model.transformer_blocks.{index}"
-            scale, shift = modulation(f"{prefix}.norm1.linear")  # scale first here, shift first in the tail
+            crosses = not (h.interleaved and index % 2)
             return ActionBlock(
-                self._place(1.0 + scale, torch.float32),
-                self._place(shift, torch.float32),
-                self._attention(f"{HEAD}{prefix}.attn1"),
-                not (h.interleaved and index % 2),
+                modulation(f"{prefix}.norm1.linear", 0, eps),  # scale first here, shift first in the tail
+                self._attention(f"{HEAD}{prefix}.attn1", crosses=crosses),
+                crosses,
                 self._linear(f"{HEAD}{prefix}.ff.net.0.proj"),
                 self._linear(f"{HEAD}{prefix}.ff.net.2"),
             )
 
-        tail_shift, tail_scale = modulation("model.proj_out_1")
+        ones = self._place(torch.ones(h.width), torch.float32)
         return HeadWeights(
             vl_norm=self._norm(f"{HEAD}vlln", eps) if h.vl_norm else None,
             refinement=tuple(refinement(index) for index in range(h.vl_layers)),
             blocks=tuple(block(index) for index in range(h.layers)),
-            tail_scale=self._place(1.0 + tail_scale, torch.float32),
-            tail_shift=self._place(tail_shift, torch.float32),
+            plain=Norm(ones, torch.zeros_like(ones), eps),
+            tail_norms=modulation("model.proj_out_1", 1, TAIL_NORM_EPS),
             tail=self._linear(f"{HEAD}model.proj_out_2"),
             projectors={slot: self._projector(slot) for slot in embodiments},
         )
