@@ -24,7 +24,7 @@ def models():
 def make(models, kind, runner, device="cpu", dtype=torch.float32, **options):
     tensors = models[kind].state_dict()
     a = read_architecture(dict(models[kind].config), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    weights = pack_weights(tensors, a, SETTINGS[kind], dtype, torch.device(device))
+    weights = pack_weights(tensors.items(), a, SETTINGS[kind], dtype, torch.device(device))
     return runner(weights, a, SETTINGS[kind], encoder_on(device), **options)
 
 

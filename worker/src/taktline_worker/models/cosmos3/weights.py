@@ -6,7 +6,7 @@ Nothing is held twice: the fused tensors are allocated first, and each stored te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -99,16 +99,19 @@ def load_weights(
 
 
 def pack_weights(
-    tensors: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     a: Cosmos3Architecture,
     settings: RequestSettings,
     dtype: torch.dtype,
     device: torch.device,
     place: Place | None = None,
 ) -> Cosmos3Weights:
-    """As `load_weights`, from tensors in memory."""
-    wanted = expected_shapes(a)
-    return _Packer(a, settings, dtype, device, place or Place()).fill((name, tensors[name]) for name in wanted)
+    """As `load_weights`, from pairs of name and tensor, each let go once it is placed; others may be among them.
+
+    Raises:
+        ValueError: a tensor is missing.
+    """
+    return _Packer(a, settings, dtype, device, place or Place()).fill(tensors)
 
 
 class _Packer:
@@ -136,8 +139,13 @@ class _Packer:
         for name in ("linear_1", "linear_2"):
             self._keep(f"time_embedder.{name}.weight")
             self._keep(f"time_embedder.{name}.bias")
+        missing = set(self._stores)
         for name, tensor in tensors:
-            self._stores[name](tensor)
+            if name in self._stores:
+                self._stores[name](tensor)
+                missing.discard(name)
+        if missing:
+            raise ValueError(f"tensors are missing: {sorted(missing)[:4]}")
         domain, raw = settings.domain, settings.raw_dims
         bias = self._kept["action_proj_in.bias.weight"][domain] + self._kept["action_modality_embed"]
         inward = self._kept["action_proj_in.fc.weight"][domain].view(a.action_width, a.width)[:raw]
