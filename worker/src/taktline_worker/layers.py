@@ -1,0 +1,70 @@
+"""Layers that several families are made of: linear and norm weights, attention, rotation, adaptive norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from taktline_kernels import ops
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight (n, k) and its bias (n,), or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., k) -> (..., n)."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """The same, and the tanh form of GELU behind it."""
+        return ops.linear(x, self.weight, self.bias, activation="gelu")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An affine layer norm; computed in fp32."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., width) in the dtype of x."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def after(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm; no y is zero. Both in the dtype of x."""
+        if y is None:
+            return x, self(x)
+        return ops.add_layer_norm(x, y, self.weight, self.bias, self.eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotation in fp32, rounded once. x (..., d); cos and sin (..., d) broadcast against it."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """q (B, S, heads, d), k and v (B, T, kv heads, d), mask (B, 1, 1 or S, T) of what is seen -> (B, S, heads * d)."""
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm without affine, times `scale` (1 is in it), plus `shift`."""
+    return (functional.layer_norm(x.float(), (x.shape[-1],), eps=eps) * scale + shift).to(x.dtype)
