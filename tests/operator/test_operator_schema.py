@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from taktline_operator import engine_spec, schema, spec
-from taktline_protocol.deployment import EngineOptions, ParallelOptions, RtcOptions, SearchOptions
+from taktline_protocol.deployment import EngineOptions, ParallelOptions, RtcOptions, SearchOptions, WorldActionOptions
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 Json = dict[str, Any]
@@ -169,6 +169,13 @@ RULES = [
         engine_of("gr00t-n1.7", rtc={"schedule": "exp"}),
         engine_of("gr00t-n1.7", rtc={"schedule": "linear"}),
         "leave engine.rtc.schedule out",
+    ),
+    (
+        "families that imagine",
+        "spec",
+        engine_of("cosmos3-nano", worldAction={"imagine": True}),
+        engine_of("pi05", worldAction={}),
+        "only the cosmos3 families are such",
     ),
     (
         "families with cheaper steps",
@@ -337,6 +344,8 @@ def test_every_cel_rule_has_a_case_in_the_table() -> None:
         ("spec.engine", {"maxImagePixels": 0}, "below the minimum 1"),
         ("spec.engine", {"rtc": {"mode": "on"}}, "is not one of auto, guided, trained, off"),
         ("spec.engine", {"rtc": {"maxGuidanceWeight": 0}}, "below the minimum"),
+        ("spec.engine", {"worldAction": {"guidance": 0.5}}, "below the minimum 1"),
+        ("spec.engine", {"worldAction": {"guidanceInterval": [1]}}, "needs at least 2 item"),
         ("spec.engine", {"search": {"pins": {"x": 2}}}, "spec.engine.search.pins.x: 2.0 is above the maximum 1"),
         ("spec.engine", {"search": {"anytime": "yes"}}, "must be a boolean, not string"),
         (
@@ -442,8 +451,13 @@ def test_typed_spec_and_schema_have_the_same_fields_enums_and_defaults() -> None
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(engine_spec.Search, SearchOptions), (engine_spec.Rtc, RtcOptions), (engine_spec.Parallel, ParallelOptions)],
-    ids=["search", "rtc", "parallel"],
+    [
+        (engine_spec.Search, SearchOptions),
+        (engine_spec.Rtc, RtcOptions),
+        (engine_spec.Parallel, ParallelOptions),
+        (engine_spec.WorldAction, WorldActionOptions),
+    ],
+    ids=["search", "rtc", "parallel", "world_action"],
 )
 def test_parts_of_the_engine_have_the_workers_fields_and_defaults(
     ours: type[msgspec.Struct], theirs: type[msgspec.Struct]

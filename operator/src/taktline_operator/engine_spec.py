@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16", "fp8"]
 ALWAYS = ("precision", "buckets", "solver_steps", "action_horizon", "control_period_ms")
 # In engine.json only where the spec sets them. A later field belongs here: a spec that does not set it must keep its
 # engine.json, its derived revision and its pods.
-WHERE_SET = ("cheaper_steps", "max_image_pixels", "frame_cache_mb", "search", "rtc", "parallel")
+WHERE_SET = ("cheaper_steps", "max_image_pixels", "frame_cache_mb", "search", "rtc", "world_action", "parallel")
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
@@ -60,6 +60,19 @@ class SearchModel(_Struct, frozen=True):
     loss: float = 0.0
 
 
+class WorldAction(_Struct, frozen=True):
+    """How a world-action model is asked; the fields are those of `WorldActionOptions`."""
+
+    preset: Literal["official", "paper"] | None = None
+    embodiment: str = ""
+    guidance: float | None = None
+    guidance_interval: tuple[float, float] | None = None
+    shift: float | None = None
+    prompt: Literal["json", "plain"] | None = None
+    imagine: bool = False
+    split: Literal["tensor", "sequence"] | None = None
+
+
 class Parallel(_Struct, frozen=True):
     """How one worker spreads over the GPUs of its pod; all but `search_model` are fields of `ParallelOptions`.
 
@@ -86,6 +99,7 @@ class Engine(_Struct, frozen=True):
     frame_cache_mb: int | None = None
     search: Search | None = None
     rtc: Rtc | None = None
+    world_action: WorldAction | None = None
     parallel: Parallel | None = None
 
     @property
