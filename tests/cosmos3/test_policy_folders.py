@@ -6,6 +6,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,8 @@ from taktline_worker.inspection import inspect
 from taktline_worker.models.cosmos3.composition import VIEWS
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.observation import EncodedImage, RobotInput
+from taktline_worker.profiling import report
+from taktline_worker.profiling.subject import Request, open_subject
 
 from tests.cosmos3.tiny_policy import make_model, write_checkpoint
 from tests.cosmos3.tokenizer_folders import VOCABULARY, save_tokenizer
@@ -110,6 +113,18 @@ def test_a_published_folder_is_served(published, kind):
     assert float(row.request.state[7]) == 0.75
     assert adapter.caches() == {"instruction": (0, 1), "empty_prompt": (0, 1)}
     assert adapter.largest_row().request.frames.shape == (3, 1, 544, 736)
+
+
+def test_a_served_folder_by_phase(published, tmp_path):
+    path = tmp_path / "engine.json"
+    path.write_bytes(msgspec.json.encode(config_of(published / "edge", "cosmos3-edge")))
+    subject = open_subject(Request(str(path), (1,), device="cpu"))
+    assert (subject.policy, subject.shape["passes"], subject.captured) == ("cosmos3-edge", 5, False)
+    assert subject.shape["tokens"] == 3093
+    [row] = report.profile(subject, [1], lambda said: None, runs=3, limit_s=0.1)
+    assert [phase.name for phase in row.phases] == ["encode", "denoise"]
+    with pytest.raises(TaktlineError, match="one picture"):
+        open_subject(Request(str(path), (1,), device="cpu", views=1))
 
 
 def test_inspection_says_what_will_be_served(published):

@@ -23,10 +23,12 @@ from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.group import PolicyGroup, Solved
 from taktline_worker.models.cosmos3.mesh import Mesh, Place, Split, check_mesh, place_of
 from taktline_worker.models.cosmos3.processor import Cosmos3Processor, PendingCosmosRow, PreparedRow
+from taktline_worker.models.cosmos3.profile import Cosmos3Profile
 from taktline_worker.models.cosmos3.ranks import PolicyRanks, check_devices
 from taktline_worker.models.cosmos3.scheduler_file import check_scheduler
 from taktline_worker.models.cosmos3.settings import PAGE, Serving, Sidecar, check_grid, resolve
 from taktline_worker.models.cosmos3.tokenizer import ChatTokenizer
+from taktline_worker.models.cosmos3.vae_config import VaeConfig
 from taktline_worker.models.cosmos3.vae_weights import VaeWeights, load_vae
 from taktline_worker.models.cosmos3.weights import Cosmos3Weights, load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
@@ -40,9 +42,12 @@ _USUAL_INSTRUCTION = "pick up the yellow cup from the left side of the table and
 class Cosmos3Adapter:
     """One loaded policy for one embodiment."""
 
-    def __init__(self, processor: Cosmos3Processor, group: PolicyGroup, family: str, precision: str) -> None:
+    def __init__(
+        self, processor: Cosmos3Processor, group: PolicyGroup, family: str, precision: str, coder: VaeConfig
+    ) -> None:
         self.processor = processor
         self.group = group
+        self._coder = coder
         serving = processor.serving
         self.description = Description(
             family=family,
@@ -99,6 +104,20 @@ class Cosmos3Adapter:
     def close(self) -> None:
         """Lets the other ranks go."""
         self.group.close()
+
+    def profile(self, *, views: int = 0, prompt_tokens: int = 0) -> Cosmos3Profile:
+        """See `HasProfile`; 0 tokens take the prompt of calibration.
+
+        Raises:
+            TaktlineError: CONFIG_INVALID for another number of cameras, or on a mesh, whose ranks follow requests only.
+        """
+        if views:
+            raise _config_error("the views of this family are one picture", "leave --views out")
+        if self.group.ranks is not None:
+            raise _config_error("engine.parallel asks for cfg or tp", "profile the policy with both at 1")
+        precision = "fp32" if self.description.precision == "fp32" else "bf16"
+        tokens = prompt_tokens or len(self.largest_row().request.conditional)
+        return Cosmos3Profile(self.description.family, self.runner, self._coder, precision, tokens)
 
     def largest_row(self) -> PreparedRow:
         """Every camera at the policy's own size and an instruction of usual length."""
@@ -237,7 +256,8 @@ def load(config: EngineConfig) -> Cosmos3Adapter:
     loaded = _load(config, opened, 0)
     ranks = PolicyRanks(config, parallel.cfg, parallel.tp, loaded.split, device) if size > 1 else None
     group = PolicyGroup(loaded.member, loaded.decoder, ranks)
-    return Cosmos3Adapter(processor, group, opened.family, config.engine.precision)
+    assert loaded.encoder is not None  # this is rank 0
+    return Cosmos3Adapter(processor, group, opened.family, config.engine.precision, loaded.encoder.config)
 
 
 def load_rank(config: EngineConfig, rank: int) -> LoadedRank:
