@@ -1,0 +1,71 @@
+"""Rows of MiniCPM-RobotManip laid out for one call of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MiniCpmRow:
+    """One observation, ready for the network.
+
+    Attributes:
+        patches: fp32 (images, P, 3 * patch^2), normalised.
+        tokens: int64 (n,), image tokens included, no padding.
+        state: fp32 (state width,), raw: nothing is normalised.
+        noise: fp32 (H, action width), the row's own.
+        embodiment: bank of the head.
+    """
+
+    patches: Tensor
+    tokens: NDArray[np.int64]
+    state: Tensor
+    noise: Tensor
+    embodiment: int
+
+
+@dataclass(frozen=True, slots=True)
+class MiniCpmBatch:
+    """What the network reads of B rows in S slots, on one device.
+
+    Attributes:
+        patches: fp32 (images of all rows, P, patch values), in the order of rows.
+        tokens: int64 (B, S), zeros behind a row's end.
+        image_slots: int64 (image tokens,), where in the flattened (B * S) they stand, in that order.
+        valid: bool (B, 1, 1, S), the slots that are a row's own.
+        state: fp32 (B, state width).
+        noise: fp32 (B, H, action width).
+        embodiments: bank of each row.
+    """
+
+    patches: Tensor
+    tokens: Tensor
+    image_slots: Tensor
+    valid: Tensor
+    state: Tensor
+    noise: Tensor
+    embodiments: tuple[int, ...]
+
+
+def lay_out(rows: Sequence[MiniCpmRow], image_token: int, device: torch.device) -> MiniCpmBatch:
+    """The rows side by side, as long as the longest of them."""
+    tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.int64)
+    valid = torch.zeros_like(tokens, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.tokens)] = torch.from_numpy(row.tokens)
+        valid[index, : len(row.tokens)] = True
+    return MiniCpmBatch(
+        patches=torch.cat([row.patches for row in rows]).to(device),
+        tokens=tokens.to(device),
+        image_slots=((tokens == image_token) & valid).flatten().nonzero()[:, 0].to(device),
+        valid=valid[:, None, None].to(device),
+        state=torch.stack([row.state for row in rows]).to(device),
+        noise=torch.stack([row.noise for row in rows]).to(device),
+        embodiments=tuple(row.embodiment for row in rows),
+    )

@@ -1,0 +1,78 @@
+"""The MiniCPM-RobotManip runner: rows to one batch, the backbone once, the head's keys once, then four predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from taktline_worker.models.minicpm_robot import modules
+from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
+from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture
+from taktline_worker.models.minicpm_robot.weights import Bank, MiniCpmWeights, steps
+
+StepObserver = Callable[[int, Tensor, Tensor], None]
+"""Called with (step, noisy input, prediction), for tests that compare step by step."""
+
+
+class MiniCpmRunner:
+    """Runs batches of mixed embodiments, image counts and prompt lengths; a row's answer is the one it gets alone.
+
+    The rotation's tables grow with the longest sequence so far: their scope is the checkpoint.
+    """
+
+    def __init__(self, weights: MiniCpmWeights, architecture: MiniCpmArchitecture, image_token: int) -> None:
+        self.weights = weights
+        self.architecture = architecture
+        self.device = weights.text.embedding.device
+        self._image_token = image_token
+        self._tables = self._rope(0)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[MiniCpmRow], observer: StepObserver | None = None) -> Tensor:
+        """fp32 (B, H, action width) on the CPU."""
+        batch = lay_out(rows, self._image_token, self.device)
+        return self.solve(batch, self.encode(batch), observer).cpu()
+
+    @torch.inference_mode()
+    def encode(self, batch: MiniCpmBatch) -> Tensor:
+        """The backbone's features (B, S, text width) after its final norm, in its own dtype."""
+        a, weights = self.architecture, self.weights
+        images = modules.encode_images(weights.vision, a.vision, batch.patches.to(weights.dtype)).flatten(0, 1)
+        slots = batch.tokens.shape[1]
+        if slots > len(self._tables[0]):
+            self._tables = self._rope(slots)
+        cos, sin = (table[:slots] for table in self._tables)
+        return modules.encode_text(weights.text, a.text, batch.tokens, batch.image_slots, images, cos, sin)
+
+    @torch.inference_mode()
+    def solve(self, batch: MiniCpmBatch, features: Tensor, observer: StepObserver | None = None) -> Tensor:
+        """Actions (B, H, action width) from features (B, S, text width), which the head reads in fp32.
+
+        Each step mixes the noise with the last prediction and predicts the clean actions anew; no velocity is followed.
+        """
+        head, h = self.weights.head, self.architecture.head
+        seen = modules.memories(head, h, features.float())
+        banks = self._banks(batch)
+        states = [bank.state(batch.state[rows])[:, None] for rows, bank in banks]
+        found = torch.zeros_like(batch.noise)
+        for step, (share, _) in enumerate(steps()):
+            x = share * batch.noise + (1.0 - share) * found
+            found = modules.predict(head, h, banks, states, x, step, seen, batch.valid)
+            if observer is not None:
+                observer(step, x, found)
+        return found
+
+    def _rope(self, slots: int) -> tuple[Tensor, Tensor]:
+        cos, sin = modules.rope_tables(self.architecture.text, slots)
+        return cos.to(self.device), sin.to(self.device)
+
+    def _banks(self, batch: MiniCpmBatch) -> list[tuple[Tensor | slice, Bank]]:
+        """The rows of each embodiment and its bank; all rows of one embodiment need no index."""
+        own = self.weights.head.banks
+        distinct = sorted(set(batch.embodiments))
+        if len(distinct) == 1:
+            return [(slice(None), own[distinct[0]])]
+        slots = torch.tensor(batch.embodiments)
+        return [((slots == slot).nonzero()[:, 0].to(self.device), own[slot]) for slot in distinct]

@@ -1,0 +1,368 @@
+"""MiniCPM-RobotManip weights on the device, as `modules` reads them; what only the solver step decides is tabulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taktline_worker.checkpoint import TensorFiles
+from taktline_worker.layers import Linear, Norm
+from taktline_worker.models.minicpm_robot.config import (
+    BUCKETS,
+    HEAD,
+    SOLVER_STEPS,
+    TIME_CHANNELS,
+    VISION_EPS,
+    MiniCpmArchitecture,
+    expected_shapes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionBlock:
+    """One pre-norm block of the vision tower; q, k and v in one matrix."""
+
+    norm1: Norm
+    qkv: Linear
+    out: Linear
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMerger:
+    """Attention inside each window of four patches, and the network that makes one token of them."""
+
+    norm1: Norm
+    qkv: Linear
+    out: Linear
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWeights:
+    """The vision tower up to text tokens; `positions` (P, width) are those of this checkpoint's grid."""
+
+    patch: Linear
+    positions: Tensor
+    blocks: tuple[VisionBlock, ...]
+    window: WindowMerger
+    norm: Norm
+    merge_norm: Norm
+    merge1: Linear
+    merge2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """Softmax attention: for each head its query and its gate, then all keys and values, in one matrix."""
+
+    qkv: Linear
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta net: q, k, v | z | a | b in one matrix.
+
+    Attributes:
+        rate: fp32 (heads,), -exp(A_log).
+        dt_bias: fp32 (heads,).
+    """
+
+    inputs: Linear
+    conv: Tensor
+    rate: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayer:
+    """One text layer; its norms multiply by 1 + weight."""
+
+    norm1: Tensor
+    mixer: FullAttention | DeltaNet
+    norm2: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class TextWeights:
+    """The hybrid text stack."""
+
+    embedding: Tensor
+    layers: tuple[TextLayer, ...]
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ActionBlock:
+    """One block of the diffusion transformer; `scale` (1 is in it) and `shift` are (steps, width)."""
+
+    scale: Tensor
+    shift: Tensor
+    q: Linear
+    kv: Linear
+    out: Linear
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """The projections of one embodiment.
+
+    Attributes:
+        state: the state's half of the first matrix; its bias is `action`'s.
+        time: (steps, width), what the time of each solver step adds before the nonlinearity.
+        offset: (horizon, width), the last bias and the position embedding.
+    """
+
+    action: Linear
+    state: Linear
+    second: Linear
+    time: Tensor
+    third: Linear
+    offset: Tensor
+    decode1: Linear
+    decode2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The action head in fp32. `tail_scale` and `tail_shift` are (steps, width) of the last norm."""
+
+    future: Tensor
+    blocks: tuple[ActionBlock, ...]
+    tail_scale: Tensor
+    tail_shift: Tensor
+    tail: Linear
+    banks: Mapping[int, Bank]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniCpmWeights:
+    """All that inference reads, on one device. The backbone is in `dtype`, the head in fp32 as it is published."""
+
+    vision: VisionWeights
+    text: TextWeights
+    head: HeadWeights
+    dtype: torch.dtype
+
+
+def steps() -> tuple[tuple[float, int], ...]:
+    """(share of noise, time bucket) of each solver step: 1, 3/4, 1/2, 1/4."""
+    shares = [k / SOLVER_STEPS for k in range(SOLVER_STEPS, 0, -1)]
+    return tuple((share, min(int(BUCKETS * share), BUCKETS - 1)) for share in shares)
+
+
+def load_weights(
+    files: TensorFiles, a: MiniCpmArchitecture, embodiments: list[int], dtype: torch.dtype, device: torch.device
+) -> MiniCpmWeights:
+    """Reads, converts and packs the tensors; of the embodiments' banks only those in `embodiments`.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID for a tensor that is corrupt or not finite.
+    """
+    names = {name: name for name in expected_shapes(a)}
+    return _Packer(dict(files.read(names)), a, dtype, device).pack(embodiments)
+
+
+class _Packer:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], a: MiniCpmArchitecture, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tensors, self._a, self._dtype, self._device = tensors, a, dtype, device
+
+    def pack(self, embodiments: list[int]) -> MiniCpmWeights:
+        return MiniCpmWeights(self._vision(), self._text(), self._head(embodiments), self._dtype)
+
+    def _place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(device=self._device, dtype=dtype or self._dtype, copy=True).contiguous()
+
+    def _wide(self, name: str) -> Tensor:
+        return self._place(self._tensors[name], torch.float32)
+
+    def _linear(self, *names: str, dtype: torch.dtype | None = None) -> Linear:
+        weight = torch.cat([self._tensors[f"{name}.weight"] for name in names])
+        biases = [self._tensors[f"{name}.bias"] for name in names if f"{name}.bias" in self._tensors]
+        return Linear(self._place(weight, dtype), self._place(torch.cat(biases), dtype) if biases else None)
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._wide(f"{name}.weight"), self._wide(f"{name}.bias"), VISION_EPS)
+
+    def _vision(self) -> VisionWeights:
+        v, tower = self._a.vision, f"{self._a.prefix}vision_tower."
+
+        def attention(name: str) -> tuple[Linear, Linear]:
+            return self._linear(*(f"{name}.{part}_proj" for part in "qkv")), self._linear(f"{name}.out_proj")
+
+        def block(index: int) -> VisionBlock:
+            prefix = f"{tower}encoder.layers.{index}"
+            return VisionBlock(
+                self._norm(f"{prefix}.layer_norm1"),
+                *attention(f"{prefix}.self_attn"),
+                self._norm(f"{prefix}.layer_norm2"),
+                self._linear(f"{prefix}.mlp.fc1"),
+                self._linear(f"{prefix}.mlp.fc2"),
+            )
+
+        conv = self._tensors[f"{tower}embeddings.patch_embedding.weight"]
+        table = self._tensors[f"{tower}embeddings.position_embedding.weight"]
+        merger = f"{self._a.prefix}merger.mlp.0."
+        return VisionWeights(
+            patch=Linear(
+                self._place(conv.flatten(1)), self._place(self._tensors[f"{tower}embeddings.patch_embedding.bias"])
+            ),
+            positions=self._place(table[nearest_positions(v.grid, round(v.positions**0.5))]),
+            blocks=tuple(block(index) for index in range(v.depth)),
+            window=WindowMerger(
+                self._norm(f"{tower}vit_merger.layer_norm1"),
+                *attention(f"{tower}vit_merger.self_attn"),
+                self._norm(f"{tower}vit_merger.pre_norm"),
+                self._linear(f"{tower}vit_merger.linear_1"),
+                self._linear(f"{tower}vit_merger.linear_2"),
+            ),
+            norm=self._norm(f"{tower}post_layernorm"),
+            merge_norm=self._norm(f"{merger}pre_norm"),
+            merge1=self._linear(f"{merger}linear_1"),
+            merge2=self._linear(f"{merger}linear_2"),
+        )
+
+    def _text(self) -> TextWeights:
+        t, text = self._a.text, f"{self._a.prefix}language_model."
+
+        def full(prefix: str) -> FullAttention:
+            return FullAttention(
+                self._linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
+                self._wide(f"{prefix}.self_attn.q_norm.weight"),
+                self._wide(f"{prefix}.self_attn.k_norm.weight"),
+                self._linear(f"{prefix}.self_attn.o_proj"),
+            )
+
+        def delta(prefix: str) -> DeltaNet:
+            own = f"{prefix}.linear_attn."
+            return DeltaNet(
+                inputs=self._linear(*(f"{own}in_proj_{name}" for name in ("qkv", "z", "a", "b"))),
+                conv=self._place(self._tensors[f"{own}conv1d.weight"][:, 0]),
+                rate=-self._wide(f"{own}A_log").exp(),
+                dt_bias=self._wide(f"{own}dt_bias"),
+                norm=self._wide(f"{own}norm.weight"),
+                out=self._linear(f"{own}out_proj"),
+            )
+
+        def layer(index: int) -> TextLayer:
+            prefix = f"{text}layers.{index}"
+            return TextLayer(
+                norm1=self._wide(f"{prefix}.input_layernorm.weight"),
+                mixer=full(prefix) if index in t.full else delta(prefix),
+                norm2=self._wide(f"{prefix}.post_attention_layernorm.weight"),
+                gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+                down=self._linear(f"{prefix}.mlp.down_proj"),
+            )
+
+        embedding = self._place(self._tensors[f"{text}embed_tokens.weight"])
+        return TextWeights(embedding, tuple(layer(i) for i in range(t.layers)), self._wide(f"{text}norm.weight"))
+
+    def _head(self, embodiments: list[int]) -> HeadWeights:
+        wide = torch.float32
+        times = self._time_embeddings()
+
+        def modulation(name: str) -> tuple[Tensor, Tensor]:
+            """The two halves (steps, width) of a linear layer of silu(time)."""
+            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
+            first, second = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
+            return first, second
+
+        def block(index: int) -> ActionBlock:
+            prefix = f"model.transformer_blocks.{index}"
+            scale, shift = modulation(f"{prefix}.norm1.linear")  # scale first here, shift first in the tail
+            own = f"{HEAD}{prefix}"
+            return ActionBlock(
+                self._place(1.0 + scale, wide),
+                self._place(shift, wide),
+                self._linear(f"{own}.attn1.to_q", dtype=wide),
+                self._linear(f"{own}.attn1.to_k", f"{own}.attn1.to_v", dtype=wide),
+                self._linear(f"{own}.attn1.to_out.0", dtype=wide),
+                self._linear(f"{own}.ff.net.0.proj", dtype=wide),
+                self._linear(f"{own}.ff.net.2", dtype=wide),
+            )
+
+        tail_shift, tail_scale = modulation("model.proj_out_1")
+        return HeadWeights(
+            future=self._wide(f"{HEAD}future_tokens.weight"),
+            blocks=tuple(block(index) for index in range(self._a.head.layers)),
+            tail_scale=self._place(1.0 + tail_scale, wide),
+            tail_shift=self._place(tail_shift, wide),
+            tail=self._linear(f"{HEAD}model.proj_out_2", dtype=wide),
+            banks={slot: self._bank(slot) for slot in embodiments},
+        )
+
+    def _time_embeddings(self) -> Tensor:
+        """(steps, width) fp32: sinusoids of the time buckets, cosines first, through the two-layer embedder."""
+        half = TIME_CHANNELS // 2
+        waves = _waves(half, half - 1)
+        x = torch.cat((waves.cos(), waves.sin()), dim=1).float()
+        for index, name in enumerate(("linear_1", "linear_2")):
+            prefix = f"{HEAD}model.timestep_encoder.timestep_embedder.{name}"
+            x = functional.linear(functional.silu(x) if index else x, *self._pair(prefix))
+        return x
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        return self._tensors[f"{name}.weight"].float(), self._tensors[f"{name}.bias"].float()
+
+    def _bank(self, slot: int) -> Bank:
+        h, wide = self._a.head, torch.float32
+
+        def own(name: str) -> tuple[Tensor, Tensor]:
+            """The stored (in, out) matrix as (out, in), and its bias."""
+            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"][slot].float() for part in ("W", "b"))
+            return weight.t(), bias
+
+        def linear(name: str) -> Linear:
+            weight, bias = own(name)
+            return Linear(self._place(weight, wide), self._place(bias, wide))
+
+        first, first_bias = own("action_encoder.W1")
+        second, second_bias = own("action_encoder.W2")
+        third, third_bias = own("action_encoder.W3")
+        half = h.width // 2
+        waves = _waves(half, half)
+        time = torch.cat((waves.sin(), waves.cos()), dim=1).float()  # sines first, unlike the embedder's
+        positions = self._tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
+        return Bank(
+            action=Linear(self._place(first[:, : h.action_width], wide), self._place(first_bias, wide)),
+            state=Linear(self._place(first[:, h.action_width :], wide), None),
+            second=Linear(self._place(second[:, : h.width], wide), None),
+            time=self._place(time @ second[:, h.width :].t() + second_bias, wide),
+            third=Linear(self._place(third, wide), None),
+            offset=self._place(positions + third_bias, wide),
+            decode1=linear("action_decoder.layer1"),
+            decode2=linear("action_decoder.layer2"),
+        )
+
+
+def nearest_positions(grid: int, side: int) -> Tensor:
+    """int64 (grid * grid,): for each patch, row by row, the cell of a square table of `side` that it falls into."""
+    edges = torch.arange(1 / side, 1.0, 1 / side)
+    cells = torch.bucketize(torch.arange(grid) / grid, edges, right=True)
+    return (cells[:, None] * side + cells).flatten()
+
+
+def _waves(count: int, divisor: int) -> Tensor:
+    """(steps, count) fp64 angles: each time bucket times 10000^(-i / divisor)."""
+    frequencies = torch.exp(-math.log(10_000.0) * torch.arange(count, dtype=torch.float64) / divisor)
+    return torch.tensor([float(bucket) for _, bucket in steps()], dtype=torch.float64)[:, None] * frequencies
