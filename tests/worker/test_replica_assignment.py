@@ -133,11 +133,11 @@ def test_any_bytes_have_a_count(data: bytes) -> None:
     assert count_items(data) >= 0
 
 
-def _launches(environment: dict[str, str], dp: int = 2, device: Any = "auto") -> list[Any]:
+def _launches(environment: dict[str, str], dp: int = 2, device: Any = "auto", **each: int) -> list[Any]:
     config = EngineConfig(
         policy="p",
         model=ModelConfig(family="pi05", path="x", revision="r"),
-        engine=EngineOptions(device=device, parallel=ParallelOptions(dp=dp)),
+        engine=EngineOptions(device=device, parallel=ParallelOptions(dp=dp, **each)),
     )
     return launches(config, Path("engine.json"), ServeOptions("127.0.0.1:0", grace_s=7.0), Path("/tmp/x"), environment)
 
@@ -148,6 +148,14 @@ def test_each_replica_owns_a_gpu() -> None:
     assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in _launches({}, dp=3)] == ["0", "1", "2"]
     assert len({launch.socket for launch in found}) == 2
     assert {launch.environment["PATH"] for launch in found} == {"p"}
+
+
+def test_each_replica_owns_the_gpus_of_its_mesh() -> None:
+    found = _launches({"CUDA_VISIBLE_DEVICES": "a,b,c,d,e,f,g,h"}, cfg=2, tp=2)
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in found] == ["a,b,c,d", "e,f,g,h"]
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in _launches({}, cfg=2)] == ["0,1", "2,3"]
+    with pytest.raises(TaktlineError, match=r"names 7, where each replica needs 4 \(cfg x tp\)"):
+        _launches({"CUDA_VISIBLE_DEVICES": "a,b,c,d,e,f,g"}, cfg=2, tp=2)
 
 
 def test_fewer_gpus_than_replicas_are_refused() -> None:

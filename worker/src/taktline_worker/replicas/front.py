@@ -258,25 +258,27 @@ def _keep_slower(times: Iterable[worker_pb2.BucketTime], others: Iterable[worker
 def launches(
     config: EngineConfig, config_path: Path, options: ServeOptions, folder: Path, environment: dict[str, str]
 ) -> list[Launch]:
-    """How to start each replica: replica i gets the i-th visible GPU, or its share of the cores.
+    """How to start each replica: replica i gets the i-th cfg x tp of the visible GPUs, or its share of the cores.
 
     Raises:
         TaktlineError: CONFIG_INVALID where fewer GPUs are visible than replicas wanted.
     """
-    count = config.engine.parallel.dp
+    count, each = config.engine.parallel.dp, config.engine.parallel.cfg * config.engine.parallel.tp
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if config.engine.device != "cpu" and visible and len(visible) < count:
+    if config.engine.device != "cpu" and visible and len(visible) < count * each:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
-            f"parallel.dp is {count}, and CUDA_VISIBLE_DEVICES names {len(visible)}",
-            "give the pod one GPU for each replica",
+            f"parallel.dp is {count}, and CUDA_VISIBLE_DEVICES names {len(visible)}"
+            + (f", where each replica needs {each} (cfg x tp)" if each > 1 else ""),
+            "give the pod one GPU for each replica" if each == 1 else f"give the pod {count * each} GPUs",
         )
     share = max(1, (os.cpu_count() or 1) // count)
     found = []
     for index in range(count):
         own = dict(environment)
         if config.engine.device != "cpu":
-            own["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+            mine = range(index * each, (index + 1) * each)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(visible[at] if visible else str(at) for at in mine)
         own.setdefault("OMP_NUM_THREADS", str(share))
         socket = folder / f"{index}.sock"
         command = (
