@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 from taktline_protocol import ErrorCode, Observation, PolicyInfo, TaktlineError, Timings
 from taktline_protocol.tracing import Tracing
 
@@ -38,8 +38,7 @@ MISSED = frozenset(
 _logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """The five terms of an answer, its margin, and the cause where it is late."""
 
     timings: Timings

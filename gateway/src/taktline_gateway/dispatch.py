@@ -13,6 +13,7 @@ from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
+from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.pending import Pending, Served, read_result
 from taktline_gateway.phases import PhasePlanner
@@ -139,7 +140,12 @@ class Dispatch:
         self._telemetry.batch_finished(
             self._policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
         )
-        self._deliver(link, members, response, sent_at, batch, steps)
+        try:
+            self._deliver(link, members, response, sent_at, batch, steps)
+        except Exception:  # a fault of ours must not leave robots without an answer
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
+            for member in members:
+                self.fail(member, internal_error())
         self._poll()
 
     def _deliver(

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
+from operator import is_
 from types import MappingProxyType
 
 import msgspec
@@ -63,6 +64,8 @@ class Lane:
         self._admissions = Admissions(self._phases)
         self._dispatch = Dispatch(route.policy, self._scheduler, telemetry, self._phases, self._refused)
         self._last_info: PolicyInfo | None = None
+        self._told: tuple[tuple[object, ...], PolicyInfo] | None = None
+        """What `info` was last made of, and what it was."""
         self._retiring: set[WorkerLink] = set()
         self._leaving: dict[Target, asyncio.TimerHandle] = {}  # connected, and not in the route
         self.apply(route)
@@ -113,6 +116,9 @@ class Lane:
 
     def info(self) -> PolicyInfo:
         """What a client must know; cameras and sizes come from a worker, the last one seen where none is up."""
+        sources = (self.route, *(link.info for link in self._up.values()))
+        if self._told is not None and len(sources) == len(self._told[0]) and all(map(is_, sources, self._told[0])):
+            return self._told[1]
         wanted = self.route.revision
         links = sorted(self._up.values(), key=lambda link: link.revision != wanted)
         if links and links[0].info is not None:
@@ -120,9 +126,11 @@ class Lane:
         known = self._last_info or PolicyInfo(
             policy=self.route.policy, family=self.route.family, revision=self.route.revision, ready=False
         )
-        return msgspec.structs.replace(
+        info: PolicyInfo = msgspec.structs.replace(
             known, ready=bool(links), workers=len(links), control_budget_ms=self.route.control_budget_ms
         )
+        self._told = (sources, info)
+        return info
 
     # ----- routing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -297,7 +298,19 @@ class Telemetry:
 
     def _histogram(self, name: str) -> Histogram:
         metric = metrics.BY_NAME[name]
-        return Histogram(name, metric.help, metric.labels, buckets=_BUCKETS[name], registry=self.registry)
+        return _Histogram(name, metric.help, metric.labels, buckets=_BUCKETS[name], registry=self.registry)
+
+
+class _Histogram(Histogram):
+    """prometheus_client's, which looks for the bucket from the first one on: a request has ten values to place."""
+
+    def observe(self, amount: float, exemplar: Exemplar | None = None) -> None:
+        """Counts one value."""
+        if exemplar or amount != amount:  # rare: leave both to the library
+            super().observe(amount, exemplar)
+            return
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -65,10 +65,13 @@ def check_structure_json(body: bytes, limits: Limits) -> None:
         raise _too_many(count, limits)
 
 
-def check_structure_msgpack(body: bytes, limits: Limits) -> None:
+def check_structure_msgpack(body: bytes, limits: Limits, binaries: list[tuple[int, int]] | None = None) -> None:
     """Walks the msgpack structure without building it: every declared size fits, few items, shallow, one value.
 
     The walk touches at most `limits.items` headers and skips payloads, so it costs microseconds whatever is declared.
+
+    Args:
+        binaries: gets (begin, end) of each binary value's content, in order.
 
     Raises:
         TaktlineError: `invalid_body`.
@@ -100,6 +103,8 @@ def check_structure_msgpack(body: bytes, limits: Limits) -> None:
             width, extra = _SIZED[lead]
             payload = int.from_bytes(body[position : position + width], "big") + extra
             position += width
+            if binaries is not None and lead <= 0xC6:
+                binaries.append((position, position + payload))
         elif lead in _CONTAINERS:
             width, factor = _CONTAINERS[lead]
             payload, children = 0, factor * int.from_bytes(body[position : position + width], "big")

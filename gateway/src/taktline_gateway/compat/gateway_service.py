@@ -69,7 +69,9 @@ class GatewayService:
         """How a protocol's observations are read for a policy. Raises TaktlineError `unknown_policy`."""
         return self._gateway.lane(policy).route.clients.get(protocol, _NO_MAPPING)
 
-    async def submit(self, caller: Caller, policy: str, observation: Observation) -> ActionChunk:
+    async def submit(
+        self, caller: Caller, policy: str, observation: Observation, *, checked: bool = False
+    ) -> ActionChunk:
         """Serves one observation. Raises TaktlineError; cancelling the call takes the observation out of the queue."""
         exchange = Exchange({"headers": ()})
         access = self._gateway.access
@@ -82,7 +84,9 @@ class GatewayService:
         except TaktlineError as error:
             self._books.refused(policy, exchange, observation, error)
             raise
-        return await self.serve(policy, observation, exchange, credential=credential, principal=principal)
+        return await self.serve(
+            policy, observation, exchange, credential=credential, principal=principal, checked=checked
+        )
 
     async def serve(
         self,
@@ -103,7 +107,7 @@ class GatewayService:
             credential: what was presented, and over which protocol.
             principal: who asks; it has the right to act on this policy, and pays for the observation.
             received_at: monotonic instant from which the budget runs, s; now where None.
-            checked: `check_observation` has been called.
+            checked: `check_observation` has been called, or would find nothing.
             admitted: hears when the observation is in the queue, and gets what takes it out again.
 
         Raises:

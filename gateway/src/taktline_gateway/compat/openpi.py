@@ -16,6 +16,7 @@ from typing import Any
 from taktline_protocol import ActionChunk, ErrorCode, PolicyInfo, TaktlineError
 from websockets.frames import CloseCode
 
+from taktline_gateway.compat.frame_layout import FrameLayouts
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
@@ -25,7 +26,7 @@ from taktline_gateway.compat.websocket_listener import (
     WebSocketListener,
     unless_closed,
 )
-from taktline_gateway.compat.wire_arrays import decode, encode_openpi
+from taktline_gateway.compat.wire_arrays import encode_openpi, rebuild, unpack
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.tls import ServerTls
@@ -59,6 +60,7 @@ class OpenpiServer:
         info: PolicyInfo = await unless_closed(connection, until_ready(self._service, policy))
         await connection.send(encode_openpi(self._metadata(info)))
         conversation = Conversation(self._service, arrival.caller, policy)
+        layouts = FrameLayouts()
         closed = asyncio.ensure_future(connection.wait_closed())
         previous_ms: float | None = None
         answering: asyncio.Task[bytes | str] | None = None
@@ -74,7 +76,7 @@ class OpenpiServer:
             while True:
                 frame = await connection.recv()
                 received_at = time.monotonic()
-                answering = asyncio.create_task(self._answer(conversation, frame, received_at, previous_ms))
+                answering = asyncio.create_task(self._answer(conversation, layouts, frame, received_at, previous_ms))
                 try:
                     answer = await answering
                 except asyncio.CancelledError:
@@ -107,7 +109,12 @@ class OpenpiServer:
         return facts | self._service.mapping(info.policy, "openpi").metadata
 
     async def _answer(
-        self, conversation: Conversation, frame: bytes | str, received_at: float, previous_ms: float | None
+        self,
+        conversation: Conversation,
+        layouts: FrameLayouts,
+        frame: bytes | str,
+        received_at: float,
+        previous_ms: float | None,
     ) -> bytes | str:
         """The frame to send back: binary is a result, text an error."""
         try:
@@ -115,11 +122,7 @@ class OpenpiServer:
                 raise TaktlineError(
                     ErrorCode.INVALID_BODY, "the frame is text", "send the observation as a binary msgpack frame"
                 )
-            service, policy = self._service, conversation.policy
-            read = read_observation(
-                decode(frame, service.limits), service.mapping(policy, "openpi"), service.info(policy), "openpi"
-            )
-            chunk = await conversation.act(read)
+            chunk = await self._act(conversation, layouts, frame)
         except TaktlineError as error:
             return str(error)
         except Exception:
@@ -134,6 +137,18 @@ class OpenpiServer:
             )
             return str(internal_error())
         return encode_openpi(result_of(chunk, 1e3 * (time.monotonic() - received_at), previous_ms))
+
+    async def _act(self, conversation: Conversation, layouts: FrameLayouts, frame: bytes) -> ActionChunk:
+        service, policy = self._service, conversation.policy
+        mapping, info = service.mapping(policy, "openpi"), service.info(policy)
+        known = layouts.read(frame, info, mapping)
+        if known is not None:
+            return await conversation.act(known, checked=True)
+        value = unpack(frame, service.limits)
+        read = read_observation(rebuild(value), mapping, info, "openpi")
+        chunk = await conversation.act(read)
+        layouts.study(frame, value, read, info, mapping, service.limits)
+        return chunk
 
 
 def result_of(chunk: ActionChunk, infer_ms: float, previous_ms: float | None) -> dict[str, Any]:

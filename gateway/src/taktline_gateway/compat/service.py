@@ -85,8 +85,14 @@ class PolicyService(Protocol):
     def mapping(self, policy: str, protocol: ClientProtocol) -> ClientMapping:
         """How a protocol's observations are read for a policy; all defaults where the route says nothing."""
 
-    async def submit(self, caller: Caller, policy: str, observation: Observation) -> ActionChunk:
-        """Serves one observation. Raises TaktlineError; cancelling the call takes the observation out of the queue."""
+    async def submit(
+        self, caller: Caller, policy: str, observation: Observation, *, checked: bool = False
+    ) -> ActionChunk:
+        """Serves one observation. Raises TaktlineError; cancelling the call takes the observation out of the queue.
+
+        Args:
+            checked: it would pass `check_observation`.
+        """
 
     def leave(self, caller: Caller) -> None:
         """The caller's connection has closed; its robot id is free."""
@@ -115,7 +121,9 @@ class Conversation:
         """The robot starts anew; its rhythm of before says nothing."""
         self._arrivals.clear()
 
-    async def act(self, read: ClientInput, *, budget_ms: float | None = None, seed: int | None = None) -> ActionChunk:
+    async def act(
+        self, read: ClientInput, *, budget_ms: float | None = None, seed: int | None = None, checked: bool = False
+    ) -> ActionChunk:
         """Sends one observation through the gateway. Raises TaktlineError."""
         now = time.monotonic()
         self._arrivals.append(now)
@@ -131,7 +139,7 @@ class Conversation:
             instruction=read.instruction,
             seed=seed,
         )
-        return await self.service.submit(self.caller, self.policy, observation)
+        return await self.service.submit(self.caller, self.policy, observation, checked=checked)
 
 
 async def policy_of(service: PolicyService, caller: Caller, policy: str) -> str:

@@ -19,6 +19,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 
 from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.ports import Listen
@@ -57,14 +58,13 @@ class FencedConnection(ServerConnection):
         """Who it is, once its handshake has been read."""
         self.overtaken: asyncio.Future[None] = self.loop.create_future()
         self._unanswered = False
-        self._held: bytes | None = None
-        """A ping that waits for the answer behind it; None where nothing is held back."""
-        self._fence: Awaitable[float] | None = None
+        self._answers = 0
+        self._fence: asyncio.Future[float] | None = None
 
     def process_event(self, event: Any) -> None:
         """Looks at each frame in the order of arrival, before it is queued for `recv`."""
         if isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY):
-            fenced = isinstance(self._fence, asyncio.Future) and not self._fence.done()
+            fenced = self._fence is not None and not self._fence.done()
             if (self._unanswered or fenced) and not self.overtaken.done():
                 self.overtaken.set_result(None)
             self._unanswered = True
@@ -72,34 +72,23 @@ class FencedConnection(ServerConnection):
 
     async def answer(self, message: bytes | str) -> None:
         """Sends the answer to the last message. Raises ConnectionClosed."""
-        self._held = b""  # ping and answer leave in one write
-        self._fence = await self.ping()
+        if self.protocol.state is not State.OPEN:
+            await self.send(message)  # which waits for the end and says why
+            return
+        # As `ping` and `send` would, without two waits and two writes for one answer.
+        self._answers += 1
+        mark = self._answers.to_bytes(8, "big")
+        self._fence = self.loop.create_future()
+        self.pending_pings[mark] = (self._fence, self.loop.time())
+        self.protocol.send_ping(mark)
         self._unanswered = False
         if not self.overtaken.done():
-            await self.send(message)
-        elif self._held:
-            ping, self._held = self._held, None
-            self.transport.write(ping)
-
-    def send_data(self) -> None:
-        """Writes what is to be sent; a ping that goes ahead of an answer is held back for it."""
-        if self._held is None:
-            super().send_data()
-            return
-        data = self.protocol.data_to_send()
-        if not self._held and len(data) == 1 and data[0]:
-            self._held = data[0]
-            return
-        ping, self._held = self._held, None
-        if all(data):
-            self.transport.write(b"".join((ping, *data)))
-            return
-        # The connection is being closed meanwhile: the empty piece stands for its end.
-        self.transport.write(ping + b"".join(data))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        else:
-            self.transport.close()
+            if isinstance(message, str):
+                self.protocol.send_text(message.encode())
+            else:
+                self.protocol.send_binary(message)
+        self.transport.write(b"".join(self.protocol.data_to_send()))
+        await self.drain()
 
 
 Converse = Callable[[FencedConnection, Arrival], Awaitable[None]]

@@ -55,12 +55,21 @@ def decode(frame: bytes, limits: Limits, marked: Marked | None = None) -> Any:
     Raises:
         TaktlineError: `body_too_large` or `invalid_body`, nothing else.
     """
+    return rebuild(unpack(frame, limits), marked)
+
+
+def unpack(frame: bytes, limits: Limits) -> Any:
+    """The first half of `decode`: msgpack values, what they mark left as it is. Raises TaktlineError like it."""
     check_body_size(len(frame), limits)
     check_structure_msgpack(frame, limits)
     try:
-        value = msgspec.msgpack.decode(frame)
+        return msgspec.msgpack.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError) as error:
         raise invalid_frame(f"the frame is no msgpack: {str(error)[:200]}") from error
+
+
+def rebuild(value: Any, marked: Marked | None = None) -> Any:
+    """The second half of `decode`: arrays and images. Raises TaktlineError like it."""
     return _rebuild(value, marked or _marked)
 
 

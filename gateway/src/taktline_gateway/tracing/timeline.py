@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
+
+import msgspec
 
 KEPT = 512
 """Requests of one policy that are remembered; a third of a KiB each."""
 _ROBOTS, _WORKERS = 1, 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TimedRequest:
+class TimedRequest(msgspec.Struct, frozen=True, gc=False):
     """One request that is over. Instants are monotonic, s; None where it did not get so far.
 
     Attributes:
