@@ -97,6 +97,7 @@ class ApiDouble:
         self.writes: list[tuple[str, str]] = []
         self.calls = 0
         self.fail_at: int | None = None
+        self.installed: dict[str, frozenset[str]] = {}  # kinds of other products, by group and version
         self.monitoring: frozenset[str] = frozenset()  # kinds of the Prometheus operator that are installed
 
     @staticmethod
@@ -135,7 +136,9 @@ class ApiDouble:
 
     async def kinds(self, group_version: str) -> frozenset[str]:
         self._call()
-        return self.monitoring if group_version == "monitoring.coreos.com/v1" else frozenset()
+        if group_version == "monitoring.coreos.com/v1":
+            return self.monitoring
+        return self.installed.get(group_version, frozenset())
 
     async def apply(self, desired: Json, subresource: str = "") -> Json:
         self._call()

@@ -49,6 +49,15 @@ def engine_of(family: str, **engine: Any) -> Json:
     return {"model": {"family": family, "source": {"path": "/srv/x"}}, "engine": engine}
 
 
+PIN = "a" * 64
+MIRROR = {"url": "https://models.example/reach", "sha256": PIN}
+
+
+def fetched(model: Json | None = None, **source: Any) -> Json:
+    """A model whose source is this one."""
+    return {"family": "pi05", "source": source, **(model or {})}
+
+
 JETSON = {"pools": [{"name": "p", "accelerator": "jetson-thor"}]}
 RULES = [
     ("name length", "metadata.name", "a" * 40, "a" * 41, "at most 40 lower-case letters"),
@@ -72,12 +81,105 @@ RULES = [
         {"pvc": {"claimName": "c", "path": "/a"}},
         "relative to the volume's root",
     ),
+    (
+        "address of a mirror",
+        "spec.model",
+        fetched(http=MIRROR),
+        fetched(http=MIRROR | {"url": "https://me:secret@models.example/reach"}),
+        "a token comes from tokenSecret",
+    ),
+    (
+        "pinned mirror",
+        "spec.model",
+        fetched(http=MIRROR),
+        fetched(http={"url": "https://models.example/reach"}),
+        "must be pinned",
+    ),
+    (
+        "pinned bucket",
+        "spec.model",
+        fetched({"sha256": {"model.safetensors": PIN}}, s3={"bucket": "robots"}),
+        fetched(s3={"bucket": "robots"}),
+        "must be pinned",
+    ),
+    (
+        "listed files",
+        "spec.model",
+        fetched({"sha256": {"model.safetensors": PIN}}, http=MIRROR | {"layout": "Listed"}),
+        fetched(http=MIRROR | {"layout": "Listed"}),
+        "Listed and Index fetch the files that model.sha256 names",
+    ),
+    (
+        "image by digest",
+        "spec.model",
+        fetched(oci={"reference": f"registry.example/reach@sha256:{PIN}"}),
+        fetched(oci={"reference": "registry.example/reach:v1"}),
+        "pinned by digest",
+    ),
+    (
+        "path in the image",
+        "spec.model",
+        fetched(oci={"reference": f"registry.example/reach@sha256:{PIN}", "path": "a/b"}),
+        fetched(oci={"reference": f"registry.example/reach@sha256:{PIN}", "path": "../a"}),
+        "relative to the image's root",
+    ),
+    (
+        "commit of a hub",
+        "spec.model",
+        fetched(hub={"repo": "org/reach", "revision": "a" * 40}),
+        fetched(hub={"repo": "org/reach", "revision": "main"}),
+        "branches and tags move",
+    ),
+    (
+        "statistics of what is fetched",
+        "spec.model",
+        fetched({"statisticsFrom": {"url": "https://x.example/n", "path": "n", "sha256": PIN}}, http=MIRROR),
+        fetched({"statisticsFrom": {"url": "https://x.example/n", "path": "n", "sha256": PIN}}, path="/srv/x"),
+        "put the file into their folder",
+    ),
+    (
+        "statistics of a bucket",
+        "spec.model",
+        fetched({"statisticsFrom": {"key": "n", "path": "n", "sha256": PIN}}, s3={"bucket": "robots", "sha256": PIN}),
+        fetched({"statisticsFrom": {"key": "n", "path": "n", "sha256": PIN}}, http=MIRROR),
+        "a key of the source's bucket",
+    ),
+    (
+        "one place of statistics",
+        "spec.model",
+        fetched({"statisticsFrom": {"url": "https://x.example/n", "path": "n", "sha256": PIN}}, http=MIRROR),
+        fetched({"statisticsFrom": {"path": "n", "sha256": PIN}}, http=MIRROR),
+        "exactly one of statisticsFrom.url",
+    ),
+    (
+        "place of statistics",
+        "spec.model",
+        fetched({"statisticsFrom": {"url": "https://x.example/n", "path": "a/n", "sha256": PIN}}, http=MIRROR),
+        fetched({"statisticsFrom": {"url": "https://x.example/n", "path": "/a/n", "sha256": PIN}}, http=MIRROR),
+        "relative to the checkpoint folder",
+    ),
+    (
+        "one cache",
+        "spec.delivery.cache",
+        {"claimName": "models"},
+        {"claimName": "models", "hostPath": "/var/lib/models"},
+        "not both",
+    ),
+    ("folder of the cache", "spec.delivery.cache", {"hostPath": "/a"}, {"hostPath": "a"}, "must be an absolute folder"),
     ("digest", "spec.model.sha256", {"m": "a" * 64}, {"m": "A" * 64}, "64 lower-case hex digits"),
     ("ascending buckets", "spec.engine", {"buckets": [1, 3]}, {"buckets": [3, 1]}, "strictly ascending"),
     ("distinct buckets", "spec.engine", {"buckets": [1]}, {"buckets": [1, 1]}, "strictly ascending"),
     ("control period", "spec.engine", {"controlPeriodMs": 0.5}, {"controlPeriodMs": 0}, "greater than 0"),
     ("budget", "spec.slo.controlBudgetMs", 6, -1, "controlBudgetMs must be greater than 0"),
     ("objective", "spec.slo.onTimeObjective", 0.9, 1, "between 0 and 1"),
+    ("SLO period", "spec.slo.windowDays", 7, 14, "windowDays must be 7, 28 or 30"),
+    (
+        "robot weights",
+        "spec",
+        {"access": {"robotWeights": {"arm-7": 3, "arm-8": 0.5}}},
+        {"access": {"robotWeights": {"arm-7": 0}}},
+        "each of robotWeights must be above 0",
+    ),
     ("tolerance", "spec.rollout.parity.tolerance", 0, -0.1, "tolerance must not be negative"),
     ("tolerances", "spec.rollout.parity.tolerances", [0, 1], [0, -1], "no tolerance may be negative"),
     ("agreement", "spec.rollout.parity.minAgreement", 1, 0, "must lie above 0"),
@@ -104,6 +206,27 @@ RULES = [
         SCALED | {"replicas": 3, "scaling": {"mode": "Recommend"}},
         SCALED | {"replicas": 3, "scaling": {"mode": "Automatic"}},
         "let no other autoscaler",
+    ),
+    (
+        "Ray runs planners",
+        "spec",
+        SCALED | engine_of("vjepa2-ac", runtime="ray"),
+        SCALED | engine_of("pi05", runtime="ray"),
+        "spreads a planner's search over a Ray cluster",
+    ),
+    (
+        "KEDA begins with a number",
+        "spec",
+        SCALED | {"replicas": 1, "scaling": {"mode": "Recommend", "keda": {"serverAddress": "http://p:9090"}}},
+        SCALED | {"scaling": {"mode": "Recommend", "keda": {"serverAddress": "http://p:9090"}}},
+        "scaling.keda lets KEDA set spec.replicas",
+    ),
+    (
+        "one autoscaler",
+        "spec",
+        SCALED | {"replicas": 1, "scaling": {"mode": "Recommend", "keda": {"serverAddress": "http://p:9090"}}},
+        SCALED | {"replicas": 1, "scaling": {"mode": "Automatic", "keda": {"serverAddress": "http://p:9090"}}},
+        "one autoscaler decides; with scaling.keda",
     ),
     ("room", "spec", SCALED, SCALED | {"pools": [{"name": "p", "accelerator": "a40"}]}, "needs room"),
     ("wait", "spec.batching", {"maxWaitMs": 0}, {"maxWaitMs": -1}, "must not be negative"),
@@ -340,6 +463,8 @@ def test_every_cel_rule_has_a_case_in_the_table() -> None:
             {"parallel": {"gpus": 2}},
             "spec.engine.parallel.gpus: unknown field (known: cfg, dp, search, searchModel, tp)",
         ),
+        ("spec.access", {"robotWeights": {"a": 1001}}, "above the maximum 1000"),
+        ("spec.access", {"priorityCeilings": {"lab": "urgent"}}, "is not one of safety, production"),
         ("spec.engine", {"frameCacheMb": -1}, "below the minimum 0"),
         ("spec.engine", {"maxImagePixels": 0}, "below the minimum 1"),
         ("spec.engine", {"rtc": {"mode": "on"}}, "is not one of auto, guided, trained, off"),
@@ -473,7 +598,7 @@ def test_parts_of_the_engine_have_the_workers_fields_and_defaults(
 def test_every_engine_field_of_the_worker_but_the_device_is_in_the_spec() -> None:
     decided = {*engine_spec.ALWAYS, *engine_spec.WHERE_SET}
     assert decided | {"device"} == set(EngineOptions.__struct_fields__)
-    assert decided == set(engine_spec.Engine.__struct_fields__)
+    assert decided | {"runtime"} == set(engine_spec.Engine.__struct_fields__), "which runtime is the operator's affair"
 
 
 def test_defaults_reach_the_typed_spec(make: Any) -> None:

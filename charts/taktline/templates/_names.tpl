@@ -63,4 +63,11 @@ capabilities: {drop: [ALL]}
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]
   verbs: [get, list, create, patch, delete]
+# Planners on Ray clusters (KubeRay), and numbers of workers that KEDA sets.
+- apiGroups: [ray.io]
+  resources: [rayservices]
+  verbs: [get, list, create, patch, delete]
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, create, patch, delete]
 {{- end }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple, Protocol
 
-from taktline_operator import groups, monitors
+from taktline_operator import groups, keda, kueue, monitors, ray_services
 from taktline_operator.kube import ApiError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ class Optional(NamedTuple):
 KINDS: dict[str, Optional] = {
     **{kind: Optional((monitors.API_VERSION,), "Prometheus operator") for kind in monitors.KINDS},
     groups.LWS_KIND: Optional((groups.LWS_VERSION,), "LeaderWorkerSet"),
+    ray_services.KIND: Optional((ray_services.API_VERSION,), "KubeRay"),
+    keda.KIND: Optional((keda.API_VERSION,), "KEDA"),
+    kueue.KIND: Optional(kueue.API_VERSIONS, "Kueue", written=False),
 }
 
 

@@ -8,6 +8,7 @@ import msgspec
 from taktline_protocol.deployment import EngineOptions
 
 Precision = Literal["fp32", "bf16", "fp8"]
+Runtime = Literal["worker", "ray"]
 
 # Always in engine.json, spelled out also where a value is the default (None is left out).
 ALWAYS = ("precision", "buckets", "solver_steps", "action_horizon", "control_period_ms")
@@ -101,6 +102,7 @@ class Engine(_Struct, frozen=True):
     rtc: Rtc | None = None
     world_action: WorldAction | None = None
     parallel: Parallel | None = None
+    runtime: Runtime = "worker"
 
     @property
     def gpus(self) -> int:
@@ -132,6 +134,7 @@ class Engine(_Struct, frozen=True):
     def described(self) -> dict[str, Any]:
         """What a derived revision name is made from: fields that are set where they are of `WHERE_SET`, all others."""
         left_out = {name for name in WHERE_SET if getattr(self, name) in (None, ())}
+        left_out |= {"runtime"} if self.runtime == "worker" else set()
         found = {}
         for field in msgspec.structs.fields(type(self)):
             if field.name not in left_out:

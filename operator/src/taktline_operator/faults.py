@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from taktline_operator import kueue
+
 Json = dict[str, Any]
 
 MESSAGE_LIMIT = 600  # characters of a worker's last words that a condition carries
@@ -51,7 +53,7 @@ def find(pods: Iterable[Json], deployments: Iterable[Json]) -> list[Fault]:
 def of_pod(pod: Json) -> Fault | None:
     """Why this pod does not serve; None when it does, is still starting, or is being deleted."""
     metadata, status = pod["metadata"], pod.get("status", {})
-    if metadata.get("deletionTimestamp"):
+    if metadata.get("deletionTimestamp") or kueue.is_waiting(pod):
         return None
     name = f"pod/{metadata['name']}"
     if status.get("phase") == "Failed":

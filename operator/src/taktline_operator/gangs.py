@@ -18,7 +18,7 @@ class Gang(NamedTuple):
     Attributes:
         template: pod template of its groups.
         shape: pods and ranks of each.
-        lws: whether a LeaderWorkerSet makes them.
+        kind: what makes them: StatefulSet, LeaderWorkerSet or RayService.
         objects: those that must exist, in the order to create them.
         kept: (kind, name) of groups of an earlier template that serve on, as they are.
         removed: (kind, name) of workloads whose place is taken.
@@ -26,7 +26,7 @@ class Gang(NamedTuple):
 
     template: Json
     shape: Shape
-    lws: bool
+    kind: str
     objects: tuple[Json, ...]
     kept: frozenset[tuple[str, str]]
     removed: tuple[tuple[str, str], ...]
@@ -54,14 +54,17 @@ def of(
     made = groups.template(line, image, shape, lws=lws)
     hash_ = workload.template_hash(made)
     ready = _ready_groups(pods)
-    others = [child for child in children if child["kind"] in ("Deployment", groups.LWS_KIND) and is_of(line, child)]
+    kinds = ("Deployment", groups.LWS_KIND, "RayService")
+    others = [child for child in children if child["kind"] in kinds and is_of(line, child)]
     own = [pod for pod in pods if line.has(pod)]
     if lws:
         current = [pod for pod in group_pods.leaders(own) if _template_of(pod) == hash_ and _is_ready(pod, ready)]
         done = len(current) >= line.replicas
-        old = tuple(_ref(child) for child in others if child["kind"] == "Deployment" and done)
+        old = tuple(_ref(child) for child in others if child["kind"] != groups.LWS_KIND and done)
         update = _lws_update(line, own, children, hash_)
-        return Gang(made, shape, True, (groups.leader_worker_set(line, made, shape, update),), frozenset(), old)
+        return Gang(
+            made, shape, groups.LWS_KIND, (groups.leader_worker_set(line, made, shape, update),), frozenset(), old
+        )
     numbers = {name: _number(name) for name in (child["metadata"]["name"] for child in sets)}
     current_sets = {
         child["metadata"]["name"]: child["metadata"]["name"] in ready
@@ -94,7 +97,7 @@ def of(
     return Gang(
         template=made,
         shape=shape,
-        lws=False,
+        kind="StatefulSet",
         objects=objects,
         kept=frozenset(("StatefulSet", name) for name in chosen.kept),
         removed=tuple(sorted(removed)),
@@ -141,7 +144,7 @@ def superseded(line: Line, children: Sequence[Json], serving: int) -> tuple[tupl
     """Groups of a line whose workers are one pod each by now, once these serve instead."""
     if serving < line.replicas:
         return ()
-    kinds = ("StatefulSet", groups.LWS_KIND)
+    kinds = ("StatefulSet", groups.LWS_KIND, "RayService")
     return tuple(sorted(_ref(child) for child in children if child["kind"] in kinds and is_of(line, child)))
 
 

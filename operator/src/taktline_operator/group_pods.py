@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from taktline_operator import groups, naming, routing
 
 Json = dict[str, Any]
 
+RAY_NODE_LABEL = "ray.io/node-type"
+RAY_CLUSTER_LABEL = "ray.io/cluster"
+
 
 def index_of(pod: Json) -> int | None:
     """The pod's place in its group, 0 for the one that leads; None for a worker of one pod."""
     labels = pod["metadata"].get("labels", {})
+    if RAY_NODE_LABEL in labels:
+        return 0 if labels[RAY_NODE_LABEL] == "head" else 1
     text = labels.get(groups.LWS_INDEX_LABEL)
     if text is None and naming.LABEL_GROUP in labels:
         text = labels.get(groups.INDEX_LABEL, pod["metadata"]["name"].rpartition("-")[2])
@@ -22,6 +27,8 @@ def index_of(pod: Json) -> int | None:
 def group_of(pod: Json) -> str:
     """What identifies the pod's group; for a worker of one pod, the pod's own name."""
     labels = pod["metadata"].get("labels", {})
+    if RAY_CLUSTER_LABEL in labels:
+        return f"ray/{labels[RAY_CLUSTER_LABEL]}"
     if groups.LWS_INDEX_LABEL in labels:
         return f"{labels.get(groups.LWS_NAME_LABEL, '')}/{labels.get(groups.LWS_GROUP_LABEL, '')}"
     found: str = labels.get(naming.LABEL_GROUP) or pod["metadata"]["name"]
@@ -42,16 +49,21 @@ def is_whole(members: Sequence[Json]) -> bool:
     return sizes == {str(len(members))} and all(routing.is_ready(member) for member in members)
 
 
-def leaders(pods: Sequence[Json]) -> list[Json]:
+def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Json]:
     """Pods that stand for workers, in the order given: those of one pod, and the first of each group.
 
     A first pod whose group is not whole is shown as not ready: nobody may be sent there.
+
+    Args:
+        ray_clusters: Ray clusters whose application runs; the head of another one is ready for KubeRay, not for robots.
     """
     members = units(pods)
     found = []
     for pod in pods:
         index = index_of(pod)
-        if index is None or (index == 0 and is_whole(members[group_of(pod)])):
+        cluster = pod["metadata"].get("labels", {}).get(RAY_CLUSTER_LABEL)
+        serves = cluster in ray_clusters if cluster is not None else is_whole(members[group_of(pod)])
+        if index is None or (index == 0 and serves):
             found.append(pod)
         elif index == 0:
             found.append(_not_ready(pod))
@@ -73,24 +85,30 @@ def _not_ready(pod: Json) -> Json:
     return pod | {"status": status | {"conditions": conditions}}
 
 
-def selector(policy: str, pods_per_worker: int, *, lws: bool) -> str:
+def selector(policy: str, pods_per_worker: int, kinds: Collection[str]) -> str:
     """A label selector of the pods that stand for workers, as the scale subresource states it.
 
     Pods without an index are admitted by `notin`, so that pools of workers of one pod count as well.
+
+    Args:
+        kinds: what makes the groups.
     """
     plain = naming.selector_text(naming.worker_selector(policy))
     if pods_per_worker <= 1:
         return plain
+    if "RayService" in kinds:
+        return f"{plain},{RAY_NODE_LABEL} notin (worker)"
     others = ",".join(str(index) for index in range(1, pods_per_worker))
-    return f"{plain},{groups.LWS_INDEX_LABEL if lws else groups.INDEX_LABEL} notin ({others})"
+    label = groups.LWS_INDEX_LABEL if groups.LWS_KIND in kinds else groups.INDEX_LABEL
+    return f"{plain},{label} notin ({others})"
 
 
 def workloads(children: Mapping[Any, Json]) -> list[Json]:
-    """Deployments and LeaderWorkerSets as they are; the StatefulSets of a line as one, counted in groups."""
+    """Deployments and LeaderWorkerSets as they are; a line's objects of one worker each as one, with their number."""
     found = [child for child in children.values() if child["kind"] in ("Deployment", groups.LWS_KIND)]
     sets: dict[tuple[str, str], list[Json]] = {}
     for child in children.values():
-        if child["kind"] == "StatefulSet":
+        if child["kind"] in ("StatefulSet", "RayService"):
             labels = child["metadata"].get("labels", {})
             key = (labels.get(naming.LABEL_POOL, ""), labels.get(naming.LABEL_TRACK, ""))
             sets.setdefault(key, []).append(child)

@@ -43,7 +43,7 @@ def template(line: Line, image: str, shape: Shape, *, lws: bool) -> Json:
     spec = made["spec"]
     # Pods of one group belong close together; what spreads is the groups, and each of their pods fills a node.
     spec["topologySpreadConstraints"] = spec["topologySpreadConstraints"][:1]
-    (container,) = spec["containers"]
+    container = spec["containers"][0]
     container["env"] += _rendezvous(policy, pool, shape, lws=lws)
     container["ports"].append({"name": "mesh", "containerPort": pool.mesh.port, "protocol": "TCP"})
     container["resources"] = accelerators.resources(
@@ -119,13 +119,13 @@ def stateful_set(line: Line, made: Json, number: int, shape: Shape) -> Json:
         term = close["preferredDuringSchedulingIgnoredDuringExecution"][0]["podAffinityTerm"]
         term["labelSelector"]["matchLabels"] = {naming.LABEL_GROUP: name}
         pods["spec"]["affinity"]["podAffinity"] = close
-    metadata = _metadata(line, name)
-    metadata["labels"] |= {naming.LABEL_GROUP: name}
-    metadata["annotations"] |= {naming.ANNOTATION_TEMPLATE: hash_}
+    about = metadata(line, name)
+    about["labels"] |= {naming.LABEL_GROUP: name}
+    about["annotations"] |= {naming.ANNOTATION_TEMPLATE: hash_}
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": metadata,
+        "metadata": about,
         "spec": {
             "replicas": shape.pods,
             "serviceName": naming.ranks_name(policy.name),
@@ -144,7 +144,7 @@ def leader_worker_set(line: Line, made: Json, shape: Shape, rolling_update: Json
     return {
         "apiVersion": LWS_VERSION,
         "kind": LWS_KIND,
-        "metadata": _metadata(line, base_name(line)),
+        "metadata": metadata(line, base_name(line)),
         "spec": {
             "replicas": line.replicas,
             "startupPolicy": "LeaderCreated",
@@ -185,9 +185,10 @@ def disruption_budget(policy: PolicyDeployment, pool: Pool) -> Json:
     return made
 
 
-def _metadata(line: Line, name: str) -> Json:
-    metadata = workload.owned_metadata(line.policy, name, line.pool.name)
+def metadata(line: Line, name: str) -> Json:
+    """Metadata of an object that runs workers of a line."""
+    made = workload.owned_metadata(line.policy, name, line.pool.name)
     if line.track:
-        metadata["labels"] |= {naming.LABEL_TRACK: line.track}
-    metadata["annotations"] = {naming.ANNOTATION_REVISION_HASH: revisions.of_spec(line.policy.spec).hash}
-    return metadata
+        made["labels"] |= {naming.LABEL_TRACK: line.track}
+    made["annotations"] = {naming.ANNOTATION_REVISION_HASH: revisions.of_spec(line.policy.spec).hash}
+    return made

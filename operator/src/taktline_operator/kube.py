@@ -41,6 +41,8 @@ RESOURCES: dict[str, tuple[str, str, str]] = {
         "validatingwebhookconfigurations",
     ),
     "Lease": ("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "leases"),
+    "RayService": ("/apis/ray.io/v1", "ray.io/v1", "rayservices"),
+    "ScaledObject": ("/apis/keda.sh/v1alpha1", "keda.sh/v1alpha1", "scaledobjects"),
     "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "monitoring.coreos.com/v1", "prometheusrules"),
     "PodMonitor": ("/apis/monitoring.coreos.com/v1", "monitoring.coreos.com/v1", "podmonitors"),
     schema.KIND: (f"/apis/{schema.GROUP}/{schema.VERSION}", f"{schema.GROUP}/{schema.VERSION}", schema.PLURAL),
@@ -199,7 +201,7 @@ class KubeApi:
         parameters |= {"fieldSelector": f"metadata.name={name}"} if name else {}
         while True:
             page = await self._request("GET", path_of(kind, namespace), parameters=parameters, accept=accept)
-            items += [{"apiVersion": version, "kind": kind} | item for item in page["items"]]
+            items += [{"apiVersion": version, "kind": kind} | item for item in page["items"] or ()]
             following = page["metadata"].get("continue")
             if not following:
                 return items

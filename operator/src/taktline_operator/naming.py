@@ -58,6 +58,11 @@ def labels(policy: str, pool: str | None = None) -> dict[str, str]:
     }
 
 
+def own_selector(policy: str) -> str:
+    """A label selector of the objects that the operator makes for a policy."""
+    return f"{LABEL_MANAGED_BY}={MANAGER},{LABEL_POLICY}={policy}"
+
+
 def selector_text(selector: dict[str, str]) -> str:
     """A label selector as kubectl and the scale subresource write it."""
     return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))

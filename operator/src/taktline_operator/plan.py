@@ -6,21 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from taktline_protocol.delivery import DeliveryProgress
 from taktline_protocol.deployment import Route
 from taktline_protocol.measurements import Trial as Measured
 from taktline_protocol.messages import BucketTime
 
 from taktline_operator import (
     advice,
+    delivery_status,
     diff,
     gangs,
     group_pods,
+    grouping,
     groups,
     healing,
+    integrations,
+    keda,
+    kueue,
     lineup,
     meshes,
     monitors,
     naming,
+    ray_services,
     revisions,
     rollout,
     routing,
@@ -53,11 +60,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         image: worker image of pools that name none.
         gateway_namespace: where the gateways run and read their routes.
         gateway_scheme: http, or https where they serve TLS.
+        model_cache: folder of each node that keeps fetched checkpoints of policies that name no cache; empty: none.
     """
 
     image: str = "taktline/worker:0.1.0"
     gateway_namespace: str = "taktline-system"
     gateway_scheme: str = "http"
+    model_cache: str = ""
 
     @property
     def gateway_url(self) -> str:
@@ -82,6 +91,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         node_gpus: nodes that have GPUs.
         kinds: optional kinds that the cluster has and the operator may use; None where nobody looked.
         monitoring: kinds of the Prometheus operator that the cluster has; None where nobody looked.
+        deliveries: how far pods are that fetch their checkpoint, by name.
+        version: of the cluster, as (major, minor); None where nobody looked.
         now: RFC 3339 time.
     """
 
@@ -99,6 +110,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     node_gpus: Sequence[meshes.NodeGpus] = ()
     kinds: frozenset[str] | None = None
     monitoring: frozenset[str] | None = None
+    deliveries: Mapping[str, DeliveryProgress] = {}
+    version: tuple[int, int] | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,18 +157,16 @@ def desired_objects(
     if lines is None:
         lines = lineup.of(policy, rollout.State(), "", {}, policy.spec.desired_replicas(), ())
     if gang_of is None:
-        gang_of = _gangs(lines, _per_node(policy, {}, ()), Observed(live={}, now=""), settings)
-    objects = [workload.service(policy)] + ([groups.ranks_service(policy)] if gang_of else [])
-    grouped = {line.pool.name for line in (*lines.stable, *lines.candidate) if line.name in gang_of}
+        gang_of = grouping.of(lines, grouping.per_node(policy, {}, ()), settings.image)
+    meet = any(gang.kind == "StatefulSet" for gang in gang_of.values())
+    objects = [workload.service(policy)] + ([groups.ranks_service(policy)] if meet else [])
     objects += [
         revisions.controller_revision(
             policy, revision, (numbers or {}).get(revision.hash, 1), workload.owned_metadata(policy, "", None)
         )
         for revision in lines.revisions
     ]
-    objects += [
-        (groups if pool.name in grouped else workload).disruption_budget(policy, pool) for pool in policy.spec.pools
-    ]
+    objects += [grouping.budget(policy, pool, lines, gang_of) for pool in policy.spec.pools]
     for line in (*lines.stable, *lines.candidate):
         objects.append(workload.config_map(line.policy, line.pool))
         if line.name in gang_of:
@@ -163,7 +174,7 @@ def desired_objects(
             continue
         update = (strategies or {}).get(line.name, surge.SURGE)
         objects.append(workload.deployment(line.policy, line.pool, line.replicas, settings.image, update, line.track))
-    unique = {ref_of(found): found for found in objects}
+    unique = {ref_of(found): kueue.labelled(found, policy) for found in objects}
     return tuple(diff.stamped(found) for found in unique.values())
 
 
@@ -182,15 +193,20 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     if said.refusals:
         message = "; ".join(refusal.message for refusal in said.refusals)
         return _refusal(policy, observed, said.refusals[0].reason, message)
-    per_node = _per_node(policy, observed.live.get("status", {}), observed.node_gpus)
-    unfit = meshes.refusal(policy, per_node)
+    gpus = grouping.per_node(policy, observed.live.get("status", {}), observed.node_gpus)
+    unfit = integrations.refusal(policy, observed.kinds) or meshes.refusal(policy, gpus)
     if unfit is not None:
         return _refusal(policy, observed, *unfit)
+    unmountable = delivery_status.image_volumes_refusal(policy, observed.version)
+    if unmountable is not None:
+        return _refusal(policy, observed, *unmountable)
+    if settings.model_cache and not policy.spec.delivery.cache.shared:
+        policy = policy.with_cache(settings.model_cache)
     size = sized(policy, observed)
-    workers = group_pods.leaders(observed.pods)
+    workers = group_pods.leaders(observed.pods, ray_services.serving_clusters(children))
     trial = trials.of(policy, observed.live, children, workers, observed.trials, size.replicas, observed.now)
     lines = trial.lines
-    gang_of = _gangs(lines, per_node, observed, settings)
+    gang_of = grouping.of(lines, gpus, settings.image, children, observed.pods, observed.kinds or ())
     counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
         line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)))
@@ -198,6 +214,8 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     }
     desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of)
     desired += tuple(diff.stamped(found) for found in monitors.objects(policy, observed.monitoring or frozenset()))
+    scaled = keda.scaled_object(policy) if keda.KIND in (observed.kinds or ()) else None
+    desired += (diff.stamped(scaled),) if scaled is not None else ()
     ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
     foreign = [ref for ref, owned in ownership.items() if owned == "foreign"]
     if foreign:
@@ -220,10 +238,15 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         size,
         group_pods.with_followers(trial.serving_pods, observed.pods),
     )
-    _tell_of_groups(new_status, policy, lines, gang_of, per_node, children)
+    grouping.tell(new_status, policy, lines, gang_of, gpus, children)
     further = {advice.CONDITION: advice.condition(said.cautions)}
+    if policy.spec.model.source.fetched:
+        further[delivery_status.CONDITION], new_status["delivery"] = delivery_status.condition(
+            policy, observed.pods, observed.deliveries
+        )
     if observed.monitoring is not None:
         further[monitors.CONDITION] = monitors.condition(observed.monitoring)
+    further |= integrations.conditions(policy, observed.kinds, gang_of, observed.pods, children)
     previous = observed.live.get("status", {}).get("conditions", [])
     new_status["conditions"] += status.conditions(previous, further, policy.generation, observed.now)
     return Plan(
@@ -238,59 +261,15 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
-        again_s=0.0 if size.moved else trial.again_s,
+        again_s=0.0 if size.moved else _earliest(trial.again_s, observed.pods),
     )
 
 
 def sized(policy: PolicyDeployment, observed: Observed) -> sizing.Sizing:
     """Workers by pool."""
     workloads = group_pods.workloads(observed.children)
-    workers = group_pods.leaders(observed.pods)
+    workers = group_pods.leaders(observed.pods, ray_services.serving_clusters(observed.children.values()))
     return sizing.of(policy, observed.live, workers, workloads, observed.demand, observed.tables, observed.now)
-
-
-def _per_node(policy: PolicyDeployment, status: Json, nodes: Sequence[meshes.NodeGpus]) -> dict[str, int | None]:
-    """GPUs of a node by pool; empty where no worker needs more than one, nor did."""
-    if policy.spec.engine.gpus == 1 and not any("podsPerWorker" in entry for entry in status.get("pools", [])):
-        return {}
-    return {pool.name: meshes.gpus_per_node(pool, status, nodes) for pool in policy.spec.pools}
-
-
-def _gangs(
-    lines: Lineup, per_node: Mapping[str, int | None], observed: Observed, settings: Settings
-) -> dict[str, Gang]:
-    """By name, the groups of those lines whose workers are several pods."""
-    found = {}
-    children = list(observed.children.values())
-    for line in (*lines.stable, *lines.candidate):
-        shape = meshes.shape(line.policy.spec.engine, per_node.get(line.pool.name))
-        if shape.pods > 1:
-            installed = groups.LWS_KIND in (observed.kinds or ())
-            found[line.name] = gangs.of(line, settings.image, shape, children, observed.pods, lws_installed=installed)
-    return found
-
-
-def _tell_of_groups(
-    new_status: Json,
-    policy: PolicyDeployment,
-    lines: Lineup,
-    gang_of: Mapping[str, Gang],
-    per_node: Mapping[str, int | None],
-    children: Sequence[Json],
-) -> None:
-    """Add to a status what groups are like, for readers and for the next time."""
-    pods = {line.pool.name: gang_of[line.name].shape.pods for line in lines.serving if line.name in gang_of}
-    for child in children:
-        if child["kind"] in ("StatefulSet", groups.LWS_KIND):  # as long as there are any, they must be looked for
-            pods.setdefault(child["metadata"].get("labels", {}).get(naming.LABEL_POOL, ""), 1)
-    found_by_nodes = {pool.name for pool in policy.spec.pools if pool.gpus_per_node is None}
-    for entry in new_status["pools"]:
-        if entry["name"] in pods:
-            entry["podsPerWorker"] = pods[entry["name"]]
-            if entry["name"] in found_by_nodes and per_node.get(entry["name"]):
-                entry["gpusPerNode"] = per_node[entry["name"]]
-    lws = any(gang.lws for gang in gang_of.values())
-    new_status["selector"] = group_pods.selector(policy.name, max(pods.values(), default=1), lws=lws)
 
 
 def _count(line: Line, workers: Sequence[Json], settings: Settings, gang: Gang | None) -> status.PoolCount:
@@ -308,6 +287,13 @@ def refuse(live: Json, reason: str, message: str, now: str) -> Plan:
     """The plan for a PolicyDeployment that cannot be served: say so, and touch nothing that runs."""
     new_status = status.refused(live, live["metadata"].get("generation", 1), reason, message, now)
     return Plan(status=new_status, status_changed=new_status != live.get("status"))
+
+
+def _earliest(again_s: float | None, pods: Sequence[Json]) -> float | None:
+    """When to look again: soon while a checkpoint is on its way, whose progress no event tells."""
+    if not delivery_status.is_under_way(pods):
+        return again_s
+    return delivery_status.LOOK_S if again_s is None else min(again_s, delivery_status.LOOK_S)
 
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:
@@ -380,13 +366,12 @@ def _deletions(
     return tuple(sorted(obsolete))
 
 
-_WORKLOADS = ("Deployment", "StatefulSet", groups.LWS_KIND)
-
-
 def _was_tried(live: Json, pools: set[str]) -> bool:
     """Whether these are workers of a candidate, in a pool that goes on without it."""
     metadata = live["metadata"]
     here = metadata.get("labels", {}).get(naming.LABEL_POOL) in pools
     return bool(
-        live["kind"] in _WORKLOADS and here and metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH)
+        live["kind"] in ("Deployment", *grouping.KINDS)
+        and here
+        and metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH)
     )

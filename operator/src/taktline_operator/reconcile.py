@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import msgspec
+from taktline_protocol.delivery import DeliveryProgress
 from taktline_protocol.deployment import Route
 from taktline_protocol.errors import TaktlineError
 from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement, Trial
@@ -19,11 +20,12 @@ from taktline_operator import (
     discovery,
     events,
     group_pods,
-    groups,
     healing,
+    integrations,
     meshes,
     monitors,
     naming,
+    ray_services,
     revisions,
     routing,
     spec,
@@ -40,7 +42,6 @@ Json = dict[str, Any]
 Key = tuple[str, str]  # namespace and name of a PolicyDeployment
 
 ROUTES: Key = ("", "")  # the routing table has its own turn in the queue, so that a burst costs one write
-CHILD_KINDS = ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget", "ControllerRevision")
 
 
 class Api(Protocol):
@@ -55,6 +56,8 @@ class Api(Protocol):
     ) -> list[Json]: ...
 
     async def kinds(self, group_version: str) -> frozenset[str]: ...  # noqa: D102
+
+    async def raw(self, path: str) -> Json | None: ...  # noqa: D102
 
     async def apply(self, desired: Json, subresource: str = "") -> Json: ...  # noqa: D102
 
@@ -71,6 +74,12 @@ class Measurements(Protocol):
     async def of_policy(self, policy: str) -> tuple[PolicyMeasurement, ...] | None: ...  # noqa: D102
 
     async def all(self) -> tuple[GatewayMeasurements, ...]: ...  # noqa: D102
+
+
+class Deliveries(Protocol):
+    """The part of `delivery_polling.DeliveryPoller` that reconciliation uses."""
+
+    async def of(self, pods: Sequence[Json]) -> dict[str, DeliveryProgress]: ...  # noqa: D102
 
 
 def utc_now() -> str:
@@ -92,12 +101,14 @@ class Controller:
         namespaces: Sequence[str] = (),
         clock: Callable[[], str] = utc_now,
         measurements: Measurements | None = None,
+        deliveries: Deliveries | None = None,
     ) -> None:
         """Prepare to reconcile.
 
         Args:
             namespaces: those served; empty means all.
             measurements: where to ask the gateways; None asks nobody.
+            deliveries: where to ask pods that fetch a checkpoint; None asks nobody.
         """
         self.queue: WorkQueue[Key] = WorkQueue()
         self.listed = False  # whether all PolicyDeployments are known, so that the table may be written
@@ -108,6 +119,7 @@ class Controller:
         self._namespaces = tuple(namespaces)
         self._clock = clock
         self._measurements = measurements
+        self._deliveries = deliveries
         self._created: dict[Key, str] = {}
         self._routes: dict[Key, Route | None] = {}
         self._table: dict[str, Route] = {}  # the table as last read
@@ -183,7 +195,9 @@ class Controller:
             result = refuse(live, "InvalidSpec", f"{error.message} ({error.next_step})", self._clock())
             pods = await self._api.list("Pod", namespace, naming.selector_text(naming.worker_selector(name)))
             known = self._table.get(name)
-            found = routing.targets(group_pods.leaders(pods))
+            ray = ray_services.KIND in (self.kinds or ())
+            services = await self._api.list(ray_services.KIND, namespace, naming.own_selector(name)) if ray else []
+            found = routing.targets(group_pods.leaders(pods, ray_services.serving_clusters(services)))
             route = msgspec.structs.replace(known, targets=found) if known else None
         else:
             observed = await self._observe(policy, live)
@@ -211,11 +225,12 @@ class Controller:
         return msgspec.structs.replace(cached[1], deleting=bool(metadata.get("deletionTimestamp")))
 
     async def _observe(self, policy: spec.PolicyDeployment, live: Json) -> Observed:
-        selector = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER},{naming.LABEL_POLICY}={policy.name}"
+        kinds = integrations.child_kinds(policy, live.get("status", {}), self.kinds or frozenset())
+        selector = naming.own_selector(policy.name)
         worker_pods = naming.selector_text(naming.worker_selector(policy.name))
         pods, *lists = await asyncio.gather(
             self._api.list("Pod", policy.namespace, worker_pods),
-            *(self._api.list(kind, policy.namespace, selector) for kind in self._child_kinds(policy, live)),
+            *(self._api.list(kind, policy.namespace, selector) for kind in kinds),
         )
         children: dict[Ref, Json] = {ref_of(child): child for found in lists for child in found}
         # A name we want but do not see by label may be taken by a stranger; look before applying over it.
@@ -246,20 +261,21 @@ class Controller:
             monitoring=self._monitoring(),
             kinds=self.kinds,
             node_gpus=self._node_gpus,
+            deliveries=await self._deliveries.of(pods) if self._deliveries and policy.spec.model.source.fetched else {},
+            version=await self._version() if policy.spec.model.source.oci else None,
         )
+
+    async def _version(self) -> tuple[int, int] | None:
+        """Major and minor version of the cluster."""
+        found = await self._api.raw("/version") or {}
+        try:
+            return int(found["major"]), int(str(found["minor"]).rstrip("+"))
+        except (KeyError, ValueError):
+            return None
 
     def _monitoring(self) -> frozenset[str] | None:
         """Kinds of the Prometheus operator that we may use."""
         return None if self.kinds is None else self.kinds & frozenset(monitors.KINDS)
-
-    def _child_kinds(self, policy: spec.PolicyDeployment, live: Json) -> list[str]:
-        """Kinds of which the policy may have children; those of groups only where it has groups, or may have had."""
-        status = live.get("status", {})
-        grouped = any("podsPerWorker" in entry for entry in status.get("pools", []))
-        kinds = [*CHILD_KINDS, *sorted(self._monitoring() or ())]
-        if grouped or not status or policy.spec.engine.gpus > 1:
-            kinds += ["StatefulSet", *({groups.LWS_KIND} & (self.kinds or frozenset()))]
-        return kinds
 
     async def look_at_demand(self) -> None:
         """Ask the gateways, and queue every policy whose number of workers, or their place, is to change.

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import msgspec
 from taktline_protocol.delivery import MODELS_FOLDER, DeliveryConfig
 from taktline_protocol.deployment import ClientMapping, ClientProtocol, DegradeOptions, EngineOptions, ModelConfig
+from taktline_protocol.messages import PriorityName
 
-from taktline_operator import schema, search_ranks
-from taktline_operator import model_source
+from taktline_operator import model_source, schema, search_ranks
 from taktline_operator.engine_spec import Engine
 from taktline_operator.model_source import CACHE_MOUNT, PVC_MOUNT, Delivery, Source, StatisticsFrom
+from taktline_operator.slo_windows import DEFAULT_PERIOD_DAYS
 
 Family = Literal["pi0", "pi05", "gr00t-n1.7", "cosmos3-nano", "cosmos3-edge", "minicpm-robot", "vjepa2-ac"]
 Accelerator = Literal["cpu", "jetson-thor", "rtx-5090", "a40", "a100", "h100", "h200"]
@@ -91,6 +92,7 @@ class Slo(_Struct, frozen=True):
 
     control_budget_ms: float
     on_time_objective: float = 0.999
+    window_days: int = DEFAULT_PERIOD_DAYS
 
 
 class Batching(_Struct, frozen=True):
@@ -147,6 +149,21 @@ class ToZero(_Struct, frozen=True):
     cold_start_budget_seconds: int = 60
 
 
+class Keda(_Struct, frozen=True):
+    """The ScaledObject that lets KEDA set the number of workers from what scaling recommends."""
+
+    server_address: str
+    polling_seconds: int = 15
+    cooldown_seconds: int = 300
+
+
+class Queue(_Struct, frozen=True):
+    """The Kueue queue that the workers' quota comes from."""
+
+    name: str
+    priority_class: str = ""
+
+
 class Scaling(_Struct, frozen=True):
     """How the number of workers follows demand."""
 
@@ -161,6 +178,7 @@ class Scaling(_Struct, frozen=True):
     to_zero: ToZero | None = None
     shifts: tuple[Shift, ...] = ()
     time_zone: str = "UTC"
+    keda: Keda | None = None
 
 
 class Placement(_Struct, frozen=True):
@@ -213,6 +231,13 @@ class Client(_Struct, frozen=True):
         )
 
 
+class Access(_Struct, frozen=True):
+    """How robots share workers where there is not enough for all."""
+
+    robot_weights: dict[str, float] = {}
+    priority_ceilings: dict[str, PriorityName] = {}
+
+
 class Degrade(_Struct, frozen=True):
     """What may be made cheaper before a robot is refused."""
 
@@ -235,9 +260,11 @@ class Spec(_Struct, frozen=True):
     rollout: Rollout = Rollout()
     scaling: Scaling | None = None
     placement: Placement = Placement()
+    queue: Queue | None = None
     replicas: int | None = None
     clients: tuple[Client, ...] = ()
     degrade: Degrade = Degrade()
+    access: Access = Access()
     delivery: Delivery = Delivery()
 
     def desired_replicas(self) -> dict[str, int]:
@@ -315,6 +342,12 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
     deleting: bool
     spec: Spec
     search: search_ranks.Choice | None = None
+
+    def with_cache(self, folder: str) -> PolicyDeployment:
+        """The same with a folder of each node as the cache of fetched checkpoints."""
+        cache = model_source.ModelCache(host_path=folder)
+        delivery = msgspec.structs.replace(self.spec.delivery, cache=cache)
+        return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, delivery=delivery))
 
     @property
     def key(self) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
 
-_KINDS = ("Deployment", "StatefulSet", "LeaderWorkerSet")  # what runs workers
+_KINDS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "RayService")  # what runs workers
 
 
 def live_tracks(policy: PolicyDeployment, pool: str, children: Iterable[Json]) -> dict[str, str]:

@@ -1,0 +1,83 @@
+"""Which lines of a policy have workers of several pods, and what its objects and its status say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from taktline_operator import gangs, group_pods, groups, meshes, naming, ray_services, workload
+from taktline_operator.gangs import Gang
+from taktline_operator.lineup import Lineup
+from taktline_operator.spec import PolicyDeployment, Pool
+
+Json = dict[str, Any]
+
+KINDS = ("StatefulSet", groups.LWS_KIND, ray_services.KIND)
+"""What makes workers of several pods."""
+
+
+def per_node(policy: PolicyDeployment, status: Json, nodes: Sequence[meshes.NodeGpus]) -> dict[str, int | None]:
+    """GPUs of a node by pool; empty where no worker needs more than one, nor did."""
+    if policy.spec.engine.gpus == 1 and not any("podsPerWorker" in entry for entry in status.get("pools", [])):
+        return {}
+    return {pool.name: meshes.gpus_per_node(pool, status, nodes) for pool in policy.spec.pools}
+
+
+def of(
+    lines: Lineup,
+    gpus: Mapping[str, int | None],
+    image: str,
+    children: Sequence[Json] = (),
+    pods: Sequence[Json] = (),
+    kinds: Collection[str] = (),
+) -> dict[str, Gang]:
+    """By name, the groups of those lines whose workers are several pods.
+
+    Args:
+        gpus: GPUs of a node by pool.
+        image: worker image of pools that name none.
+        children: live objects of the policy.
+        pods: its pods, all members of groups.
+        kinds: optional kinds that the cluster has.
+    """
+    found = {}
+    for line in (*lines.stable, *lines.candidate):
+        shape = meshes.shape(line.policy.spec.engine, gpus.get(line.pool.name))
+        if line.policy.spec.engine.runtime == "ray":
+            found[line.name] = ray_services.of(line, image, children)
+        elif shape.pods > 1:
+            found[line.name] = gangs.of(line, image, shape, children, pods, lws_installed=groups.LWS_KIND in kinds)
+    return found
+
+
+def budget(policy: PolicyDeployment, pool: Pool, lines: Lineup, gang_of: Mapping[str, Gang]) -> Json:
+    """The PodDisruptionBudget of a pool, as what makes its workers needs it."""
+    for line in lines.serving:
+        if line.pool.name == pool.name and line.name in gang_of:
+            if gang_of[line.name].kind == ray_services.KIND:
+                return ray_services.disruption_budget(line.policy, pool, line.replicas)
+            return groups.disruption_budget(policy, pool)
+    return workload.disruption_budget(policy, pool)
+
+
+def tell(
+    status: Json,
+    policy: PolicyDeployment,
+    lines: Lineup,
+    gang_of: Mapping[str, Gang],
+    gpus: Mapping[str, int | None],
+    children: Sequence[Json],
+) -> None:
+    """Add to a new status what groups are like, for readers and for the next time."""
+    pods = {line.pool.name: gang_of[line.name].shape.pods for line in lines.serving if line.name in gang_of}
+    for child in children:
+        if child["kind"] in KINDS:  # as long as there are any, they must be looked for
+            pods.setdefault(child["metadata"].get("labels", {}).get(naming.LABEL_POOL, ""), 1)
+    found_by_nodes = {pool.name for pool in policy.spec.pools if pool.gpus_per_node is None}
+    for entry in status["pools"]:
+        if entry["name"] in pods:
+            entry["podsPerWorker"] = pods[entry["name"]]
+            if entry["name"] in found_by_nodes and gpus.get(entry["name"]):
+                entry["gpusPerNode"] = gpus[entry["name"]]
+    kinds = {gang.kind for gang in gang_of.values()}
+    status["selector"] = group_pods.selector(policy.name, max(pods.values(), default=1), kinds)

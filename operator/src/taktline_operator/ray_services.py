@@ -1,0 +1,136 @@
+"""Builds a planner on a Ray cluster: one RayService for each worker, whose head takes the robots' observations.
+
+KubeRay makes the pods, replaces clusters without a gap, and restarts what is lost. A head pod counts as the worker once
+KubeRay says that its cluster serves: it must be ready before the application may even be deployed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from taktline_operator import accelerators, gangs, groups, naming, workload
+from taktline_operator.gangs import Gang
+from taktline_operator.lineup import Line
+from taktline_operator.meshes import Shape
+from taktline_operator.spec import PolicyDeployment, Pool
+
+Json = dict[str, Any]
+
+API_VERSION = "ray.io/v1"
+KIND = "RayService"
+APPLICATION = "planner"
+IMPORT_PATH = "taktline_worker.ray:app"
+RAY_FOLDER = "/tmp/ray"  # noqa: S108 - where Ray keeps sockets and logs; a mount of the pod
+_PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def of(line: Line, image: str, children: Sequence[Json]) -> Gang:
+    """The RayServices of a line: one for each worker, and what they take the place of."""
+    head = _template(line, image, head=True)
+    made = tuple(_service(line, image, head, number) for number in range(line.replicas))
+    names = {found["metadata"]["name"] for found in made}
+    own = [child for child in children if gangs.is_of(line, child)]
+    services = {child["metadata"]["name"]: child for child in own if child["kind"] == KIND}
+    serving = sum(is_serving(child) for child in services.values())
+    removed = [(KIND, name) for name in services if name not in names]
+    if serving >= line.replicas:
+        kinds = ("Deployment", "StatefulSet", groups.LWS_KIND)
+        removed += [(child["kind"], child["metadata"]["name"]) for child in own if child["kind"] in kinds]
+    shape = Shape(1 + line.policy.spec.engine.gpus, 1)
+    return Gang(head, shape, KIND, made, frozenset(), tuple(sorted(removed)))
+
+
+def is_serving(service: Json) -> bool:
+    """Whether the application of a RayService runs."""
+    return bool(serving_cluster(service))
+
+
+def serving_cluster(service: Json) -> str:
+    """The Ray cluster that serves for a RayService; empty while none does."""
+    active = service.get("status", {}).get("activeServiceStatus", {})
+    application = active.get("applicationStatuses", {}).get(APPLICATION, {})
+    cluster: str = active.get("rayClusterName", "")
+    return cluster if application.get("status") == "RUNNING" else ""
+
+
+def serving_clusters(children: Iterable[Json]) -> frozenset[str]:
+    """The Ray clusters that serve, of all RayServices among `children`."""
+    return frozenset(name for child in children if child["kind"] == KIND and (name := serving_cluster(child)))
+
+
+def disruption_budget(policy: PolicyDeployment, pool: Pool, replicas: int) -> Json:
+    """The PodDisruptionBudget of a pool: one pod at a time.
+
+    A count of what must stay: Kubernetes cannot tell from a RayCluster how many pods it wants, which what may go needs.
+    """
+    made = groups.disruption_budget(policy, pool)
+    del made["spec"]["maxUnavailable"]
+    made["spec"]["minAvailable"] = max(0, replicas * (1 + policy.spec.engine.gpus) - 1)
+    return made
+
+
+def _service(line: Line, image: str, head: Json, number: int) -> Json:
+    ranks = line.policy.spec.engine.gpus
+    metadata = groups.metadata(line, f"{groups.base_name(line)}-{number}")
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": metadata,
+        "spec": {
+            "serveConfigV2": _serve_config(),
+            "upgradeStrategy": {"type": "NewCluster"},
+            "rayClusterConfig": {
+                # Nothing but the Planner runs on the head, and it needs no core of Ray's accounts.
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": copy.deepcopy(head)},
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "ranks",
+                        "replicas": ranks,
+                        "minReplicas": ranks,
+                        "maxReplicas": ranks,
+                        "rayStartParams": {},
+                        "template": _template(line, image, head=False),
+                    }
+                ],
+            },
+        },
+    }
+
+
+def _serve_config() -> str:
+    arguments = {
+        "config": f"{workload.CONFIG_MOUNT}/{naming.ENGINE_FILE}",
+        "listen": f"0.0.0.0:{naming.WORKER_PORT}",
+        "metrics_listen": f"0.0.0.0:{naming.METRICS_PORT}",
+    }
+    application = {"name": APPLICATION, "import_path": IMPORT_PATH, "route_prefix": None, "args": arguments}
+    return json.dumps({"applications": [application]}, indent=1)
+
+
+def _template(line: Line, image: str, *, head: bool) -> Json:
+    """The pod template of the head, which has no GPU, or of a rank, which has one."""
+    policy, pool = line.policy, line.pool
+    made = workload.pod_template(policy, pool, image, line.track)
+    del made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE]
+    made["metadata"]["annotations"][naming.ANNOTATION_GROUP_SIZE] = str(1 + policy.spec.engine.gpus)
+    spec = made["spec"]
+    spec["topologySpreadConstraints"] = spec["topologySpreadConstraints"][:1]
+    container = spec["containers"][0]
+    # KubeRay writes the command and its own probes.
+    for name in ("command", *_PROBES):
+        container.pop(name, None)
+    container["volumeMounts"].append({"name": "ray", "mountPath": RAY_FOLDER})
+    spec["volumes"].append({"name": "ray", "emptyDir": {}})
+    container["resources"] = accelerators.resources(
+        "cpu" if head else pool.accelerator,
+        {} if head else pool.resources.requests,
+        {} if head else pool.resources.limits,
+        1,
+    )
+    if head:
+        spec["affinity"] = accelerators.node_affinity("cpu")
+    made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)
+    return made
