@@ -78,8 +78,8 @@ class Mesh(Protocol):
     def place(self) -> Place:
         """Where this rank stands."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of all shards' `x`, the same bits on each; may be done in place."""
+    def sum(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts to add up all shards' `x`, maybe in place; the call gives the sum, the same bits on each."""
 
     def gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts to collect all parts' tokens: x (lanes, tokens, ...); the call gives (lanes, parts * tokens, ...)."""
@@ -93,9 +93,9 @@ class OneRank:
 
     place = Place()
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Callable[[], Tensor]:
         """The value itself."""
-        return x
+        return lambda: x
 
     def gather(self, x: Tensor) -> Callable[[], Tensor]:
         """The value itself."""
@@ -126,12 +126,19 @@ class ProcessGroupMesh:
                 own["pair"] = group
         self._branch, self._pair = own["branch"], own["pair"]
 
-    def sum(self, x: Tensor) -> Tensor:
-        """See `Mesh`."""
-        if self.place.shards > 1:
-            x = x.contiguous()
-            dist.all_reduce(x, group=self._branch)
-        return x
+    def sum(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Mesh`; what the caller does before it asks for the result runs meanwhile."""
+        if self.place.shards == 1:
+            return lambda: x
+        x = x.contiguous()
+        work = dist.all_reduce(x, group=self._branch, async_op=True)
+
+        def result() -> Tensor:
+            assert work is not None
+            work.wait()
+            return x
+
+        return result
 
     def gather(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Mesh`; what the caller does before it asks for the result runs meanwhile."""

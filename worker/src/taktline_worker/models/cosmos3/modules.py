@@ -91,15 +91,20 @@ def rms_norm(x: Tensor, weight: Tensor, a: Cosmos3Architecture) -> Tensor:
     return normed.to(x.dtype) * weight.to(x.dtype)
 
 
-def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Tensor, mesh: Mesh) -> Tensor:
-    """SwiGLU, or squared ReLU without a gate; the sum over the ranks' columns."""
+PIECES = 2
+"""Into so many the tokens are cut behind the attention where ranks share the matrices: one piece is added up over the
+ranks while another's products are computed."""
+
+
+def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Tensor) -> Tensor:
+    """SwiGLU, or squared ReLU without a gate; of this rank's columns, still to be added up over the ranks."""
     up = layer.up(x)
     if a.gated:
         gate, up = up.chunk(2, dim=-1)
         hidden = functional.silu(gate) * up
     else:
         hidden = functional.relu(up).square()
-    return mesh.sum(layer.down(hidden))
+    return layer.down(hidden)
 
 
 def encode_text(
@@ -132,8 +137,8 @@ def encode_text(
         seen = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        x = x + mesh.sum(layer.out(seen.transpose(1, 2).flatten(2)))
-        x = x + mlp(layer, a, rms_norm(x, layer.norm2, a), mesh)
+        x = x + mesh.sum(layer.out(seen.transpose(1, 2).flatten(2)))()
+        x = x + mesh.sum(mlp(layer, a, rms_norm(x, layer.norm2, a)))()
     return torch.stack(keys), torch.stack(values)
 
 
@@ -148,7 +153,7 @@ def joint_layer(
     lengths: Tensor,
     mesh: Mesh,
     *,
-    total: int,
+    tokens: int,
     first: int = 0,
 ) -> Tensor:
     """One layer of the tower of video and actions: each token sees the whole text and every token.
@@ -158,7 +163,7 @@ def joint_layer(
         cos: (lanes, tokens of this rank, head_dim / 2) fp32; `sin` likewise.
         text_keys: (lanes, text slots, kv heads, head_dim); `text_values` likewise.
         lengths: int32 (lanes,), valid text slots.
-        total: tokens of a whole sequence; what a rank has beyond them is padding that no token sees.
+        tokens: of a whole sequence; what a rank has beyond them is padding that no token sees.
         first: leave out the result of all tokens before this one (their keys and values are still seen).
 
     Returns:
@@ -176,14 +181,20 @@ def joint_layer(
         arriving = mesh.gather(torch.cat((k, v), dim=2))
         q = of_q(n[:, first:]).view(n.shape[0], -1, rows // a.head_dim, a.head_dim)
         q = ops.rope(rms_norm(q, layer.q_norm, a), cos[:, first:], sin[:, first:])
-        k, v = arriving()[:, :total].chunk(2, dim=2)
+        k, v = arriving()[:, :tokens].chunk(2, dim=2)
     else:
         q, k, v = _split_heads(layer.qkv(n), a, mesh)
         q = ops.rope(rms_norm(q, layer.q_norm, a), cos, sin)
         k = ops.rope(rms_norm(k, layer.k_norm, a), cos, sin)
-    seen = ops.attention_suffix(q, text_keys, text_values, lengths, k, v)
-    x = x[:, first:] + mesh.sum(layer.out(seen.flatten(2)))
-    return x + mlp(layer, a, rms_norm(x, layer.norm2, a), mesh)
+    seen = ops.attention_suffix(q, text_keys, text_values, lengths, k, v).flatten(2)
+    pieces = PIECES if mesh.place.shards > 1 else 1
+    projected = [mesh.sum(layer.out(piece)) for piece in seen.chunk(pieces, dim=1)]
+    added = []
+    for piece, total in zip(x[:, first:].chunk(pieces, dim=1), projected, strict=True):
+        piece = piece + total()
+        added.append((piece, mesh.sum(mlp(layer, a, rms_norm(piece, layer.norm2, a)))))
+    found = [piece + total() for piece, total in added]
+    return found[0] if pieces == 1 else torch.cat(found, dim=1)
 
 
 def _split_heads(qkv: Tensor, a: Cosmos3Architecture, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:

@@ -133,7 +133,7 @@ class Cosmos3Runner:
         self._buffers: OrderedDict[Bucket, Buffers] = OrderedDict()
         self._texts: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._empty_texts: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tables: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
 
     def run(self, rows: Sequence[PolicyRequest], observer: StepObserver | None = None) -> list[PolicyOutcome]:
         """Encodes, denoises and reads out a batch; on a mesh every rank calls `solve` with what `prepare` gave."""
@@ -289,7 +289,7 @@ class Cosmos3Runner:
                 buffers.values[number, :lanes],
                 buffers.lengths[:lanes],
                 mesh,
-                total=self.tokens,
+                tokens=self.tokens,
                 first=unread if number == a.layers - 1 and parts == 1 else 0,
             )
         h = modules.rms_norm(h, w.joint_norm, a)
@@ -339,6 +339,8 @@ class Cosmos3Runner:
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
         """Rotary table of this rank's tokens behind a text of `length` tokens."""
         if length not in self._tables:
+            while len(self._tables) >= KEPT_TEXTS:
+                self._tables.popitem(last=False)
             a, part = self.architecture, self.mesh.place.part
             positions = modules.joint_positions(a, self.settings, length)
             missing = self.mesh.place.parts * self.own_tokens - self.tokens
