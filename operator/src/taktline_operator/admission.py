@@ -182,9 +182,13 @@ class Webhook:
             answer = await reviewed(review, self._surveyor)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._count(MALFORMED)
+            logger.warning("not a review that is answered here", extra={"cause": repr(error)})
             return web.Response(status=400, text=f"not an AdmissionReview of a {schema.KIND}: {error}\n")
         self._count(ALLOWED if answer["response"]["allowed"] else REFUSED)
-        return web.json_response(answer)
+        response = web.json_response(answer)
+        # A connection for each: so reviews spread over replicas, and none waits on one that is gone.
+        response.force_close()
+        return response
 
     def levels(self) -> dict[str, float]:
         """Gauges by name, for Prometheus."""
