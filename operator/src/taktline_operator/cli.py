@@ -36,6 +36,13 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("TAKTLINE_GATEWAY_SCHEME", defaults.gateway_scheme),
         help="https where the gateways serve TLS (env TAKTLINE_GATEWAY_SCHEME; default %(default)s)",
     )
+    shared.add_argument(
+        "--model-cache",
+        metavar="FOLDER",
+        default=os.environ.get("TAKTLINE_MODEL_CACHE", defaults.model_cache),
+        help="folder of each node that keeps fetched checkpoints, for policies without spec.delivery.cache; user 10001"
+        " has to own it (env TAKTLINE_MODEL_CACHE; default: each pod fetches for itself)",
+    )
     parser = argparse.ArgumentParser(
         prog="taktline-operator",
         description="Turns PolicyDeployments into workers and gateway routes.",
@@ -190,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             image=options.image,
             gateway_namespace=options.gateway_namespace,
             gateway_scheme=options.gateway_scheme,
+            model_cache=options.model_cache,
         )
         if options.command == "plan":
             notes: list[str] = []

@@ -17,8 +17,15 @@ _BASELINE = {
     "Progressing": "False",
     "Degraded": "False",
     "Cautioned": "False",
+    "ModelDelivery": "Unknown",
 }
-_GOOD = {"Accepted": "True", "Available": "True", "Degraded": "False", "Cautioned": "False"}  # Progressing is neither
+_GOOD = {  # Progressing is neither
+    "Accepted": "True",
+    "Available": "True",
+    "Degraded": "False",
+    "Cautioned": "False",
+    "ModelDelivery": "True",
+}
 
 
 def of_changes(live: Json, previous: Sequence[Json], current: Sequence[Json], now: str) -> list[Json]:
@@ -38,7 +45,7 @@ def of_changes(live: Json, previous: Sequence[Json], current: Sequence[Json], no
         if flipped or worse:
             since = old["lastTransitionTime"] if old else ""
             identity = [kind, status, reason, since, old["reason"] if old else ""]
-            healthy = _GOOD.get(kind, status) == status
+            healthy = status in (_GOOD.get(kind, status), "Unknown")
             message = f"{kind}={status}: {condition['message']}"
             found.append(_event(live, identity, reason, message, now, healthy=healthy))
     return found

@@ -18,6 +18,7 @@ from kubernetes import client
 from taktline_protocol import metrics
 
 from taktline_operator import admission, certifying, health, logs, measuring, naming, schema, served_crd, watching
+from taktline_operator.delivery_polling import DeliveryPoller
 from taktline_operator.kube import ApiError, KubeApi, load_configuration
 from taktline_operator.leader import Election
 from taktline_operator.plan import Settings
@@ -246,7 +247,8 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
         key=options.gateway_key,
         authority=options.gateway_authority,
     )
-    controller = Controller(api, settings, options.namespaces, measurements=gateways)
+    deliveries = DeliveryPoller()
+    controller = Controller(api, settings, options.namespaces, measurements=gateways, deliveries=deliveries)
     service = Service(api, controller, watching.WatchLedger(), telemetry)
     service.webhook = _webhook(api, settings, options, telemetry)
     election = None
@@ -283,6 +285,7 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
             await endpoints.cleanup()
     finally:
         await gateways.close()
+        await deliveries.close()
         await api.close()
         logger.info("operator stopped")
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 from taktline_protocol import tracing
+from taktline_protocol.delivery import DELIVERY_FILE
 from taktline_protocol.deployment import EngineConfig
 
-from taktline_operator import accelerators, naming, revisions
-from taktline_operator.spec import PVC_MOUNT, PolicyDeployment, Pool
+from taktline_operator import accelerators, delivery, naming, revisions
+from taktline_operator.spec import PolicyDeployment, Pool
 
 CONFIG_MOUNT = "/etc/taktline"
+TLS_MOUNT = "/etc/taktline-tls"
 SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
 USER_ID = 10001
 
@@ -68,16 +70,30 @@ def owned_metadata(policy: PolicyDeployment, name: str, pool: str | None) -> dic
     return metadata
 
 
+def _files(policy: PolicyDeployment, pool: Pool) -> dict[str, str]:
+    """Content of a pool's ConfigMap by file name."""
+    files = {naming.ENGINE_FILE: engine_json(policy, pool)}
+    if policy.spec.model.source.fetched:
+        wanted = msgspec.to_builtins(policy.spec.delivery_config(policy.name))
+        files[DELIVERY_FILE] = json.dumps(wanted, indent=1, sort_keys=True)
+    return files
+
+
+def _config_name(policy: PolicyDeployment, pool: Pool) -> str:
+    files = _files(policy, pool)
+    # By engine.json alone where that is all there is: the names of those that run must stay.
+    content = files if len(files) > 1 else files[naming.ENGINE_FILE]
+    return naming.config_name(policy.name, pool.name, naming.content_hash(content))
+
+
 def config_map(policy: PolicyDeployment, pool: Pool) -> dict[str, Any]:
-    """The immutable ConfigMap with a pool's engine.json."""
-    content = engine_json(policy, pool)
-    name = naming.config_name(policy.name, pool.name, naming.content_hash(content))
+    """The immutable ConfigMap with a pool's engine.json, and delivery.json where a checkpoint is fetched."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": owned_metadata(policy, name, pool.name),
+        "metadata": owned_metadata(policy, _config_name(policy, pool), pool.name),
         "immutable": True,
-        "data": {naming.ENGINE_FILE: content},
+        "data": _files(policy, pool),
     }
 
 
@@ -153,11 +169,16 @@ def deployment(
             "strategy": {"type": "RollingUpdate", "rollingUpdate": rolling_update},
             # A gateway needs a moment to hear of a new worker before an old one leaves.
             "minReadySeconds": MIN_READY_S,
-            "progressDeadlineSeconds": STARTUP_LIMIT_S + 300,
+            "progressDeadlineSeconds": STARTUP_LIMIT_S + 300 + _delivery_s(policy),
             "revisionHistoryLimit": 2,
             "template": pod_template(policy, pool, image, track),
         },
     }
+
+
+def _delivery_s(policy: PolicyDeployment) -> int:
+    """How long a checkpoint may take to come, in seconds."""
+    return policy.spec.delivery.deadline_seconds if policy.spec.model.source.fetched else 0
 
 
 def _track_label(track: str) -> dict[str, str]:
@@ -188,6 +209,11 @@ def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any
             for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
         ],
     }
+    fetching = delivery.init_containers(policy, image, CONFIG_MOUNT, SCRATCH_MOUNT)
+    if fetching:
+        spec["initContainers"] = fetching
+    if secrets := delivery.pull_secrets(policy):
+        spec["imagePullSecrets"] = secrets
     runtime_class = pool.runtime_class_name or found.runtime_class
     if runtime_class:
         spec["runtimeClassName"] = runtime_class
@@ -203,7 +229,8 @@ def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any
 
 
 def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
-    probe = {"grpc": {"port": naming.WORKER_PORT}}
+    # A kubelet's probes know no TLS.
+    probe = {"grpc": {"port": naming.HEALTH_PORT if policy.tls else naming.WORKER_PORT}}
     return {
         "name": "worker",
         "image": image,
@@ -216,6 +243,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             f"0.0.0.0:{naming.WORKER_PORT}",
             "--metrics-listen",
             f"0.0.0.0:{naming.METRICS_PORT}",
+            *_tls_flags(policy),
         ],
         # Compilers and libraries cache under HOME and TMPDIR; the root file system is read-only.
         "env": [
@@ -243,11 +271,28 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
         },
         "volumeMounts": [
             {"name": "engine", "mountPath": CONFIG_MOUNT, "readOnly": True},
-            {"name": "model", "mountPath": _model_mount(policy), "readOnly": True},
+            {"name": "model", "mountPath": delivery.model_mount(policy), "readOnly": True},
             {"name": "scratch", "mountPath": SCRATCH_MOUNT},
+            *([{"name": "tls", "mountPath": TLS_MOUNT, "readOnly": True}] if policy.tls else []),
             *([{"name": "shm", "mountPath": SHM_MOUNT}] if policy.spec.engine.has_collectives else []),
         ],
     }
+
+
+def tls_files(policy: PolicyDeployment) -> dict[str, str]:
+    """Path in the pod by what it is for: cert, key, and client_ca where workers ask gateways for a certificate."""
+    if policy.tls is None:
+        return {}
+    files = {"cert": f"{TLS_MOUNT}/tls.crt", "key": f"{TLS_MOUNT}/tls.key"}
+    return files | ({"client_ca": f"{TLS_MOUNT}/ca.crt"} if policy.tls.client_auth else {})
+
+
+def _tls_flags(policy: PolicyDeployment) -> list[str]:
+    files = tls_files(policy)
+    if not files:
+        return []
+    flags = [word for name, path in files.items() for word in (f"--tls-{name.replace('_', '-')}", path)]
+    return [*flags, "--health-listen", f"0.0.0.0:{naming.HEALTH_PORT}"]
 
 
 def _tracing_variable(name: str) -> dict[str, Any]:
@@ -255,23 +300,12 @@ def _tracing_variable(name: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"configMapKeyRef": reference}}
 
 
-def _model_mount(policy: PolicyDeployment) -> str:
-    # A node folder keeps its path inside the pod, so that one engine.json is right with and without mounts.
-    source = policy.spec.model.source
-    return source.path if source.path is not None else PVC_MOUNT
-
-
 def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
-    source = policy.spec.model.source
-    if source.path is not None:
-        model: dict[str, Any] = {"hostPath": {"path": source.path, "type": "Directory"}}
-    else:
-        assert source.pvc is not None, "the CRD admits exactly one source"
-        model = {"persistentVolumeClaim": {"claimName": source.pvc.claim_name, "readOnly": True}}
-    config = naming.config_name(policy.name, pool.name, naming.content_hash(engine_json(policy, pool)))
     return [
-        {"name": "engine", "configMap": {"name": config}},
-        {"name": "model", **model},
+        {"name": "engine", "configMap": {"name": _config_name(policy, pool)}},
+        {"name": "model", **delivery.model_volume(policy)},
         {"name": "scratch", "emptyDir": {}},
+        *([{"name": "tls", "secret": {"secretName": policy.tls.secret, "defaultMode": 0o440}}] if policy.tls else []),
         *([{"name": "shm", "emptyDir": SHM}] if policy.spec.engine.has_collectives else []),
+        *delivery.more_volumes(policy),
     ]

@@ -18,7 +18,7 @@ from taktline_protocol.delivery import DeliveryProgress
 logger = logging.getLogger(__name__)
 
 TELL_S = 5.0
-SHARE_S = 0.5
+SHARE_S = 0.3
 State = Literal["preparing", "waiting", "downloading", "verifying", "published"]
 
 
@@ -34,6 +34,8 @@ class Progress:
         self._received = 0
         self._said = self._shared = 0.0
         self._share: Path | None = None
+        self._sharing = threading.Lock()
+        self._done = threading.Event()
 
     @property
     def received_bytes(self) -> int:
@@ -48,12 +50,20 @@ class Progress:
     def share_in(self, path: Path) -> None:
         """From now on, also tells other processes of the node in a file."""
         self._share = path
-        self._told()
+        self._told(at_once=True)
+        # A transfer that stalls tells nothing itself, and what it told last may be old.
+        threading.Thread(target=self._keep_telling, daemon=True, name="telling").start()
+
+    def _keep_telling(self) -> None:
+        while not self._done.wait(SHARE_S):
+            self._told()
 
     def share_no_more(self) -> None:
         """Takes the file away."""
-        if self._share is not None:
-            self._share.unlink(missing_ok=True)
+        self._done.set()
+        with self._sharing:
+            if self._share is not None:
+                self._share.unlink(missing_ok=True)
             self._share = None
 
     def show(self, found: DeliveryProgress) -> None:
@@ -104,19 +114,24 @@ class Progress:
 
     def _told(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if self._share is not None and (at_once or now - self._shared >= SHARE_S):
+        if at_once or now - self._shared >= SHARE_S:
             self._shared = now
-            path = self._share
-            staged = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
-            try:
-                staged.write_bytes(msgspec.json.encode(self.now()))
-                staged.rename(path)
-            except OSError as error:  # a full disk: the fetch itself says so
-                staged.unlink(missing_ok=True)
-                logger.debug("progress is not shared", extra={"cause": str(error)})
+            with self._sharing:
+                if self._share is not None:
+                    _write_whole(self._share, msgspec.json.encode(self.now()))
         if at_once or now - self._said >= TELL_S:
             self._said = now
             self._say(self.now())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    staged = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        staged.write_bytes(content)
+        staged.rename(path)
+    except OSError as error:  # a full disk: the fetch itself says so
+        staged.unlink(missing_ok=True)
+        logger.debug("progress is not shared", extra={"cause": str(error)})
 
 
 def read_shared(path: Path) -> DeliveryProgress | None:

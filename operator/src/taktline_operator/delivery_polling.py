@@ -1,0 +1,55 @@
+"""Asks pods that fetch a checkpoint how far they are; asks nobody where nothing is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+from taktline_protocol.delivery import DeliveryProgress
+
+from taktline_operator import delivery_status
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+TIMEOUT_S = 1.0
+MOST_PODS = 32  # asked at a time of one policy
+
+
+class DeliveryPoller:
+    """Must be used inside a running event loop; close it after use."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def of(self, pods: Sequence[Json]) -> dict[str, DeliveryProgress]:
+        """What the pods that fetch now tell, by pod name; those that do not answer are left out."""
+        asked = [(pod, address) for pod in pods if (address := delivery_status.progress_address(pod))][:MOST_PODS]
+        if not asked:
+            return {}
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        answers = await asyncio.gather(*(self._ask(self._session, address) for _, address in asked))
+        return {
+            str(pod["metadata"]["name"]): answer
+            for (pod, _), answer in zip(asked, answers, strict=True)
+            if answer is not None
+        }
+
+    async def _ask(self, session: aiohttp.ClientSession, address: str) -> DeliveryProgress | None:
+        try:
+            async with session.get(f"http://{address}/progress") as reply:
+                return msgspec.json.decode(await reply.read(), type=DeliveryProgress) if reply.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
+            # A network policy may keep us out; the delivery itself does not depend on it.
+            logger.debug("no word of a delivery", extra={"address": address, "cause": str(error) or repr(error)})
+            return None
