@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from taktline_operator import monitors, slo_rules, workload
 from taktline_operator.kube import ApiError
 from taktline_operator.reconcile import ROUTES, Controller
@@ -115,3 +116,13 @@ def test_a_monitor_scrapes_a_port_that_the_worker_has():
     assert endpoint["port"] in ports
     listens = container["command"][container["command"].index("--metrics-listen") + 1]
     assert listens == f"0.0.0.0:{ports[endpoint['port']]}"
+
+
+def test_the_rules_count_over_the_days_that_the_slo_names() -> None:
+    def period(**slo_parts) -> str:
+        policy = doubles.policy(slo={"controlBudgetMs": 100, **slo_parts})
+        return yaml.safe_dump(monitors.prometheus_rule(policy)["spec"], width=100_000)
+
+    assert "error budget of 28 days" in period()
+    assert "error budget of 7 days" in period(windowDays=7)
+    assert "28d" not in period(windowDays=7)

@@ -61,6 +61,23 @@ def test_a_route_carries_what_may_be_made_cheaper(make: Any) -> None:
     assert (degrade.min_solver_steps, degrade.fallback_policy) == (5, "reach-small")
 
 
+def test_a_route_carries_how_robots_share_workers(make: Any) -> None:
+    assert (
+        "robot_weights"
+        not in routing.config_map(routing.table([routing.route(make.policy(), [])]), "n")["data"]["routes.json"]
+    )
+    access = {"robotWeights": {"b": 3, "a": 0.5}, "priorityCeilings": {"*": "background", "plant-a": "safety"}}
+    written = routing.config_map(routing.table([routing.route(make.policy(access=access), [])]), "n")
+    found = routing.read_table(written)["reach"]
+    assert found.robot_weights == {"a": 0.5, "b": 3.0}
+    assert found.priority_ceilings == {"*": "background", "plant-a": "safety"}
+
+
+def test_a_share_of_workers_is_no_new_revision(make: Any) -> None:
+    access = {"robotWeights": {"arm": 2}, "priorityCeilings": {"*": "production"}}
+    assert make.applied(make.policy(access=access)) == make.applied(make.policy())
+
+
 def test_a_route_carries_how_clients_of_other_protocols_are_read(make: Any) -> None:
     client = {
         "protocol": "groot",

@@ -135,8 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "--period-days",
         type=int,
         choices=sorted(slo_windows.PERIODS),
-        default=slo_windows.DEFAULT_PERIOD_DAYS,
-        help="days over which the on-time objective counts (default %(default)s)",
+        help="days over which the on-time objective counts (default: each policy's slo.windowDays)",
     )
     rules.add_argument(
         "--runbooks",

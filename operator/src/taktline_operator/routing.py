@@ -61,7 +61,13 @@ def route(
         clients={client.protocol: client.mapping() for client in spec.clients},
         candidate=candidate,
     )
-    return found if spec.degrade == Degrade() else msgspec.structs.replace(found, degrade=spec.degrade.options())
+    if spec.degrade != Degrade():
+        found = msgspec.structs.replace(found, degrade=spec.degrade.options())
+    return msgspec.structs.replace(
+        found,
+        robot_weights=dict(sorted(spec.access.robot_weights.items())),
+        priority_ceilings=dict(sorted(spec.access.priority_ceilings.items())),
+    )
 
 
 def table(routes: Iterable[Route]) -> RoutingTable:

@@ -11,11 +11,12 @@ from taktline_operator import planfile, platform_rules, slo_rules, spec
 _HEAD = "# Made by `taktline-operator rules`; make it anew when a PolicyDeployment changes.\n"
 
 
-def text(file: Path | None, *, platform: bool, period_days: int, runbooks: str) -> str:
+def text(file: Path | None, *, platform: bool, period_days: int | None, runbooks: str) -> str:
     """A Prometheus rule file.
 
     Args:
         file: YAML with PolicyDeployments; None for none.
+        period_days: the SLO period of all; None is each policy's own.
         platform: whether the installation's own alerts are in it.
 
     Raises:

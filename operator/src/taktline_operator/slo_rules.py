@@ -12,7 +12,7 @@ from typing import Any
 
 from taktline_protocol import metrics, slo
 
-from taktline_operator.slo_windows import DEFAULT_PERIOD_DAYS, INFO, PAGE, PERIODS, TICKET, BurnPair, Clock
+from taktline_operator.slo_windows import INFO, PAGE, PERIODS, TICKET, BurnPair, Clock
 from taktline_operator.spec import PolicyDeployment, Pool
 
 Json = dict[str, Any]
@@ -30,18 +30,18 @@ LATE_ALERTS = {"inference": slo.INFERENCE_LATE, "queue": slo.QUEUE_LATE, "transf
 def policy_groups(
     policy: PolicyDeployment,
     *,
-    period_days: int = DEFAULT_PERIOD_DAYS,
+    period_days: int | None = None,
     runbooks: str = RUNBOOKS,
     clock: Clock | None = None,
 ) -> list[Json]:
     """Rule groups of a policy, as a Prometheus rule file and a PrometheusRule hold them.
 
     Args:
-        period_days: the SLO period, one of `slo_windows.PERIODS`.
+        period_days: the SLO period, one of `slo_windows.PERIODS`; None is the policy's own, slo.windowDays.
         runbooks: base URL of the runbook pages.
         clock: shortened windows for tests.
     """
-    found = _Rules(policy, period_days, runbooks, clock or Clock())
+    found = _Rules(policy, period_days or policy.spec.slo.window_days, runbooks, clock or Clock())
     prefix = f"taktline-{policy.namespace}-{policy.name}"
     return [
         {"name": f"{prefix}-slo", "interval": found.clock("30s"), "rules": [*found.ratios(), *found.facts()]},
