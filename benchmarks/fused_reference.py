@@ -12,6 +12,7 @@ import torch
 from taktline_kernels import gpu_reference, ops
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.models.pi.rtc import guidance_steps
 from taktline_worker.models.pi.runner import PiBatch
 from taktline_worker.models.pi.weights import PiWeights
 
@@ -54,5 +55,9 @@ class FusedReference:
             else:
                 images = fp8.image_features(self._towers, packed.vision, patches, a.vision_heads)
                 fp8.prefix_pass(self._towers, packed, images, *rest)
-            fused.solve(self._weights, actions, batch.state, batch.lengths, keys, values, cos, sin, a.heads)
+            guidance = None
+            if batch.rtc is not None:
+                influence, bound = batch.rtc.weights[..., 0], batch.rtc.settings.max_guidance_weight
+                guidance = guidance_steps(batch.rtc.target, influence, packed.times.tolist(), bound)
+            fused.solve(self._weights, actions, batch.state, batch.lengths, keys, values, cos, sin, a.heads, guidance)
         return actions

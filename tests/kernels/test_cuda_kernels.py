@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from taktline_kernels import ops
+from taktline_kernels.guidance import Guidance
 from taktline_kernels.ops.dispatch import REGISTRY
 from torch.nn import functional
 
@@ -17,6 +20,29 @@ needs_hopper = pytest.mark.skipif(
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("file", "defines"),
+    [
+        ("expert.cu", {"HEAD": 1}),
+        ("expert.cu", {"HEAD": 2}),
+        ("expert.cu", {"KEYS": 128}),
+        *(
+            ("expert.cu", {"N": p.columns, "KB": p.depth, "SPLIT": p.split, "EPILOGUE": p.epilogue, "PAUSE": 4000})
+            for p in (expert._QKV, expert._OUT, expert._GATE_UP, expert._DOWN)
+        ),
+        ("image_attention.cu", {"ROWS": 64}),
+        ("image_attention.cu", {"ROWS": 128}),
+    ],
+    ids=str,
+)
+def test_the_sources_compile_for_hopper_on_any_machine(file: str, defines: dict[str, int]) -> None:
+    """NVRTC comes with PyTorch and needs no GPU."""
+    nvrtc = importlib.import_module("taktline_kernels.cuda.nvrtc")
+    assert nvrtc.compile_source(file, tuple(sorted(defines.items())))[:4] == b"\x7fELF"
+    with pytest.raises(RuntimeError, match="error"):
+        nvrtc.compile_source(file, tuple(sorted((defines | {"blockIdx": 0}).items())))
 
 
 def test_weight_image_is_what_the_kernel_multiplies() -> None:
@@ -218,6 +244,17 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     chain.solve(actions, robot if state else None, lengths, keys, values, cos, sin)
     assert relative(actions, expected) < 6e-3
     assert torch.equal(keys[:, :length], before[:, :length])
+    # Drawn to a target: rows without influence keep every bit, the others go most of the way in the end.
+    influence = torch.zeros(tokens, device="cuda")
+    drawn, target = noise.clone(), torch.randn(tokens, 32, device="cuda")
+    none = [Guidance(target, influence, 1.0 - step / steps, 5.0) for step in range(steps)]
+    chain.solve(drawn, robot if state else None, lengths, keys, values, cos, sin, none)
+    assert torch.equal(drawn, actions)
+    influence[: tokens // 2] = 1.0
+    drawn = noise.clone()
+    chain.solve(drawn, robot if state else None, lengths, keys, values, cos, sin, none)
+    half = slice(tokens // 2)
+    assert relative(drawn[half], target[half]) < 0.5 * relative(actions[half], target[half])
     again = noise.clone()
     chain.solve(again, robot if state else None, lengths, keys, values, cos, sin)
     assert torch.equal(again, actions)

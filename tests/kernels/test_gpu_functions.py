@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from taktline_kernels import gpu_reference, ops
+from taktline_kernels.guidance import Guidance
 from torch import Tensor
 
 gpu = importlib.import_module("taktline_kernels.gpu")
@@ -110,8 +111,11 @@ def test_attention_over_a_cache(first_alone: bool) -> None:
         same("attention_cached_fp8", q, keys, values, lengths, 6)
 
 
+@pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-def test_between_two_solver_steps(last: bool) -> None:
+def test_between_two_solver_steps(last: bool, guided: bool) -> None:
+    influence = torch.tensor([1.0, 0.5, 0.0, 0.25, 0.0, 1.0], device=DEVICE)
+    guidance = Guidance(wide(6, 32), influence, 0.7, 3.0) if guided else None
     actions, hidden, update = wide(6, 32), rand(2, 4, 256), rand(2, 4, 256)
     projections = (wide(256, 32), wide(256), wide(32, 256) / 16, wide(32))
     results = []
@@ -119,7 +123,7 @@ def test_between_two_solver_steps(last: bool) -> None:
         mine, embedded = actions.clone(), torch.zeros(6, 256, device=DEVICE)
         module.action_head(
             mine, embedded, projections, hidden, update, (wide_scale, wide_shift), wide_gate,
-            dt=-0.1, last=last, before=1, silu=True,
+            dt=-0.1, last=last, before=1, silu=True, guidance=guidance,
         )  # fmt: skip
         results.append((mine, embedded))
     for ours, theirs in zip(*results, strict=True):

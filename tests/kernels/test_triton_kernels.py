@@ -241,6 +241,27 @@ def test_action_head(dtype: torch.dtype) -> None:
     close(target, embedded, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_action_head_drawn_to_a_target(dtype: torch.dtype) -> None:
+    from taktline_kernels.guidance import Guidance
+
+    rows, width, dim = 4, 256, 32
+    hidden, update, actions = rand(rows, width, dtype=dtype), rand(rows, width, dtype=dtype), rand(rows, dim)
+    heads = (rand(width, dim), rand(width), rand(dim, width) / 16, rand(dim))
+    state = {"hidden": hidden, "update": update, "modulation": rand(2, width), "gate": rand(width)}
+    target, embedded = rand(rows, dim), torch.empty(rows, width, dtype=dtype, device=DEVICE)
+    influence = torch.tensor([1.0, 0.5, 0.0, 0.25], device=DEVICE)
+    outs = []
+    for guidance in (None, Guidance(target, influence, 0.7, 3.0)):
+        outs.append(actions.clone())
+        head.action_head(outs[-1], embedded, *heads, **state, dt=-0.1, last=True, guidance=guidance)
+    plain, drawn = outs
+    velocity = (plain - actions) / -0.1
+    expected = actions - 0.1 * (velocity - 3.0 * (target - (actions - 0.7 * velocity)) * influence[:, None])
+    assert float((drawn - expected).norm() / (expected - plain).norm()) < 1e-5
+    assert torch.equal(drawn[2], plain[2]), "no influence changes no bit"
+
+
 def test_attention_with_a_token_as_an_fp8_row() -> None:
     config = {"block_m": 16, "block_n": 16, "num_warps": 4}
     dtype = torch.bfloat16 if HAS_GPU else torch.float16

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from taktline_worker.models.pi.rtc import RtcRow
 from taktline_worker.models.pi.runner import PiBatch, collate
 from taktline_worker.models.pi.weights import BF16_VISION, FP32, PiWeights
+from taktline_worker.rtc import RtcPlan, RtcSettings, prefix_weights
 
 reference = pytest.importorskip("benchmarks.fused_reference")
 
@@ -35,6 +38,34 @@ def test_fp32_meets_the_official_actions(golden: Path, network: Any, distance: A
     weights, architecture, batch, case = load(network, golden / folder, name, FP32)
     actions = reference.FusedReference(weights, architecture, "fp32").run(batch)
     assert distance(actions, case["actions"]) < 1e-5
+
+
+@pytest.mark.parametrize(("folder", "name"), [("pi05_tiny", "case_b3"), ("pi0_tiny/full", "case_b3_mixed")])
+def test_tails_guide_as_in_the_eager_runner(golden: Path, network: Any, distance: Any, folder: str, name: str) -> None:
+    heads = json.loads((golden / folder / "config_tiny.json").read_text())["vision"]["num_attention_heads"]
+    eager, architecture = network.load(golden / folder / "model.safetensors", heads, FP32)
+    case = load_file(golden / folder / f"{name}.safetensors")
+    rows = network.rows(case, architecture)
+    settings = RtcSettings("guided", schedule="linear", max_guidance_weight=5.0)
+    horizon, width = rows[0].noise.shape
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.from_numpy(prefix_weights(2, horizon - 2, horizon, "linear")).float()
+    tail = RtcRow(torch.randn(horizon, width, generator=generator), weights, RtcPlan(2, horizon - 2))
+    plain = collate(rows, architecture.tokens_per_image)
+    guided = collate(
+        [replace(rows[0], rtc=tail), *rows[1:-1], replace(rows[-1], rtc=tail)],
+        architecture.tokens_per_image,
+        rtc=settings,
+    )
+    fused = reference.FusedReference(eager.weights, architecture, "fp32")
+    actions, without = fused.run(guided), fused.run(plain)
+    assert distance(actions, eager.run(guided)) < 1e-6
+    assert torch.equal(actions[1], without[1]), (
+        "a row without a tail gets what it gets without neighbours that have one"
+    )
+    assert distance(actions[0], without[0]) > 0.05
+    kept = weights == 1.0
+    assert distance(actions[0][kept], tail.target[kept]) < distance(without[0][kept], tail.target[kept])
 
 
 def test_fp8_moves_the_actions_as_on_the_gpu(golden: Path, network: Any, distance: Any) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from taktline_worker.models.pi.rtc import RtcRow
 from taktline_worker.models.pi.runner import PiRow, collate
 from taktline_worker.models.pi.weights import BF16_VISION, on_device
+from taktline_worker.rtc import RtcPlan, RtcSettings, prefix_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -72,6 +74,30 @@ def test_fp8_towers(golden: Any, network: Any, distance: Any, captured: Any) -> 
     assert 1e-3 < error < 5e-2
     loud = [rows[0], dataclasses.replace(rows[0], noise=rows[0].noise * 3, pixels=-rows[0].pixels)]
     assert torch.equal(runner.run(collate([rows[0]] * 2, tokens))[0], runner.run(collate(loud, tokens))[0])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tails_are_followed_inside_the_graph(golden: Any, network: Any, distance: Any, count: int) -> None:
+    """As the eager runner guides them in fp32; in one row the expert's chain does it, in more the Triton kernels."""
+    folder = golden / "pi05_tiny" / "full_real_heads"
+    case = load_file(folder / "case_b1.safetensors")
+    runner, architecture = graph_runner(network, folder, 50, [(1, 3, 64), (4, 3, 64)], guidance=5.0)
+    heads = json.loads((folder / "config_tiny.json").read_text())["vision"]["num_attention_heads"]
+    exact, _ = network.load(folder / "model.safetensors", heads)
+    row = network.rows(case, architecture)[0]
+    horizon, width = row.noise.shape
+    weights = torch.from_numpy(prefix_weights(8, 40, horizon, "linear")).float()
+    target = torch.randn(horizon, width, generator=torch.Generator().manual_seed(5))
+    guided = dataclasses.replace(row, rtc=RtcRow(target, weights, RtcPlan(8, 40)))
+    settings = RtcSettings("guided", schedule="linear", max_guidance_weight=5.0)
+    tokens = architecture.tokens_per_image
+    batch = collate([guided, *[row] * (count - 1)], tokens, rtc=settings)
+    plain = runner.run(collate([row] * count, tokens))
+    actions = runner.run(batch)
+    assert distance(actions[0], exact.run(batch)[0]) < 0.02
+    assert distance(actions[0], plain[0]) > 0.05
+    assert torch.equal(actions[1:], plain[1:])
+    assert torch.equal(runner.run(collate([row] * count, tokens)), plain), "no tail stays in the buffers"
 
 
 def test_replays_are_bit_identical_and_neighbours_do_not_matter(captured: Any) -> None:

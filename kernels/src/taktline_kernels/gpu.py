@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from taktline_kernels.fp8_rows import Fp8Rows, pack_gate_up, quantise_weight
+from taktline_kernels.guidance import Guidance
 from taktline_kernels.selector import default_selector
 from taktline_kernels.triton_impl import action_head as action_head_module
 from taktline_kernels.triton_impl import activations, attention, fp8, norms, prefix_rows, rope
@@ -212,6 +213,7 @@ def action_head(
     last: bool,
     before: int = 0,
     silu: bool = False,
+    guidance: Guidance | None = None,
 ) -> None:
     """Finish one solver step and begin the next; see `triton_impl.action_head`.
 
@@ -227,6 +229,7 @@ def action_head(
         last: no step follows.
         before: tokens of `hidden` before a row's action tokens.
         silu: apply silu to action_in_proj's output.
+        guidance: correction of the velocity, or None.
     """
     action_head_module.action_head(
         actions,
@@ -240,4 +243,5 @@ def action_head(
         last=last,
         before=before,
         silu=silu,
+        guidance=guidance,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels.fp8_rows import LARGEST, Fp8Rows, pack_gate_up, quantise_weight
+from taktline_kernels.guidance import Guidance
 from taktline_kernels.ops.dispatch import REGISTRY
 
 __all__ = [
@@ -163,6 +164,7 @@ def action_head(
     last: bool,
     before: int = 0,
     silu: bool = False,
+    guidance: Guidance | None = None,
 ) -> None:
     """See `gpu.action_head`."""
     in_weight, in_bias, out_weight, out_bias = projections
@@ -170,6 +172,8 @@ def action_head(
         norm = REGISTRY["gated_add_ada_rms_norm"].reference
         _, normed = norm(hidden[:, before:], update[:, before:], gate, *final, 1e-6)
         velocity = functional.linear(normed.float().flatten(0, 1), out_weight, out_bias)
+        if guidance is not None:
+            velocity = guidance.apply(actions, velocity)
         actions += dt * velocity
     if not last:
         embedded = functional.linear(actions, in_weight, in_bias)

@@ -646,7 +646,8 @@ DEVICE float block_sum(float value, float* scratch) {
 
 extern "C" __global__ void __launch_bounds__(256) head(
     u16* stream, u16* scaled, float* squares, float* actions, const float* final_scale, const float* final_shift, const float* first_scale,
-    const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in, int before, int ahead, u16* timed) {
+    const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in, int before, int ahead, u16* timed,
+    const float* target, const float* influence, float tau, float guidance) {
   __shared__ float scratch[8];
   __shared__ float parts[8][32];
   __shared__ float fresh[32];
@@ -686,7 +687,9 @@ extern "C" __global__ void __launch_bounds__(256) head(
       float v = out_bias[lane];
 #pragma unroll
       for (int i = 0; i < 8; ++i) v += parts[i][lane];
-      const float next = actions[row * 32 + lane] + dt * v;
+      const float x = actions[row * 32 + lane];
+      if (target) v -= guidance * ((target[row * 32 + lane] - (x - tau * v)) * influence[row]);
+      const float next = x + dt * v;
       actions[row * 32 + lane] = next;
       fresh[lane] = next;
     }

@@ -24,6 +24,7 @@ from taktline_kernels.cuda.expert_layout import (
     weight_image,
 )
 from taktline_kernels.cuda.nvrtc import CudaKernel
+from taktline_kernels.guidance import Guidance
 
 __all__ = [
     "ACTION",
@@ -165,6 +166,7 @@ class ExpertChain:
         values: Tensor,
         cos: Tensor,
         sin: Tensor,
+        guidance: Sequence[Guidance] | None = None,
     ) -> None:
         """Run every step, in place.
 
@@ -176,6 +178,7 @@ class ExpertChain:
             values: likewise.
             cos: (positions, 128) fp32.
             sin: likewise.
+            guidance: the correction of each step's velocity, or None.
         """
         # π0's state is the first token of the first step; the later steps find its keys and values in the cache.
         before, after = int(state is not None), length
@@ -199,7 +202,7 @@ class ExpertChain:
             for layer in range(len(self._images)):
                 self.layer(rows, step, layer, length, keys[layer], values[layer], cos, sin, first_alone=first > 0)
             length, before = after, 0
-            self.head(actions, step, before=first)
+            self.head(actions, step, before=first, guidance=None if guidance is None else guidance[step])
 
     def layer(
         self,
@@ -294,7 +297,16 @@ class ExpertChain:
             overlap=True,
         )
 
-    def head(self, actions: Tensor, step: int, *, before: int = 0, ahead: int = 0, overlap: bool = True) -> None:
+    def head(
+        self,
+        actions: Tensor,
+        step: int,
+        *,
+        before: int = 0,
+        ahead: int = 0,
+        overlap: bool = True,
+        guidance: Guidance | None = None,
+    ) -> None:
         """Finish `step` (none for -1) and begin the next, if there is one.
 
         Args:
@@ -303,6 +315,7 @@ class ExpertChain:
             before: tokens of the stream before the actions'.
             ahead: likewise in the next step.
             overlap: start before the preceding kernel ends.
+            guidance: correction of the velocity of `step`, or None.
         """
         last, timed = step + 1 == self._steps, self._projections.time_weight is not None
         following = self._scale[0 if last else step + 1]
@@ -320,6 +333,7 @@ class ExpertChain:
             before=before,
             ahead=ahead,
             overlap=overlap,
+            guidance=guidance,
         )
         if timed and not last:
             self._product(
@@ -352,6 +366,7 @@ class ExpertChain:
         before: int = 0,
         ahead: int = 0,
         overlap: bool = True,
+        guidance: Guidance | None = None,
     ) -> None:
         p = self._projections
         kernel.launch(
@@ -374,6 +389,10 @@ class ExpertChain:
                 ctypes.c_int(before),
                 ctypes.c_int(ahead),
                 self._timed if p.time_weight is not None else self._scaled,
+                ctypes.c_void_p() if guidance is None else guidance.target,
+                ctypes.c_void_p() if guidance is None else guidance.influence,
+                ctypes.c_float(0.0 if guidance is None else guidance.tau),
+                ctypes.c_float(0.0 if guidance is None else guidance.weight),
             ],
             overlap=overlap,
         )

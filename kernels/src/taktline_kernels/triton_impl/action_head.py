@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from taktline_kernels.guidance import Guidance
 from taktline_kernels.triton_impl.launch import launch
 
 
@@ -22,8 +23,12 @@ def _action_head_kernel(
     in_bias_ptr,
     actions_ptr,
     next_ptr,
+    target_ptr,
+    influence_ptr,
     dt,
     eps,
+    tau,
+    weight_of_target,
     tokens,
     before,
     WIDTH: tl.constexpr,
@@ -32,6 +37,7 @@ def _action_head_kernel(
     HAS_OUT: tl.constexpr,
     HAS_IN: tl.constexpr,
     SILU: tl.constexpr,
+    GUIDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -58,6 +64,10 @@ def _action_head_kernel(
             normed = normed.to(hidden_ptr.dtype.element_ty).to(tl.float32)
             weight = tl.load(out_weight_ptr + dims[:, None] * WIDTH + part[None, :])
             velocity += tl.sum(weight * normed[None, :], axis=1)
+        if GUIDED:
+            target = tl.load(target_ptr + row * ACTION + dims)
+            error = (target - (actions - tau * velocity)) * tl.load(influence_ptr + row)
+            velocity = velocity - weight_of_target * error
         actions += dt * velocity
         tl.store(actions_ptr + row * ACTION + dims, actions)
     if HAS_IN:
@@ -86,6 +96,7 @@ def action_head(
     last: bool,
     before: int = 0,
     silu: bool = False,
+    guidance: Guidance | None = None,
     eps: float = 1e-6,
 ) -> None:
     """Finish one solver step and begin the next.
@@ -109,6 +120,7 @@ def action_head(
         last: no step follows.
         before: tokens of `hidden` that stand before each chunk's.
         silu: apply silu to in_proj's output.
+        guidance: correction of v, or None.
         eps: of the final norm.
     """
     rows, action_dim = actions.shape
@@ -129,8 +141,12 @@ def action_head(
         in_bias,
         actions,
         next_hidden,
+        actions if guidance is None else guidance.target,
+        actions if guidance is None else guidance.influence,
         dt,
         eps,
+        0.0 if guidance is None else guidance.tau,
+        0.0 if guidance is None else guidance.weight,
         tokens,
         before,
         WIDTH=width,
@@ -139,5 +155,6 @@ def action_head(
         HAS_OUT=has_out,
         HAS_IN=not last,
         SILU=silu,
+        GUIDED=guidance is not None,
         num_warps=4,
     )

@@ -54,9 +54,8 @@ class PiAdapter:
     """One loaded π0 or π0.5 policy.
 
     Args:
-        guided: the runner of rows with an RTC tail; None = `runner`, in the same batch as the others. A runner of
-            captured graphs cannot guide, and on a GPU the fixed or differentiated rows need other kernels, which must
-            not change what their neighbours get.
+        guided: the runner of rows with an RTC tail; None = `runner`, in the same batch as the others. On a GPU, rows
+            that are fixed or differentiated need other kernels, which must not change what their neighbours get.
         cheaper: solver steps -> the two runners with so many.
     """
 
@@ -235,9 +234,11 @@ def load(config: EngineConfig) -> PiAdapter:
     )
     device = choose_device(config.engine.device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
-    runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets, config.engine.precision)
+    in_batch = rtc is not None and rtc.mode == "guided" and not rtc.exact
+    bound = rtc.max_guidance_weight if rtc is not None and in_batch else None
+    precision = config.engine.precision
+    runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets, precision, bound)
     processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
-    same_kernels = device.type == "cpu" or (rtc is not None and rtc.mode == "guided" and not rtc.exact)
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
         most = cameras * max(config.engine.buckets)
@@ -245,18 +246,18 @@ def load(config: EngineConfig) -> PiAdapter:
             most = min(most, _CHECKED_ON_CPU)
         exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, most)
         logger.info("features of frames seen before are reused" if exact else "features are not reused: not exact here")
-    together = rtc is None or (isinstance(runner, PiRunner) and same_kernels)
+    together = rtc is None or in_batch or device.type == "cpu"
     cheaper: dict[int, tuple[BatchRunner, BatchRunner | None]] = {}
     for steps in config.engine.cheaper_steps:
         fewer = fewer_steps(weights, steps)
-        its = make_runner(fewer, folder.architecture, conventions, config.engine.buckets, config.engine.precision)
+        its = make_runner(fewer, folder.architecture, conventions, config.engine.buckets, precision, bound)
         apart = None if together else its if isinstance(its, PiRunner) else PiRunner(fewer, folder.architecture)
         cheaper[steps] = (its, apart)
     if together:
-        return PiAdapter(processor, runner, config.engine.precision, cheaper=cheaper)
+        return PiAdapter(processor, runner, precision, cheaper=cheaper)
     assert rtc is not None
     guided = runner if isinstance(runner, PiRunner) else PiRunner(weights, folder.architecture)
-    adapter = PiAdapter(processor, runner, config.engine.precision, guided, cheaper)
+    adapter = PiAdapter(processor, runner, precision, guided, cheaper)
     logger.info(
         "observations with an RTC tail run apart from their batch, eagerly",
         extra={"policy": config.policy, "mode": rtc.mode, "exact": rtc.exact},
@@ -271,8 +272,13 @@ def make_runner(
     conventions: PiConventions,
     buckets: Sequence[int],
     precision: str,
+    guidance: float | None = None,
 ) -> BatchRunner:
-    """Captured graphs for bf16 and fp8 on a GPU; the eager runner for everything else."""
+    """Captured graphs for bf16 and fp8 on a GPU; the eager runner for everything else.
+
+    Args:
+        guidance: bound of the guidance of rows with a tail, where they run among the others.
+    """
     if not (weights.embedding.is_cuda and weights.embedding.dtype == torch.bfloat16):
         return PiRunner(weights, architecture)
     # Its kernels load only where there is a GPU.
@@ -282,7 +288,9 @@ def make_runner(
     prompts = sorted({min(_PROMPT_SLOTS, conventions.prompt_tokens), conventions.prompt_tokens})
     shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
     number_format: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
-    runner = GraphRunner(weights, architecture, conventions.horizon, shapes, number_format, conventions.resize)
+    runner = GraphRunner(
+        weights, architecture, conventions.horizon, shapes, number_format, conventions.resize, guidance
+    )
     runner.capture()
     return runner
 

@@ -6,13 +6,14 @@ Shapes: B rows, N images, T tokens an image, S prefix slots, C cache rows, H act
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from taktline_kernels import gpu, ops
 from taktline_kernels.cuda import expert
 from taktline_kernels.cuda.expert import ExpertChain
+from taktline_kernels.guidance import Guidance
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -216,6 +217,7 @@ def solve(
     cos: Tensor,
     sin: Tensor,
     heads: int,
+    guidance: Sequence[Guidance] | None = None,
 ) -> None:
     """The Euler loop, in place on `actions`.
 
@@ -231,11 +233,12 @@ def solve(
         cos: (positions, d / 2) fp32.
         sin: likewise.
         heads: query heads.
+        guidance: the correction of each step's velocity, rows B * H; None for none.
     """
     weights, chain = fused.packed, fused.chain
     batch, horizon, dim = actions.shape
     if batch == 1 and chain is not None:
-        chain.solve(actions[0], state, lengths, keys[:, 0], values[:, 0], cos, sin)
+        chain.solve(actions[0], state, lengths, keys[:, 0], values[:, 0], cos, sin, guidance)
         return
     norms, steps = fused.norms, int(weights.times.shape[0])
     flat, before = actions.view(batch * horizon, dim), 0
@@ -247,7 +250,10 @@ def solve(
         hidden, update, gate, final = _step(
             weights.expert, norms, step, x, lengths, keys, values, cos, sin, heads, first_alone=before > 0
         )
-        x = _suffix(weights, flat, hidden, update, final, gate, step=step, steps=steps, before=before)
+        correction = None if guidance is None else guidance[step]
+        x = _suffix(
+            weights, flat, hidden, update, final, gate, step=step, steps=steps, before=before, guidance=correction
+        )
         x = x.view(batch, horizon, -1)
         if before:
             lengths, before = lengths + 1, 0
@@ -264,6 +270,7 @@ def _suffix(
     step: int,
     steps: int,
     before: int,
+    guidance: Guidance | None = None,
 ) -> Tensor:
     """Finish `step` (none for -1) on actions (B * H, action width), and embed them for the next step."""
     heads, last = weights.heads, step + 1 == steps
@@ -283,6 +290,7 @@ def _suffix(
         last=last,
         before=before,
         silu=timed,
+        guidance=guidance,
     )
     if not timed or last:
         return embedded

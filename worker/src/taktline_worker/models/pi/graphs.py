@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from taktline_kernels import gpu, ops
+from taktline_kernels.guidance import Guidance
 from torch import Tensor
 
 from taktline_worker.graph_capture import Captured, GraphPool
@@ -15,6 +16,7 @@ from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.resize import Resize
+from taktline_worker.models.pi.rtc import guidance_steps
 from taktline_worker.models.pi.runner import PiBatch
 from taktline_worker.models.pi.weights import PiWeights
 
@@ -50,6 +52,8 @@ class GraphRunner:
         buckets: the shapes to serve.
         precision: `fp8` quantises the products of the vision tower and the prefix.
         resize: how raw camera frames become pixels.
+        guidance: bound of the weight by which rows with an RTC tail are drawn to it, in the same graph as all others;
+            None where no row may have one.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class GraphRunner:
         buckets: Sequence[Bucket],
         precision: Literal["bf16", "fp8"] = "bf16",
         resize: Resize = "bilinear",
+        guidance: float | None = None,
     ) -> None:
         a, device = architecture, weights.embedding.device
         self.architecture, self.horizon, self.device = a, horizon, device
@@ -77,6 +82,8 @@ class GraphRunner:
         self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
         self._actions = torch.zeros(rows, horizon, a.action_width, device=device)
         self._state = torch.zeros(rows, a.action_width, device=device) if has_state else None
+        self._bound, self._times = guidance, weights.times.tolist()
+        self._target, self._influence = torch.zeros_like(self._actions), torch.zeros(rows, horizon, device=device)
         shape = (a.depth * cache + gpu.CACHE_MARGIN) * a.head_dim
         self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
         self._values = torch.zeros_like(self._keys)
@@ -147,7 +154,14 @@ class GraphRunner:
             self._cos,
             self._sin,
             self.architecture.heads,
+            self._guidance(bucket),
         )
+
+    def _guidance(self, bucket: Bucket) -> list[Guidance] | None:
+        if self._bound is None:
+            return None
+        rows = bucket.rows
+        return guidance_steps(self._target[:rows], self._influence[:rows], self._times, self._bound)
 
     def caches(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Keys and values as (depth, B, C, d)."""
@@ -195,6 +209,12 @@ class GraphRunner:
         self._actions[:rows].copy_(batch.noise, non_blocking=True)
         if self._state is not None and batch.state is not None:
             self._state[:rows].copy_(batch.state, non_blocking=True)
+        if self._bound is None:
+            return
+        self._influence.zero_()
+        if batch.rtc is not None:
+            self._target[:rows].copy_(batch.rtc.target, non_blocking=True)
+            self._influence[:rows].copy_(batch.rtc.weights[..., 0], non_blocking=True)
 
     @torch.inference_mode()
     def run(self, batch: PiBatch) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from taktline_kernels.guidance import Guidance
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import RtcOptions
 from torch import Tensor
@@ -180,6 +181,19 @@ def guide(batch: RtcBatch, x: Tensor, v: Tensor, tau: float) -> Tensor:
     """
     correction = (batch.target - (x - tau * v)) * batch.weights
     return torch.where(batch.rows, v - guidance_weight(1.0 - tau, batch.settings.max_guidance_weight) * correction, v)
+
+
+def guidance_steps(target: Tensor, influence: Tensor, times: Sequence[float], bound: float) -> list[Guidance]:
+    """The correction of every solver step as the fused solver reads it: `guide` for any rows, of influence 0 or more.
+
+    Args:
+        target: fp32 (B, H, action width); influence: fp32 (B, H), zero for rows without a tail. Both are read when the
+            solver runs.
+        times: tau of each step.
+        bound: of the weight.
+    """
+    flat, each = target.flatten(0, 1), influence.flatten()
+    return [Guidance(flat, each, tau, guidance_weight(1.0 - tau, bound)) for tau in times]
 
 
 def guide_exactly(batch: RtcBatch, x: Tensor, v: Tensor, tau: float) -> Tensor:
