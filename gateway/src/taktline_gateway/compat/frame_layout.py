@@ -1,10 +1,11 @@
 """Frames of a client that repeats itself: what was read of one is used for the next that differs in nothing but pixels.
 
-A robot sends the same map again and again: the same keys, shapes and instruction, other pixels, another state. Reading it
-anew each time (bounds, msgpack, arrays, names, checks) cost more than all that the gateway decides. So one frame is read
-in full, and where its raw pixels and its state lay is remembered with everything between them. A later frame of the same
-length with the same bytes there means the same, by construction: msgpack is read from left to right, and the bytes that
-may differ are contents of binary values whose lengths are among the bytes that do not. Anything else is read in full.
+A robot sends the same map again and again: the same keys, shapes and instruction, other pixels, another state.
+Reading it anew each time (bounds, msgpack, arrays, names, checks) cost more than all that the gateway decides. So one
+frame is read in full, and where its raw pixels and its state lay is remembered with everything between them. A later
+frame of the same length with the same bytes there means the same, by construction: msgpack is read from left to right,
+and the bytes that may differ are contents of binary values whose lengths are among the bytes that do not. Anything else
+is read in full.
 """
 
 from __future__ import annotations
