@@ -14,7 +14,6 @@ from taktline_operator import accelerators, delivery, naming, revisions
 from taktline_operator.spec import PolicyDeployment, Pool
 
 CONFIG_MOUNT = "/etc/taktline"
-TLS_MOUNT = "/etc/taktline-tls"
 SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
 USER_ID = 10001
 
@@ -229,8 +228,7 @@ def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any
 
 
 def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
-    # A kubelet's probes know no TLS.
-    probe = {"grpc": {"port": naming.HEALTH_PORT if policy.tls else naming.WORKER_PORT}}
+    probe = {"grpc": {"port": naming.WORKER_PORT}}
     return {
         "name": "worker",
         "image": image,
@@ -243,7 +241,6 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             f"0.0.0.0:{naming.WORKER_PORT}",
             "--metrics-listen",
             f"0.0.0.0:{naming.METRICS_PORT}",
-            *_tls_flags(policy),
         ],
         # Compilers and libraries cache under HOME and TMPDIR; the root file system is read-only.
         "env": [
@@ -273,26 +270,9 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "engine", "mountPath": CONFIG_MOUNT, "readOnly": True},
             {"name": "model", "mountPath": delivery.model_mount(policy), "readOnly": True},
             {"name": "scratch", "mountPath": SCRATCH_MOUNT},
-            *([{"name": "tls", "mountPath": TLS_MOUNT, "readOnly": True}] if policy.tls else []),
             *([{"name": "shm", "mountPath": SHM_MOUNT}] if policy.spec.engine.has_collectives else []),
         ],
     }
-
-
-def tls_files(policy: PolicyDeployment) -> dict[str, str]:
-    """Path in the pod by what it is for: cert, key, and client_ca where workers ask gateways for a certificate."""
-    if policy.tls is None:
-        return {}
-    files = {"cert": f"{TLS_MOUNT}/tls.crt", "key": f"{TLS_MOUNT}/tls.key"}
-    return files | ({"client_ca": f"{TLS_MOUNT}/ca.crt"} if policy.tls.client_auth else {})
-
-
-def _tls_flags(policy: PolicyDeployment) -> list[str]:
-    files = tls_files(policy)
-    if not files:
-        return []
-    flags = [word for name, path in files.items() for word in (f"--tls-{name.replace('_', '-')}", path)]
-    return [*flags, "--health-listen", f"0.0.0.0:{naming.HEALTH_PORT}"]
 
 
 def _tracing_variable(name: str) -> dict[str, Any]:
@@ -305,7 +285,6 @@ def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
         {"name": "engine", "configMap": {"name": _config_name(policy, pool)}},
         {"name": "model", **delivery.model_volume(policy)},
         {"name": "scratch", "emptyDir": {}},
-        *([{"name": "tls", "secret": {"secretName": policy.tls.secret, "defaultMode": 0o440}}] if policy.tls else []),
         *([{"name": "shm", "emptyDir": SHM}] if policy.spec.engine.has_collectives else []),
         *delivery.more_volumes(policy),
     ]
