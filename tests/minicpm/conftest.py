@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_worker.checkpoint import TensorFiles
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
 from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture, Stated, expected_shapes, read_architecture
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
 from taktline_worker.models.minicpm_robot.weights import load_weights
+from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 from transformers import MiniCPMV4_6Config, MiniCPMV4_6Model
 
@@ -177,6 +180,76 @@ def make_row(images: int, words: int, embodiment: int = 1, seed: int = 0) -> Min
     )
 
 
+# As published models spell it: images are placeholders between the turn's own symbols.
+TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{% if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SYMBOLS = {
+    "image_token": "<|image_pad|>",
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
+
+
+def make_tokenizer(target: Path, image_id: int = IMAGE_TOKEN) -> None:
+    """A character-level tokenizer with the family's symbols, and its configuration and template."""
+    symbols = ["<image>", "</image>", "<image_id>", "</image_id>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {chr(code): code for code in range(1, 400)} | {"[unk]": 0}
+    vocabulary |= {symbol: 490 + index for index, symbol in enumerate(symbols)} | {"<|image_pad|>": image_id}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    made.add_special_tokens([tokenizers.AddedToken(symbol, special=True) for symbol in (*symbols, "<|image_pad|>")])
+    made.save(str(target / "tokenizer.json"))
+    (target / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": SYMBOLS}))
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def make_folder(target: Path, tensors: dict[str, Tensor] | None = None, **sidecar: Any) -> Path:
+    """A servable folder: two cameras, an embodiment that uses part of the state and of the actions."""
+    write(target, tensors)
+    make_tokenizer(target)
+    stated = {
+        "cameras": ["agentview", "wrist"],
+        "embodiment": 3,
+        "state_channels": [[2, 6]],
+        "action_channels": [[1, 3], [7, 10]],
+        "control_period_ms": 50.0,
+        "architecture": STATED,
+    }
+    (target / "taktline.json").write_text(json.dumps(stated | sidecar))
+    return target
+
+
+def engine_config(path: Path, **changes: Any) -> EngineConfig:
+    model = {name: changes.pop(name) for name in ("sha256", "cameras", "statistics") if name in changes}
+    options = {"precision": "fp32", "device": "cpu", "buckets": (1, 2)} | changes
+    return EngineConfig(
+        policy="manip",
+        model=ModelConfig(family="minicpm-robot", path=str(path), revision="r1", **model),
+        engine=EngineOptions(**options),
+    )
+
+
+def random_raw(height: int = 112, width: int = 112, seed: int = 0) -> EncodedImage:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return EncodedImage("raw", pixels.tobytes(), pixels.shape)
+
+
+def observe(**changes: Any) -> RobotInput:
+    """A good observation for `make_folder`."""
+    values: dict[str, Any] = {
+        "images": {"agentview": random_raw(96, 128, seed=1), "wrist": random_raw(seed=2)},
+        "state": np.array([0.5, 0.25, -0.4, 0.04]),
+        "instruction": "Put the red block into the box.",
+        "seed": 7,
+    }
+    return RobotInput(**(values | changes))
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint's weights and config.json."""
@@ -197,6 +270,12 @@ def kit() -> SimpleNamespace:
         runner=make_runner,
         row=make_row,
         image_token=IMAGE_TOKEN,
+        stated=STATED,
+        served=make_folder,
+        tokenizer=make_tokenizer,
+        config=engine_config,
+        observe=observe,
+        raw=random_raw,
         heads=STATED["head_heads"],
         horizon=HORIZON,
         action=ACTION,

@@ -25,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     "gr00t-n1.7": Family(),
     "cosmos3-nano": Family(heads=(32, 8), guided=True),
     "cosmos3-edge": Family(heads=(16, 8), guided=True),
-    "minicpm-robot": Family(loaded=False),
+    "minicpm-robot": Family(),
     "vjepa2-ac": Family(),
 }
 """Every family that a PolicyDeployment may name."""

@@ -104,9 +104,10 @@ def _other_family(path: Path) -> Any:
     """The module of the family that recognises the folder; None leaves it to π0 and π0.5."""
     from taktline_worker.models.cosmos3 import inspection as cosmos3
     from taktline_worker.models.groot import inspection as groot
+    from taktline_worker.models.minicpm_robot import inspection as minicpm
     from taktline_worker.models.vjepa2_ac import inspection as vjepa2
 
-    return next((module for module in (cosmos3, groot, vjepa2) if module.recognises(path)), None)
+    return next((module for module in (cosmos3, groot, minicpm, vjepa2) if module.recognises(path)), None)
 
 
 def _inspect_other(path: Path, family: Any, statistics: str, read_weights: bool) -> Report:

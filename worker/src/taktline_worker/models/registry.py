@@ -15,6 +15,7 @@ FAMILIES: dict[str, str] = {
     "cosmos3-edge": "taktline_worker.models.cosmos3.adapter",
     "cosmos3-nano": "taktline_worker.models.cosmos3.adapter",
     "gr00t-n1.7": "taktline_worker.models.groot.adapter",
+    "minicpm-robot": "taktline_worker.models.minicpm_robot.adapter",
     "pi0": "taktline_worker.models.pi.adapter",
     "pi05": "taktline_worker.models.pi.adapter",
     "vjepa2-ac": "taktline_worker.models.vjepa2_ac.adapter",

@@ -154,12 +154,12 @@ def _architecture(config: Mapping[str, Any], stated: Stated, shapes: Shapes) -> 
     return MiniCpmArchitecture(
         prefix=prefix,
         vision=_vision(config, stated, shapes, tower),
-        text=_text(_held(config, "text_config", {}), shapes, text),
+        text=_text(held(config, "text_config", {}), shapes, text),
         head=_head(config, stated, shapes),
     )
 
 
-def _held(config: Mapping[str, Any], name: str, absent: Any) -> Any:
+def held(config: Mapping[str, Any], name: str, absent: Any) -> Any:
     """A field of the backbone's configuration: at the top, or under the name that the backbone has there."""
     for holder in (config, *(config.get(key) for key in ("vlm_config", "vlm", "backbone_config", "backbone"))):
         if isinstance(holder, Mapping) and name in holder:
@@ -168,9 +168,9 @@ def _held(config: Mapping[str, Any], name: str, absent: Any) -> Any:
 
 
 def _vision(config: Mapping[str, Any], stated: Stated, shapes: Shapes, tower: str) -> VisionConfig:
-    own = _held(config, "vision_config", {})
+    own = held(config, "vision_config", {})
     width, _, patch, _ = shapes[f"{tower}embeddings.patch_embedding.weight"]
-    insert = _held(config, "insert_layer_id", _INSERT_LAYER) if stated.insert_layer is None else stated.insert_layer
+    insert = held(config, "insert_layer_id", _INSERT_LAYER) if stated.insert_layer is None else stated.insert_layer
     heads = stated.vision_heads or own.get("num_attention_heads") or width // _VISION_HEAD_WIDTH
     size = stated.image_size or _IMAGE_SIZE
     if width % heads or size % (4 * patch):
