@@ -14,22 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import numpy as np
 import torch
-from random_folders import pi05_folder, planner_folder
+from random_folders import pi05_folder, planner_folder, served
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, ParallelOptions, SearchOptions
 from taktline_protocol.rpc import CHANNEL_OPTIONS
@@ -37,7 +32,6 @@ from taktline_protocol.rpc import CHANNEL_OPTIONS
 CLIENTS, BATCH, WINDOW_S = 32, 4, 0.020
 """The serving setting of the paper: how many robots ask at once, a GPU's batch, and how long it may take to form."""
 START = time.monotonic()
-START_LIMIT_S = 240.0
 
 
 @dataclass
@@ -97,41 +91,6 @@ def planner(setting: Setting) -> Iterator[Row]:
         for one in times.measurements:
             name = f"planner, {rounds} rounds"
             yield Row(name, one.ranks, 1e3 * one.seconds, 1 / one.seconds, alone / one.seconds, details)
-
-
-@contextmanager
-def served(config: EngineConfig, folder: Path) -> Iterator[str]:
-    """A worker process of the product; its address."""
-    path = folder / f"engine-{config.engine.parallel.dp}.json"
-    path.write_bytes(msgspec.json.encode(config))
-    log = folder / f"worker-{config.engine.parallel.dp}.log"
-    command = "import sys; from taktline_worker.cli import main; sys.exit(main())"
-    arguments = ("serve", "--config", str(path), "--listen", "127.0.0.1:0", "--linger-s", "0")
-    with log.open("w") as stream:
-        process = subprocess.Popen([sys.executable, "-c", command, *arguments], stderr=stream, env=dict(os.environ))
-    try:
-        yield f"127.0.0.1:{_port(process, log, config.engine.parallel.dp > 1)}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _port(process: subprocess.Popen[bytes], log: Path, replicated: bool) -> int:
-    end = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < end:
-        entries = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-        for entry in entries:
-            # Each replica says so, too, of its socket.
-            if entry["message"] == "serving" and ("replicas" in entry) == replicated:
-                return int(entry["port"])
-        if process.poll() is not None:
-            break
-        time.sleep(0.2)
-    raise SystemExit(f"the worker did not serve:\n{log.read_text()[-2000:]}")
 
 
 def observation(index: int, views: tuple[str, ...], state: int, side: int = 224) -> worker_pb2.InferItem:

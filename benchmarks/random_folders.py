@@ -1,16 +1,25 @@
-"""Servable checkpoint folders: random weights of the published size for a GPU, the golden tiny ones for a CPU."""
+"""Checkpoint folders, and a worker that serves one: random and full-size on a GPU, the golden tiny ones on a CPU."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
 from random_vjepa2 import PUBLISHED, random_checkpoint
 from safetensors.torch import save_file
+from taktline_protocol.deployment import EngineConfig
 from taktline_worker.models.pi.synthetic import PI05, stream_random_tensors
 
+START_LIMIT_S = 240.0
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
 _PREFIX = "model.paligemma_with_expert."
 _STORED = {
@@ -63,3 +72,38 @@ def planner_folder(target: Path, device: torch.device) -> Path:
         stated = {"image_size": a.image_size, "encoder_heads": a.encoder_heads, "predictor_heads": a.heads}
     (target / "taktline.json").write_text(json.dumps({"architecture": stated}))
     return target
+
+
+@contextmanager
+def served(config: EngineConfig, folder: Path, *flags: str) -> Iterator[str]:
+    """A worker process of the product, started with `flags`; its address."""
+    path = folder / f"engine-{config.engine.parallel.dp}.json"
+    path.write_bytes(msgspec.json.encode(config))
+    log = folder / f"worker-{config.engine.parallel.dp}.log"
+    command = "import sys; from taktline_worker.cli import main; sys.exit(main())"
+    arguments = ("serve", "--config", str(path), "--listen", "127.0.0.1:0", "--linger-s", "0", *flags)
+    with log.open("w") as stream:
+        process = subprocess.Popen([sys.executable, "-c", command, *arguments], stderr=stream, env=dict(os.environ))
+    try:
+        yield f"127.0.0.1:{_port(process, log, config.engine.parallel.dp > 1)}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _port(process: subprocess.Popen[bytes], log: Path, replicated: bool) -> int:
+    end = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < end:
+        entries = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+        for entry in entries:
+            # Each replica says so, too, of its socket.
+            if entry["message"] == "serving" and ("replicas" in entry) == replicated:
+                return int(entry["port"])
+        if process.poll() is not None:
+            break
+        time.sleep(0.2)
+    raise SystemExit(f"the worker did not serve:\n{log.read_text()[-2000:]}")
