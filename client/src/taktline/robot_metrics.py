@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 
+from taktline_protocol.stream import Progress
+
 from taktline.clock import ClockEstimate
 
 RECENT = 256
@@ -23,6 +25,8 @@ class RobotMetrics:
         resent: observations that were sent once more: after a drop, a drain, or because a keyframe was needed.
         connects: connections opened; resumed: of these, those on which the session went on.
         clock: gateway clock minus robot clock.
+        progress: of an observation that asked for a video and is not answered: stage and time since it came, as last
+            told over the stream; None while there is none.
     """
 
     transport: str = ""
@@ -42,6 +46,7 @@ class RobotMetrics:
     resent: int = 0
     pauses: int = 0
     clock: ClockEstimate | None = None
+    progress: Progress | None = None
     round_trips_ms: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
     margins_ms: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -55,7 +60,7 @@ class RobotMetrics:
 
     def as_dict(self) -> dict[str, object]:
         """For a log line or a JSON file."""
-        skipped = ("round_trips_ms", "margins_ms", "clock", "errors")
+        skipped = ("round_trips_ms", "margins_ms", "clock", "errors", "progress")
         found: dict[str, object] = {k: v for k, v in vars(self).items() if k not in skipped}
         found["errors"] = dict(self.errors)
         found["clock"] = None if self.clock is None else dataclasses.asdict(self.clock)

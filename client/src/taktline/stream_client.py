@@ -27,6 +27,7 @@ from taktline_protocol.stream import (
     Hello,
     Ping,
     Pong,
+    Progress,
     Refusal,
     Welcome,
 )
@@ -115,6 +116,8 @@ class StreamClient:
             raise unreachable(self._uri, "did not answer in time") from error
         finally:
             self._waiting.pop(waiting.seq, None)
+            if self._metrics.progress is not None and self._metrics.progress.seq == waiting.seq:
+                self._metrics.progress = None
         return chunk, waiting.stamped, 1e3 * (time.monotonic() - waiting.sent_at), outside_ms
 
     async def connect(self, timeout_s: float) -> Welcome:
@@ -371,6 +374,9 @@ class StreamClient:
         elif isinstance(frame, Backpressure):
             if frame.pause_ms > 0 and math.isfinite(frame.pause_ms):
                 self._pause_until = now + min(frame.pause_ms, 60_000.0) / 1e3
+        elif isinstance(frame, Progress):
+            if frame.seq in self._waiting:
+                self._metrics.progress = frame
         elif isinstance(frame, Goodbye):
             link.goodbye = typed(frame)
             if link.goodbye.code is ErrorCode.DRAINING:

@@ -302,4 +302,17 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=22):
     retry_after_ms: float | None = None
 
 
-FromGateway = Welcome | Answer | Refusal | Ack | Pong | Backpressure | Goodbye
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """Where an observation is whose robot waits for an imagined video; sent every half second until it is answered.
+
+    Attributes:
+        stage: `queued`, or `running` on a worker.
+        elapsed_ms: since the observation came.
+    """
+
+    seq: int
+    stage: Literal["queued", "running"]
+    elapsed_ms: float
+
+
+FromGateway = Welcome | Answer | Refusal | Ack | Pong | Backpressure | Goodbye | Progress

@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 _NO_MAPPING = ClientMapping()
 
 Withdraw = Callable[[TaktlineError | None], bool]
+UnderWay = Callable[[], bool]
 """Takes an observation out of the queue, answering it with the error, or with nothing; False where a batch has it."""
 
 
@@ -98,7 +99,7 @@ class GatewayService:
         principal: Principal = OPEN,
         received_at: float | None = None,
         checked: bool = False,
-        admitted: Callable[[Withdraw], None] | None = None,
+        admitted: Callable[[Withdraw, UnderWay], None] | None = None,
     ) -> ActionChunk:
         """Serves one observation, whichever protocol brought it.
 
@@ -108,7 +109,8 @@ class GatewayService:
             principal: who asks; it has the right to act on this policy, and pays for the observation.
             received_at: monotonic instant from which the budget runs, s; now where None.
             checked: `check_observation` has been called, or would find nothing.
-            admitted: hears when the observation is in the queue, and gets what takes it out again.
+            admitted: hears when the observation is in the queue, and gets what takes it out again and what says
+                whether a worker has it.
 
         Raises:
             TaktlineError: every refusal; counted and logged.
@@ -142,7 +144,7 @@ class GatewayService:
                     lane.leave(pending)
                     return pending.result.done()
 
-                admitted(withdraw)
+                admitted(withdraw, lambda: pending.flights > 0)
             served = await _through(lane, pending)
             gateway.robots.touch(robot, time.monotonic())
             return self._books.chunk(exchange.request_id, observation, info, served, pending, received_at)

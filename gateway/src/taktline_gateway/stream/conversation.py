@@ -39,6 +39,7 @@ from taktline_gateway.access.rights import Principal
 from taktline_gateway.http_io import Exchange, internal_error
 from taktline_gateway.lane import ClientGone
 from taktline_gateway.logs import log
+from taktline_gateway.stream.progress import report
 from taktline_gateway.stream.resolving import budget_from, resolve
 from taktline_gateway.stream.sessions import Flight, HeldFrame, Session
 from taktline_gateway.stream.settings import told_limits
@@ -333,6 +334,8 @@ class Conversation:
         started_at, observation = budget_from(observation, now, self._clock)
         flight = Flight(frame.seq, now, exchange.request_id)
         session.flights[frame.seq] = flight
+        if observation.imagine is not None:
+            flight.told = self._streams.spawn(report(session, flight, self._settings.progress_every_s))
         self._streams.spawn(self._serve(session, flight, exchange, principal, observation, started_at))
         if self._ack is None:
             self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
@@ -376,6 +379,8 @@ class Conversation:
             if answer is not None:
                 await session.answer(flight.seq, encode_frame(answer))
         finally:
+            if flight.told is not None:
+                flight.told.cancel()
             if session.flights.get(flight.seq) is flight:  # it may have been sent again, under the same number
                 del session.flights[flight.seq]
             link = session.link

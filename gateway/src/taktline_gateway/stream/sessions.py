@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from taktline_protocol import TaktlineError
 from taktline_protocol.messages import Image
 from taktline_protocol.stream import TOKEN_BYTES, Hello
 
-from taktline_gateway.compat.gateway_service import Withdraw
+from taktline_gateway.compat.gateway_service import UnderWay, Withdraw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,19 +26,21 @@ class HeldFrame:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flight:
-    """One observation that has no answer yet."""
+    """One observation that has no answer yet; `told` sends its robot progress meanwhile, where it asked for a video."""
 
     seq: int
     received_at: float
     request_id: str
     withdraw: Withdraw | None = None
+    under_way: UnderWay | None = None
+    told: asyncio.Task[None] | None = None
     left: bool = False
     gone: bool = False
     reason: TaktlineError | None = None
 
-    def admitted(self, withdraw: Withdraw) -> None:
+    def admitted(self, withdraw: Withdraw, under_way: UnderWay | None = None) -> None:
         """It is in the queue now, unless it was to leave before it came there."""
-        self.withdraw = withdraw
+        self.withdraw, self.under_way = withdraw, under_way
         if self.left:
             withdraw(self.reason)
 

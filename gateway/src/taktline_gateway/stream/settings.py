@@ -24,6 +24,7 @@ class StreamSettings:
         stall_s: so is one whose robot takes no bytes for so long.
         redis_url: store through which sessions move to other gateways; empty keeps them in this process.
         store_every_s: how often changed sessions are written there.
+        progress_every_s: how often a robot that waits for a video is told where its observation is.
         ack_after_s: an observation that has no answer after this time is acknowledged.
     """
 
@@ -35,6 +36,7 @@ class StreamSettings:
     idle_s: float = 30.0
     stall_s: float = 5.0
     ack_after_s: float = 0.02
+    progress_every_s: float = 0.5
     redis_url: str = dataclasses.field(default="", repr=False)
     store_every_s: float = 0.5
 
