@@ -79,7 +79,7 @@ def read_vae_config(config: Mapping[str, Any], shapes: Shapes) -> VaeConfig:
         TaktlineError: CHECKPOINT_INVALID.
     """
     try:
-        found = _config(config)
+        found = parse_config(config)
     except (KeyError, IndexError, ValueError, TypeError, ZeroDivisionError) as error:
         raise refuse(
             f"vae/config.json does not describe the Wan 2.2 VAE: {type(error).__name__} {error}",
@@ -101,7 +101,8 @@ def read_vae_config(config: Mapping[str, Any], shapes: Shapes) -> VaeConfig:
     return found
 
 
-def _config(config: Mapping[str, Any]) -> VaeConfig:
+def parse_config(config: Mapping[str, Any]) -> VaeConfig:
+    """The dimensions that vae/config.json states. Raises ValueError, KeyError or TypeError for another VAE."""
     if config.get("_class_name", VAE_CLASS) != VAE_CLASS:
         raise ValueError(f"it is a {config['_class_name']}, this family reads {VAE_CLASS}")
     if not config["is_residual"] or config.get("attn_scales"):
