@@ -316,3 +316,37 @@ async def test_what_may_not_be_read_is_not_known_and_asked_once(make: Any) -> No
         reply = await admission.reviewed(request(make.body(model=CLAIM, pools=[H100])), surveyor)
         assert reply["response"] == {"uid": "u", "allowed": True}
     assert world.asked.count("PersistentVolumeClaim") == world.asked.count("Node") == 1
+
+
+PINNED = {"sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        (
+            {"http": {"url": "https://m.example/x", "sha256": "0" * 64, "tokenSecret": {"name": "key"}}},
+            "http.tokenSecret",
+        ),
+        ({"s3": {"bucket": "abc", "sha256": "0" * 64, "credentialsSecret": {"name": "key"}}}, "s3.credentialsSecret"),
+        ({"hub": {"repo": "a/b", "revision": "0" * 40, "tokenSecret": {"name": "key"}}}, "hub.tokenSecret"),
+    ],
+)
+async def test_a_secret_that_does_not_exist_is_a_warning_and_its_content_is_never_asked_for(
+    make: Any, source: Json, field: str
+) -> None:
+    model = {"family": "pi05", "source": source}
+    response = await answer(World(NODE), make.body(model=model, pools=[H100]))
+    assert response["warnings"] == [
+        f"model.source.{field}: Secret key does not exist in namespace line-1; workers wait until it does"
+    ]
+    there = {"kind": "Secret", "metadata": {"name": "key", "namespace": "line-1"}}
+    world = World(NODE, there)
+    assert await answer(world, make.body(model=model, pools=[H100])) == {"allowed": True}
+    assert "get" not in dir(world), "the surveyor has no call that reads an object"
+
+
+async def test_a_mesh_that_no_pod_can_hold_is_refused_as_it_is_applied(make: Any) -> None:
+    pool = H100 | {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    response = await answer(World(NODE), make.body(pools=[pool], engine={"parallel": {"dp": 2}}))
+    assert "engine.parallel" in response["status"]["message"]

@@ -621,6 +621,18 @@ def test_example_is_valid(path: Path) -> None:
     assert path.stem in {found.name for found in parsed}
 
 
+def test_there_is_an_example_for_every_family_and_accelerator_class() -> None:
+    from taktline_operator import planfile
+
+    paths = sorted((ROOT / "deploy/examples").glob("*.yaml"))
+    parsed = [spec.parse(document).spec for path in paths for document in planfile.read_policies(path)]
+    properties = schema.object_schema()["properties"]["spec"]["properties"]
+    families = properties["model"]["properties"]["family"]["enum"]
+    classes = properties["pools"]["items"]["properties"]["accelerator"]["enum"]
+    assert {found.model.family for found in parsed} == set(families)
+    assert {pool.accelerator for found in parsed for pool in found.pools} == set(classes)
+
+
 def replicas_case(pools: list[Json], total: int | None, expected: dict[str, int]) -> Callable[[Any], None]:
     def check(make: Any) -> None:
         parts: Json = {"pools": [{"accelerator": "cpu"} | pool for pool in pools]}

@@ -52,6 +52,11 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get]
+{{- if .Values.operator.checkSecrets }}
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get]
+{{- end }}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

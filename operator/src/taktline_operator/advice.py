@@ -16,7 +16,7 @@ import msgspec
 from taktline_protocol.families import FAMILIES, loaded
 from taktline_protocol.messages import BucketTime
 
-from taktline_operator import accelerators
+from taktline_operator import accelerators, meshes
 from taktline_operator.capacity import meets
 from taktline_operator.diff import quantity
 from taktline_operator.engine_spec import Parallel
@@ -51,12 +51,14 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
         absent: objects that the spec names and that do not exist.
         nodes: labels of every node; None where they cannot be read.
         tables: measured batch times by pool.
+        gpus_per_node: GPUs of a node by pool; None, or no entry, where that is not known.
     """
 
     name_owner: tuple[str, str] | None = None
     absent: frozenset[Referred] = frozenset()
     nodes: Sequence[Mapping[str, str]] | None = None
     tables: Mapping[str, Sequence[BucketTime]] = {}
+    gpus_per_node: Mapping[str, int | None] = {}
 
 
 class Advice(NamedTuple):
@@ -72,6 +74,13 @@ def references(policy: PolicyDeployment) -> tuple[Referred, ...]:
     found = []
     if source.pvc is not None:
         found.append(Referred("PersistentVolumeClaim", source.pvc.claim_name, "model.source.pvc"))
+    secrets = {
+        "http.tokenSecret": source.http and source.http.token_secret,
+        "s3.credentialsSecret": source.s3 and source.s3.credentials_secret,
+        "oci.pullSecret": source.oci and source.oci.pull_secret,
+        "hub.tokenSecret": source.hub and source.hub.token_secret,
+    }
+    found += [Referred("Secret", named.name, f"model.source.{field}") for field, named in secrets.items() if named]
     if fallback:
         found.append(Referred("PolicyDeployment", fallback, "degrade.fallbackPolicy"))
     return tuple(found)
@@ -103,6 +112,9 @@ def _refusals(policy: PolicyDeployment, around: Surroundings) -> list[Finding]:
         other = "/".join(around.name_owner)
         message = f"policy name {policy.name!r} is taken by the older PolicyDeployment {other}; choose another name"
         found.append(Finding(NAME_TAKEN, message))
+    unfit = meshes.refusal(policy, around.gpus_per_node)
+    if unfit is not None:
+        found.append(Finding(*unfit))
     for pool in spec.pools:
         found += [Finding(INVALID, f"pool {pool.name}: {message}") for message in _inverted(pool)]
     if spec.scaling is not None and not _is_zone(spec.scaling.time_zone):

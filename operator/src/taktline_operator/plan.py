@@ -188,13 +188,13 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         absent=observed.absent,
         nodes=observed.node_labels,
         tables=sizing.known_times(observed.live.get("status", {}), observed.tables),
+        gpus_per_node=grouping.per_node(policy, observed.live.get("status", {}), observed.node_gpus),
     )
     said = advice.review(policy, around)
     if said.refusals:
         message = "; ".join(refusal.message for refusal in said.refusals)
         return _refusal(policy, observed, said.refusals[0].reason, message)
-    gpus = grouping.per_node(policy, observed.live.get("status", {}), observed.node_gpus)
-    unfit = integrations.refusal(policy, observed.kinds) or meshes.refusal(policy, gpus)
+    unfit = integrations.refusal(policy, observed.kinds)
     if unfit is not None:
         return _refusal(policy, observed, *unfit)
     unmountable = delivery_status.image_volumes_refusal(policy, observed.version)
@@ -206,7 +206,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     workers = group_pods.leaders(observed.pods, ray_services.serving_clusters(children))
     trial = trials.of(policy, observed.live, children, workers, observed.trials, size.replicas, observed.now)
     lines = trial.lines
-    gang_of = grouping.of(lines, gpus, settings.image, children, observed.pods, observed.kinds or ())
+    gang_of = grouping.of(lines, around.gpus_per_node, settings.image, children, observed.pods, observed.kinds or ())
     counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
         line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)))
@@ -238,7 +238,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         size,
         group_pods.with_followers(trial.serving_pods, observed.pods),
     )
-    grouping.tell(new_status, policy, lines, gang_of, gpus, children)
+    grouping.tell(new_status, policy, lines, gang_of, around.gpus_per_node, children)
     further = {advice.CONDITION: advice.condition(said.cautions)}
     if policy.spec.model.source.fetched:
         further[delivery_status.CONDITION], new_status["delivery"] = delivery_status.condition(

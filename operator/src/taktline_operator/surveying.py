@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from taktline_operator import advice, routing, schema, sizing
+from taktline_operator import advice, grouping, routing, schema, sizing
 from taktline_operator.kube import ApiError
 from taktline_operator.spec import PolicyDeployment
 
@@ -82,8 +82,13 @@ class Surveyor:
         owner, absent, nodes = await asyncio.gather(
             self._owner(policy), self._existence.absent(policy), self._node_labels()
         )
+        status = live.get("status") or {}
         return advice.Surroundings(
-            name_owner=owner, absent=absent, nodes=nodes, tables=sizing.known_times(live.get("status") or {}, {})
+            name_owner=owner,
+            absent=absent,
+            nodes=nodes,
+            tables=sizing.known_times(status, {}),
+            gpus_per_node=grouping.per_node(policy, status, ()),
         )
 
     async def _owner(self, policy: PolicyDeployment) -> tuple[str, str] | None:

@@ -96,6 +96,29 @@ def test_explain_describes_fields(kubectl: Any) -> None:
         assert words in " ".join(kubectl("explain", path).split())
 
 
+def test_every_field_is_described_by_the_api_server_as_explain_shows_it(kubectl: Any) -> None:
+    """`kubectl explain` reads this document; a call of it for each of some hundred fields would say the same."""
+    from taktline_operator import schema
+
+    document = json.loads(kubectl("get", "--raw", "/openapi/v3/apis/taktline.dev/v1alpha1"))
+    served = next(
+        part
+        for part in document["components"]["schemas"].values()
+        if any(kind["kind"] == "PolicyDeployment" for kind in part.get("x-kubernetes-group-version-kind", []))
+    )
+    found = {path: part.get("description", "") for path, part in unit_rules().walk(served)}
+    fields = 0
+    for path, part in unit_rules().walk(schema.object_schema()):
+        if path.startswith((".spec", ".status")) and not path.endswith("{}"):
+            assert found[path] == part["description"], path
+            fields += 1
+    assert fields > 250
+    for path, part in unit_rules().walk(schema.object_schema()["properties"]["spec"], "pd.spec"):
+        if path.count(".") == 2 and not path.endswith(("[]", "{}")):  # the parts of a spec, as people ask for them
+            words = " ".join(kubectl("explain", path).split())
+            assert " ".join(part["description"].split())[:60] in words, path
+
+
 def test_short_name_category_and_columns(kubectl: Any, policies: Any) -> None:
     kubectl.apply(policies.body("reach", pools=[{"name": "cpu", "accelerator": "cpu", "minReplicas": 0}]))
     shown = kubectl("-n", policies.namespace, "get", "taktline")
