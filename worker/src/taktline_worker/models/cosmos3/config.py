@@ -39,7 +39,8 @@ class Cosmos3Architecture:
         gated: SwiGLU; else squared ReLU without a gate.
         text_norms: whether the text tower normalises its queries and keys.
         text_norm_for_video: whether keys of the text get a norm of their own where video and actions read them.
-        fp32_scale: whether a norm's weight is applied before the rounding to the dtype of the rows.
+        fp32_scale: whether the training applies a norm's weight before the rounding to the dtype of the rows; here it
+            is always so.
         sections: rotary frequencies of the time, row and column axes.
         margin: positions between the last text token and the first frame.
         time_scale: of the integer time before the sinusoids.

@@ -79,18 +79,6 @@ def rope_table(a: Cosmos3Architecture, positions: Tensor) -> tuple[Tensor, Tenso
     return angles.cos(), angles.sin()
 
 
-def rms_norm(x: Tensor, weight: Tensor, a: Cosmos3Architecture) -> Tensor:
-    """x / rms(x) times the weight (..., width), statistics in fp32.
-
-    Nano rounds before the multiplication, Edge after it.
-    """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + a.norm_eps)
-    if a.fp32_scale:
-        return (normed * weight).to(x.dtype)
-    return normed.to(x.dtype) * weight.to(x.dtype)
-
-
 PIECES = 2
 """Into so many the tokens are cut behind the attention where ranks share the matrices: one piece is added up over the
 ranks while another's products are computed."""
@@ -99,12 +87,7 @@ ranks while another's products are computed."""
 def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Tensor) -> Tensor:
     """SwiGLU, or squared ReLU without a gate; of this rank's columns, still to be added up over the ranks."""
     up = layer.up(x)
-    if a.gated:
-        gate, up = up.chunk(2, dim=-1)
-        hidden = functional.silu(gate) * up
-    else:
-        hidden = functional.relu(up).square()
-    return layer.down(hidden)
+    return layer.down(ops.swiglu(up) if a.gated else functional.relu(up).square())
 
 
 def encode_text(
@@ -125,10 +108,10 @@ def encode_text(
     keys, values = [], []
     last = weights.text[-1]
     for layer in weights.text:
-        q, k, v = _split_heads(layer.qkv(rms_norm(x, layer.norm1, a)), a, mesh)
-        q = q if layer.q_norm is None else rms_norm(q, layer.q_norm, a)
-        k = k if layer.k_norm is None else rms_norm(k, layer.k_norm, a)
-        shared = k if layer.shared_norm is None else rms_norm(k, layer.shared_norm, a)
+        q, k, v = _split_heads(layer.qkv(ops.rms_norm(x, layer.norm1, a.norm_eps)), a, mesh)
+        q = q if layer.q_norm is None else ops.rms_norm(q, layer.q_norm - 1.0, a.norm_eps)
+        k = k if layer.k_norm is None else ops.rms_norm(k, layer.k_norm - 1.0, a.norm_eps)
+        shared = k if layer.shared_norm is None else ops.rms_norm(k, layer.shared_norm - 1.0, a.norm_eps)
         keys.append(ops.rope(shared, cos, sin)[0])
         values.append(v[0])
         if layer is last:
@@ -137,8 +120,9 @@ def encode_text(
         seen = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        x = x + mesh.sum(layer.out(seen.transpose(1, 2).flatten(2)))()
-        x = x + mesh.sum(mlp(layer, a, rms_norm(x, layer.norm2, a)))()
+        attended = mesh.sum(layer.out(seen.transpose(1, 2).flatten(2)))()
+        x, n = ops.add_rms_norm(x, attended, layer.norm2, a.norm_eps)
+        x = x + mesh.sum(mlp(layer, a, n))()
     return torch.stack(keys), torch.stack(values)
 
 
@@ -146,6 +130,7 @@ def joint_layer(
     layer: TowerLayer,
     a: Cosmos3Architecture,
     x: Tensor,
+    y: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     text_keys: Tensor,
@@ -155,11 +140,11 @@ def joint_layer(
     *,
     tokens: int,
     first: int = 0,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One layer of the tower of video and actions: each token sees the whole text and every token.
 
     Args:
-        x: (lanes, tokens of this rank, width).
+        x: (lanes, tokens of this rank, width); the stream is x + y, so that the next norm can add them. y None: x.
         cos: (lanes, tokens of this rank, head_dim / 2) fp32; `sin` likewise.
         text_keys: (lanes, text slots, kv heads, head_dim); `text_values` likewise.
         lengths: int32 (lanes,), valid text slots.
@@ -167,34 +152,50 @@ def joint_layer(
         first: leave out the result of all tokens before this one (their keys and values are still seen).
 
     Returns:
-        (lanes, tokens of this rank - first, width).
+        The stream behind the layer, again in two parts (lanes, tokens of this rank - first, width).
     """
+    if y is None:
+        n = ops.rms_norm(x, layer.norm1, a.norm_eps)
+    else:
+        x, n = ops.add_rms_norm(x, y, layer.norm1, a.norm_eps)
+    if mesh.place.parts > 1:
+        q, k, v = _gathered_heads(layer, a, n, cos, sin, mesh, tokens)
+    else:
+        qkv = layer.qkv(n)
+        heads, kv_heads = a.heads // mesh.place.shards, a.kv_heads // mesh.place.shards
+        table = cos.flatten(0, 1), sin.flatten(0, 1)
+        ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, *table, heads=heads, kv_heads=kv_heads, eps=a.norm_eps)
+        q, k, v = _split_heads(qkv, a, mesh)
+    seen = ops.attention_suffix(q[:, first:], text_keys, text_values, lengths, k, v)
+    lanes, count = seen.shape[:2]
+    # Token by token from here on: pieces of rows.
+    pieces = PIECES if mesh.place.shards > 1 else 1
+    projected = [mesh.sum(layer.out(piece)) for piece in seen.flatten(2).flatten(0, 1).chunk(pieces)]
+    streams, added = [], []
+    for piece, total in zip(x[:, first:].reshape(lanes * count, -1).chunk(pieces), projected, strict=True):
+        stream, n = ops.add_rms_norm(piece, total(), layer.norm2, a.norm_eps)
+        streams.append(stream)
+        added.append(mesh.sum(mlp(layer, a, n)))
+    totals = [total() for total in added]
+    x, y = (parts[0] if pieces == 1 else torch.cat(parts) for parts in (streams, totals))
+    return x.view(lanes, count, -1), y.view(lanes, count, -1)
+
+
+def _gathered_heads(
+    layer: TowerLayer, a: Cosmos3Architecture, n: Tensor, cos: Tensor, sin: Tensor, mesh: Mesh, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of this rank's tokens, keys and values of all: the queries are made while those are on their way."""
     assert layer.q_norm is not None
     assert layer.k_norm is not None
-    n = rms_norm(x, layer.norm1, a)
-    if first or mesh.place.parts > 1:
-        # Keys and values first: the queries are made while other ranks' keys are on their way.
-        rows = a.heads // mesh.place.shards * a.head_dim
-        of_q, of_kv = Linear(layer.qkv.weight[:rows]), Linear(layer.qkv.weight[rows:])
-        k, v = of_kv(n).view(*n.shape[:2], -1, a.head_dim).chunk(2, dim=2)
-        k = ops.rope(rms_norm(k, layer.k_norm, a), cos, sin)
-        arriving = mesh.gather(torch.cat((k, v), dim=2))
-        q = of_q(n[:, first:]).view(n.shape[0], -1, rows // a.head_dim, a.head_dim)
-        q = ops.rope(rms_norm(q, layer.q_norm, a), cos[:, first:], sin[:, first:])
-        k, v = arriving()[:, :tokens].chunk(2, dim=2)
-    else:
-        q, k, v = _split_heads(layer.qkv(n), a, mesh)
-        q = ops.rope(rms_norm(q, layer.q_norm, a), cos, sin)
-        k = ops.rope(rms_norm(k, layer.k_norm, a), cos, sin)
-    seen = ops.attention_suffix(q, text_keys, text_values, lengths, k, v).flatten(2)
-    pieces = PIECES if mesh.place.shards > 1 else 1
-    projected = [mesh.sum(layer.out(piece)) for piece in seen.chunk(pieces, dim=1)]
-    added = []
-    for piece, total in zip(x[:, first:].chunk(pieces, dim=1), projected, strict=True):
-        piece = piece + total()
-        added.append((piece, mesh.sum(mlp(layer, a, rms_norm(piece, layer.norm2, a)))))
-    found = [piece + total() for piece, total in added]
-    return found[0] if pieces == 1 else torch.cat(found, dim=1)
+    rows = a.heads * a.head_dim
+    of_q, of_kv = Linear(layer.qkv.weight[:rows]), Linear(layer.qkv.weight[rows:])
+    k, v = of_kv(n).view(*n.shape[:2], -1, a.head_dim).chunk(2, dim=2)
+    k = ops.rope(ops.rms_norm(k, layer.k_norm - 1.0, a.norm_eps), cos, sin)
+    arriving = mesh.gather(torch.cat((k, v), dim=2))
+    q = of_q(n).view(*n.shape[:2], -1, a.head_dim)
+    q = ops.rope(ops.rms_norm(q, layer.q_norm - 1.0, a.norm_eps), cos, sin)
+    k, v = arriving()[:, :tokens].chunk(2, dim=2)
+    return q, k, v
 
 
 def _split_heads(qkv: Tensor, a: Cosmos3Architecture, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:

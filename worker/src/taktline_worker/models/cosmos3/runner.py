@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from taktline_kernels import ops
 from torch import Tensor
 from torch.nn import functional
 
@@ -278,11 +279,13 @@ class Cosmos3Runner:
             h = h.repeat(lanes // rows, 1, 1)
         # What nobody reads of the last layer is not computed: the observed frame, and the video at the last step.
         unread = self.tokens - settings.actions if actions_only else self.frame_tokens
+        added: Tensor | None = None
         for number, layer in enumerate(w.joint):
-            h = modules.joint_layer(
+            h, added = modules.joint_layer(
                 layer,
                 a,
                 h,
+                added,
                 buffers.cos[:lanes],
                 buffers.sin[:lanes],
                 buffers.keys[number, :lanes],
@@ -292,7 +295,8 @@ class Cosmos3Runner:
                 tokens=self.tokens,
                 first=unread if number == a.layers - 1 and parts == 1 else 0,
             )
-        h = modules.rms_norm(h, w.joint_norm, a)
+        assert added is not None
+        h = ops.add_rms_norm(h, added, w.joint_norm, a.norm_eps)[1]
         if parts > 1:
             both = mesh.gather(torch.cat((w.patch_out(h), w.action_out(h)), dim=-1))()[:, unread : self.tokens]
             video, actions = both[..., :PATCH_VALUES], both[..., PATCH_VALUES:]

@@ -37,6 +37,7 @@ class TowerLayer:
     """One layer of one tower, this rank's share of it.
 
     Attributes:
+        norm1: (width,), the norm's weight less 1; `norm2` likewise. Those of the heads are whole.
         qkv: query, key and value rows of this rank's heads, one behind the other.
         q_norm: (head_dim,); None where the tower has no such norms.
         k_norm: likewise.
@@ -132,7 +133,7 @@ class _Packer:
         joint = tuple(self._layer(index, joint=True) for index in range(a.layers))
         patch_in = self._affine("proj_in", a.width, PATCH_VALUES)
         patch_out = self._affine("proj_out", PATCH_VALUES, a.width)
-        joint_norm = self._scale("norm_moe_gen.weight", a.width)
+        joint_norm = self._offset("norm_moe_gen.weight", a.width)
         small = ("action_proj_in.fc", "action_proj_in.bias", "action_proj_out.fc", "action_proj_out.bias")
         for name in (*(f"{name}.weight" for name in small), "action_modality_embed"):
             self._keep(name)
@@ -197,6 +198,16 @@ class _Packer:
         self._store(name, target)
         return target
 
+    def _offset(self, name: str, width: int) -> Tensor:
+        """The weight of a norm over the stream less 1, as the fused operations take it."""
+        target = self._empty(width, dtype=torch.float32)
+
+        def store(tensor: Tensor) -> None:
+            target.copy_(tensor.float() - 1.0)
+
+        self._stores[name] = store
+        return target
+
     def _affine(self, name: str, rows: int, columns: int) -> Linear:
         return Linear(self._whole(f"{name}.weight", rows, columns), self._whole(f"{name}.bias", rows))
 
@@ -224,13 +235,13 @@ class _Packer:
         shared = a.text_norm_for_video and not joint
         ups = ("gate_proj", "up_proj") if a.gated else ("up_proj",)
         return TowerLayer(
-            norm1=self._scale(f"{prefix}input_layernorm{suffix}.weight", a.width),
+            norm1=self._offset(f"{prefix}input_layernorm{suffix}.weight", a.width),
             qkv=self._rows(tuple(f"{attention}{name}.weight" for name in (q, k, v)), (queries, keys, keys), a.width),
             q_norm=self._scale(f"{attention}{q_norm}.weight", a.head_dim) if normed else None,
             k_norm=self._scale(f"{attention}{k_norm}.weight", a.head_dim) if normed else None,
             shared_norm=self._scale(f"{attention}k_norm_und_for_gen.weight", a.head_dim) if shared else None,
             out=self._columns(f"{attention}{out}.weight", a.width, queries),
-            norm2=self._scale(f"{prefix}post_attention_layernorm{suffix}.weight", a.width),
+            norm2=self._offset(f"{prefix}post_attention_layernorm{suffix}.weight", a.width),
             up=self._rows(tuple(f"{mlp}{name}.weight" for name in ups), (a.mlp,) * len(ups), a.width),
             down=self._columns(f"{mlp}down_proj.weight", a.width, a.mlp),
         )
