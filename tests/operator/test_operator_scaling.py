@@ -173,6 +173,35 @@ def test_shifts_are_told_in_the_factorys_own_time() -> None:
     assert scaling.shift_minimum(SHIFTS, "Europe/Berlin", "2026-03-02T05:30:00Z", 0)[1] == "early"
 
 
+def test_a_shift_that_is_shorter_than_the_lead_is_not_missed() -> None:
+    """A changeover of five minutes, and starts that take ten: it begins and ends between now and the lead's end."""
+    short = (Shift(name="changeover", start="08:04", end="08:09", min_replicas=4),)
+    assert scaling.shift_minimum(short, "UTC", "2026-03-02T08:00:00Z", 600) == (4, "changeover")
+    assert scaling.shift_minimum(short, "UTC", "2026-03-02T08:00:00Z", 239) == (0, "")
+    assert scaling.shift_minimum(short, "UTC", "2026-03-02T08:09:00Z", 600) == (0, "")
+    midnight = (Shift(name="midnight", start="23:58", end="00:03", min_replicas=2, days=("Mon",)),)
+    assert scaling.shift_minimum(midnight, "UTC", "2026-03-02T23:50:00Z", 1200) == (2, "midnight")  # a Monday
+    assert scaling.shift_minimum(midnight, "UTC", "2026-03-03T00:02:00Z", 0) == (2, "midnight")
+    assert scaling.shift_minimum(midnight, "UTC", "2026-03-03T23:50:00Z", 1200) == (0, "")
+
+
+def test_the_largest_of_all_shifts_up_to_the_lead_counts() -> None:
+    breaks = (
+        Shift(name="early", start="06:00", end="09:00", min_replicas=3),
+        Shift(name="peak", start="09:15", end="09:20", min_replicas=8),
+    )
+    assert scaling.shift_minimum(breaks, "UTC", "2026-03-02T08:55:00Z", 3600) == (8, "peak")
+    assert scaling.shift_minimum(breaks, "UTC", "2026-03-02T08:55:00Z", 600) == (3, "early")
+
+
+def test_a_shift_begins_by_the_clock_on_the_day_that_clocks_change() -> None:
+    early = (Shift(name="early", start="06:00", end="14:00", min_replicas=6),)
+    # In Berlin on 2026-03-29 the hour from 02:00 is left out: 06:00 is 04:00 UTC, the day before it was 05:00.
+    assert scaling.shift_minimum(early, "Europe/Berlin", "2026-03-28T04:30:00Z", 0) == (0, "")
+    assert scaling.shift_minimum(early, "Europe/Berlin", "2026-03-29T04:30:00Z", 0) == (6, "early")
+    assert scaling.shift_minimum(early, "Europe/Berlin", "2026-03-29T02:30:00Z", 5400) == (6, "early")
+
+
 def test_a_shift_brings_workers_before_robots_ask() -> None:
     plan = Scaling(shifts=(Shift(name="early", start="08:02", end="14:00", min_replicas=6),), scale_up_step=10)
     state = decide(running(1), 65, demand(0), plan)

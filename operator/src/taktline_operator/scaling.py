@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -63,25 +63,28 @@ def room(pools: Sequence[Pool], scaling: Scaling) -> Room:
 
 
 def shift_minimum(shifts: Sequence[Shift], zone: str, now: str, lead_s: float) -> tuple[int, str]:
-    """Workers that a shift asks for now, or within `lead_s`, and its name; (0, "") outside all shifts."""
-    here = datetime.fromisoformat(now).astimezone(ZoneInfo(zone))
+    """Workers that a shift asks for at any moment from now to `lead_s` ahead, and its name; (0, "") outside all."""
+    begins = datetime.fromisoformat(now).astimezone(UTC)
+    ends = begins + timedelta(seconds=lead_s)
     found, name = 0, ""
     for shift in shifts:
-        for moment in (here, here + timedelta(seconds=lead_s)):
-            if _in_shift(shift, moment) and shift.min_replicas > found:
-                found, name = shift.min_replicas, shift.name
+        if shift.min_replicas > found and _falls_into(shift, ZoneInfo(zone), begins, ends):
+            found, name = shift.min_replicas, shift.name
     return found, name
 
 
-def _in_shift(shift: Shift, moment: datetime) -> bool:
-    clock = moment.strftime("%H:%M")
+def _falls_into(shift: Shift, zone: ZoneInfo, begins: datetime, ends: datetime) -> bool:
+    """Whether one of the shift's days overlaps the time from `begins` to `ends`; a shift may be shorter than that."""
     overnight = shift.end <= shift.start
-    day = moment
-    if overnight and clock < shift.end:
-        day = moment - timedelta(days=1)  # the shift began yesterday
-    if shift.days and DAYS[day.weekday()] not in shift.days:
-        return False
-    return (clock >= shift.start or clock < shift.end) if overnight else shift.start <= clock < shift.end
+    day = begins.astimezone(zone).date() - timedelta(days=1)  # a shift that began yesterday may still last
+    while day <= ends.astimezone(zone).date():
+        if not shift.days or DAYS[day.weekday()] in shift.days:
+            starts = datetime.combine(day, time.fromisoformat(shift.start), zone)
+            last = datetime.combine(day + timedelta(days=overnight), time.fromisoformat(shift.end), zone)
+            if starts.astimezone(UTC) <= ends and begins < last.astimezone(UTC):
+                return True
+        day += timedelta(days=1)
+    return False
 
 
 def decide(
