@@ -20,6 +20,7 @@ RANDOM_POLICIES = {
     "pi05": "taktline_worker.models.pi.synthetic",
     "pi0": "taktline_worker.models.pi.synthetic",
     "gr00t-n1.7": "taktline_worker.models.groot.synthetic",
+    "minicpm-robot": "taktline_worker.models.minicpm_robot.synthetic",
     "cosmos3-nano": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-nano-paper": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-edge": "taktline_worker.models.cosmos3.synthetic",

@@ -13,7 +13,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, Description
+from taktline_worker.adapter import Answer, CapturedGraph, Description
 from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
@@ -24,7 +24,9 @@ from taktline_worker.models.minicpm_robot.config import (
     held,
     read_architecture,
 )
+from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
 from taktline_worker.models.minicpm_robot.processor import MiniCpmProcessor, PendingRow, Sidecar
+from taktline_worker.models.minicpm_robot.profile import MiniCpmProfile
 from taktline_worker.models.minicpm_robot.prompt import Prompt
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
 from taktline_worker.models.minicpm_robot.weights import load_weights
@@ -53,10 +55,16 @@ class MiniCpmAdapter:
     """
 
     def __init__(
-        self, processor: MiniCpmProcessor, runner: MiniCpmRunner, precision: str, control_period_s: float, rows: int
+        self,
+        processor: MiniCpmProcessor,
+        runner: MiniCpmRunner,
+        precision: str,
+        control_period_s: float,
+        rows: int,
+        buckets: Sequence[int],
     ) -> None:
         self.processor = processor
-        self.runner = runner
+        self.runner: MiniCpmRunner | MiniCpmGraphs = runner
         self._rows = rows
         self.description = Description(
             family=FAMILY,
@@ -69,6 +77,10 @@ class MiniCpmAdapter:
             horizon=rows,
             control_period_s=control_period_s,
         )
+        if runner.device.type == "cuda":
+            graphs = MiniCpmGraphs(runner, self.largest_row(), buckets)
+            graphs.capture()
+            self.runner = graphs
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingRow:
         """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
@@ -76,7 +88,7 @@ class MiniCpmAdapter:
 
     def run(self, rows: Sequence[MiniCpmRow], bucket: int) -> Tensor:
         """fp32 (rows, H, action width) on the CPU."""
-        del bucket  # rows are as long as they are; nothing is padded to a bucket
+        del bucket  # the runner knows its own
         return self.runner.run(rows)
 
     def finish(self, rows: Sequence[MiniCpmRow], outputs: Tensor) -> list[Answer | TaktlineError]:
@@ -89,6 +101,23 @@ class MiniCpmAdapter:
                 results.append(error)
         assert len(results) == len(rows)
         return results
+
+    def graphs(self) -> list[CapturedGraph]:
+        """The captured graphs; none on a CPU."""
+        captured = self.runner.captured if isinstance(self.runner, MiniCpmGraphs) else {}
+        return [CapturedGraph(b.rows, graph.capture_s, graph.pool_bytes) for b, graph in dict(captured).items()]
+
+    def profile(self, *, views: int = 0, prompt_tokens: int = 0) -> MiniCpmProfile:
+        """See `HasProfile`; the row is that of calibration.
+
+        Raises:
+            TaktlineError: CONFIG_INVALID for another number of cameras or tokens: folder and template say them.
+        """
+        if views or prompt_tokens:
+            raise _config_error(
+                "the folder has cameras and a prompt of its own", "leave --views and --prompt-tokens out"
+            )
+        return MiniCpmProfile(self.runner, self.largest_row(), self.description.precision)
 
     def largest_row(self) -> MiniCpmRow:
         """Every camera, black, and an instruction of usual length."""
@@ -131,7 +160,7 @@ def load(config: EngineConfig) -> MiniCpmAdapter:
     device = choose_device(options.device)
     weights = load_weights(folder.files, a, [embodiment], _DTYPES[options.precision], device)
     runner = MiniCpmRunner(weights, a, folder.prompt.image_token)
-    return MiniCpmAdapter(processor, runner, options.precision, period_s, rows)
+    return MiniCpmAdapter(processor, runner, options.precision, period_s, rows, options.buckets)
 
 
 def open_folder(path: Path) -> Folder:

@@ -52,10 +52,18 @@ class MiniCpmBatch:
     noise: Tensor
     embodiments: tuple[int, ...]
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of it, in a fixed order."""
+        return self.patches, self.tokens, self.image_slots, self.valid, self.state, self.noise
 
-def lay_out(rows: Sequence[MiniCpmRow], image_token: int, device: torch.device) -> MiniCpmBatch:
-    """The rows side by side, as long as the longest of them."""
-    tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.int64)
+
+def lay_out(rows: Sequence[MiniCpmRow], image_token: int, device: torch.device, slots: int = 0) -> MiniCpmBatch:
+    """The rows side by side.
+
+    Args:
+        slots: S; 0 takes the longest row's. With S given, shapes follow from it and from the rows' images alone.
+    """
+    tokens = torch.zeros(len(rows), slots or max(len(row.tokens) for row in rows), dtype=torch.int64)
     valid = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)] = torch.from_numpy(row.tokens)

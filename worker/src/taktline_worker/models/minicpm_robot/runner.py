@@ -26,20 +26,35 @@ class MiniCpmRunner:
         self.weights = weights
         self.architecture = architecture
         self.device = weights.text.embedding.device
-        self._image_token = image_token
+        self.image_token = image_token
         self._tables = self._rope(0)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[MiniCpmRow], observer: StepObserver | None = None) -> Tensor:
         """fp32 (B, H, action width) on the CPU."""
-        batch = lay_out(rows, self._image_token, self.device)
-        return self.solve(batch, self.encode(batch), observer).cpu()
+        return self.compute(lay_out(rows, self.image_token, self.device), observer).cpu()
+
+    @torch.inference_mode()
+    def compute(self, batch: MiniCpmBatch, observer: StepObserver | None = None) -> Tensor:
+        """fp32 (B, H, action width) of a batch on the device; reads nothing back from it."""
+        return self.solve(batch, self.encode(batch), observer)
 
     @torch.inference_mode()
     def encode(self, batch: MiniCpmBatch) -> Tensor:
         """The backbone's features (B, S, text width) after its final norm, in its own dtype."""
+        return self.encode_text(batch, self.encode_images(batch))
+
+    @torch.inference_mode()
+    def encode_images(self, batch: MiniCpmBatch) -> Tensor:
+        """(image tokens, text width) in the order of `image_slots`."""
+        weights = self.weights
+        patches = batch.patches.to(weights.dtype)
+        return modules.encode_images(weights.vision, self.architecture.vision, patches).flatten(0, 1)
+
+    @torch.inference_mode()
+    def encode_text(self, batch: MiniCpmBatch, images: Tensor) -> Tensor:
+        """The hybrid text stack over what `encode_images` gave."""
         a, weights = self.architecture, self.weights
-        images = modules.encode_images(weights.vision, a.vision, batch.patches.to(weights.dtype)).flatten(0, 1)
         slots = batch.tokens.shape[1]
         if slots > len(self._tables[0]):
             self._tables = self._rope(slots)

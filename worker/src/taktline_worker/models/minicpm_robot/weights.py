@@ -178,7 +178,18 @@ def load_weights(
         TaktlineError: CHECKPOINT_INVALID for a tensor that is corrupt or not finite.
     """
     names = {name: name for name in expected_shapes(a)}
-    return _Packer(dict(files.read(names)), a, dtype, device).pack(embodiments)
+    return pack_weights(dict(files.read(names)), a, embodiments, dtype, device)
+
+
+def pack_weights(
+    tensors: Mapping[str, Tensor],
+    a: MiniCpmArchitecture,
+    embodiments: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MiniCpmWeights:
+    """As `load_weights`, from tensors in memory. Norms and the head are fp32; tables are made in fp32."""
+    return _Packer(tensors, a, dtype, device).pack(embodiments)
 
 
 class _Packer:

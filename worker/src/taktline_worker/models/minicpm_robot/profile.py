@@ -1,0 +1,88 @@
+"""MiniCPM-Robot as what is measured: its phases, one call each, with the work that each must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from taktline_worker.adapter import Phase
+from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
+from taktline_worker.models.minicpm_robot.config import SOLVER_STEPS
+from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
+from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
+from taktline_worker.models.minicpm_robot.work import PHASES, phase_work
+
+_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0}
+
+
+class MiniCpmProfile:
+    """Observations on the device, frames cut into patches and the prompt tokenised.
+
+    Args:
+        runner: eager, or of captured graphs.
+        row: what every row of a batch is like.
+    """
+
+    policy = "minicpm-robot"
+
+    def __init__(self, runner: MiniCpmRunner | MiniCpmGraphs, row: MiniCpmRow, precision: str) -> None:
+        self._runner, self._row = runner, row
+        self._eager = runner.eager if isinstance(runner, MiniCpmGraphs) else runner
+        self.precision = precision
+        self.device = str(runner.device)
+        self.captured = isinstance(runner, MiniCpmGraphs) and bool(runner.captured)
+        a = self._eager.architecture
+        self._text = len(row.tokens) - len(row.patches) * a.vision.image_tokens
+        self.shape = {
+            "views": len(row.patches),
+            "tokens": len(row.tokens),
+            "horizon": a.head.horizon,
+            "steps": SOLVER_STEPS,
+        }
+
+    def phases(self, batch: int) -> Sequence[Phase]:
+        """Vision, text and head in order; each leaves what the next one reads."""
+        eager, given = self._eager, self._batch(batch)
+        images = eager.encode_images(given)
+        features = eager.encode_text(given, images)
+        calls: dict[str, Callable[[], object]] = {
+            "vision": lambda: eager.encode_images(given),
+            "text": lambda: eager.encode_text(given, images),
+            "head": lambda: eager.solve(given, features),
+        }
+        work = phase_work(
+            eager.architecture,
+            batch=batch,
+            images=len(self._row.patches),
+            text=self._text,
+            weight_bytes=_WEIGHT_BYTES[self.precision],
+        )
+        return [Phase(name, calls[name], work[name].flops, work[name].bytes) for name in PHASES]
+
+    def whole(self, batch: int) -> Callable[[], object]:
+        """One request of `batch` rows over data that lies on the device."""
+        if self.captured and isinstance(self._runner, MiniCpmGraphs):
+            return self._runner.loaded(self._rows(batch))
+        given = self._batch(batch)
+        return lambda: self._eager.compute(given)
+
+    def _rows(self, batch: int) -> list[MiniCpmRow]:
+        row, generator = self._row, torch.Generator().manual_seed(1)
+        return [
+            replace(
+                row,
+                patches=torch.rand(row.patches.shape, generator=generator) * 2 - 1,
+                noise=torch.randn(row.noise.shape, generator=generator),
+                state=torch.rand(row.state.shape, generator=generator) * 2 - 1,
+            )
+            for _ in range(batch)
+        ]
+
+    def _batch(self, batch: int) -> MiniCpmBatch:
+        rows = self._rows(batch)
+        # As a graph has it, so that phases add up to the whole.
+        bucket = self._runner.bucket_for(rows) if isinstance(self._runner, MiniCpmGraphs) else None
+        slots = 0 if bucket is None else bucket.slots
+        return lay_out(rows, self._eager.image_token, self._eager.device, slots)
