@@ -111,7 +111,7 @@ def test_misuse_exits_with_2(stack):
     assert taktline("act", "--policy", "p", "--instruction", "i", "--camera", "nofile", url=stack.url).returncode == 2
 
 
-@pytest.mark.parametrize("mode", [[], ["--rate", "40"]])
+@pytest.mark.parametrize("mode", [[], ["--rate", "40"], ["--stream"], ["--stream", "--still", "--rate", "40"]])
 def test_bench_http_accounts_for_every_request(stack, tmp_path, mode):
     output = tmp_path / "figures.json"
     before = stack.metric("taktline_requests_total")
@@ -135,6 +135,21 @@ def test_bench_http_accounts_for_every_request(stack, tmp_path, mode):
     assert figures["answered"] > 0
     assert figures["latency_ms"]["p50"] <= figures["latency_ms"]["p99"]
     assert set(figures["terms_ms"]) == {"observe", "transfer", "queue", "inference", "actuate"}
+    assert figures["transport"] == ("stream" if "--stream" in mode else "http")
+    pixels_kib = 2 * 224 * 224 * 3 / 1024
+    if "--still" in mode:  # whole once a robot, and with what a lost connection sends again
+        assert figures["cameras_referenced"] > 0.5
+        assert figures["kib_per_request"] < 0.5 * pixels_kib
+    else:
+        assert figures["cameras_referenced"] == 0.0
+        assert pixels_kib < figures["kib_per_request"] < pixels_kib + 8
+    assert f"robots over {figures['transport']}" in done.stdout
+
+
+def test_bench_http_over_the_stream_says_why_there_is_none(stack):
+    done = taktline("bench-http", "--policy", "nobody", "--stream", url=stack.url)
+    assert done.returncode == 1
+    assert done.stderr.startswith("taktline: unknown_policy: ")
 
 
 def test_a_broken_plugin_breaks_only_itself(tmp_path, stack):

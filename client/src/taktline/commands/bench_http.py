@@ -1,4 +1,4 @@
-"""`taktline bench-http`: load a gateway and say what its robots would have felt."""
+"""`taktline bench-http`: load a gateway, over REST or the timed stream, and say what its robots would have felt."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def bench_http(
     budget_ms: Annotated[float, typer.Option(help="Control budget of each request.")] = 1000.0,
     image: Annotated[Path | None, typer.Option(help="JPEG or PNG for every camera; raw noise where absent.")] = None,
     side: Annotated[int, typer.Option(min=1, help="Pixels a side of the raw noise.")] = 224,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Over the timed stream, with the SDK's own robot; REST where absent.")
+    ] = False,
+    still: Annotated[
+        bool, typer.Option("--still", help="The noise never changes, so that a stream sends it by reference.")
+    ] = False,
     instruction: Annotated[str, typer.Option(help="The task in words.")] = "reach the red block",
     output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
     url: Url = DEFAULT_URL,
@@ -34,7 +40,11 @@ def bench_http(
     ca_file: CaFile = "",
     client_cert: ClientCert = "",
 ) -> None:
-    """Load a gateway and print throughput, latency, the five terms and deadline misses."""
+    """Load a gateway and print throughput, latency, the five terms and deadline misses.
+
+    Each robot has one connection and one request at a time. With --stream it is a session of the timed stream; its
+    cameras change with every observation, unless --still or --image says otherwise.
+    """
     from taktline.access import Access
     from taktline.load import Load, run_load
     from taktline.robot import Robot
@@ -62,6 +72,8 @@ def bench_http(
         rate_hz=rate,
         frame=frame,
         side=side,
+        stream=stream,
+        still=still,
         access=access,
     )
     outcome = run_load(load)
@@ -81,8 +93,11 @@ def _figures(load: Load, outcome: Outcome) -> dict[str, Any]:
             return {"p50": None, "p99": None, "p99_9": None}
         return {name: round(percentile(values, share), 3) for name, share in _SHARES.items()}
 
+    asked = outcome.answered + sum(outcome.errors.values())
+    shown = outcome.cameras_whole + outcome.cameras_referenced
     return {
         "bench": "bench-http",
+        "transport": "stream" if load.stream else "http",
         "policy": load.info.policy,
         "revision": load.info.revision,
         "clients": load.clients,
@@ -101,6 +116,8 @@ def _figures(load: Load, outcome: Outcome) -> dict[str, Any]:
         },
         "misses": outcome.misses,
         "errors": dict(outcome.errors),
+        "kib_per_request": round(outcome.bytes_sent / 1024 / max(1, asked), 2),
+        "cameras_referenced": round(outcome.cameras_referenced / max(1, shown), 4),
         "mean_batch": round(sum(outcome.batches) / max(1, len(outcome.batches)), 2),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["taktline", *sys.argv[1:]]),
@@ -121,8 +138,9 @@ def _print(figures: dict[str, Any]) -> None:
     mode = "closed loop" if figures["rate_hz"] is None else f"{figures['rate_hz']:g} requests/s"
     console = Console()
     console.print(
-        f"{figures['policy']}: {figures['clients']} robots, {mode}, {figures['cameras']} cameras {figures['frame']},"
-        f" budget {figures['budget_ms']:g} ms, {figures['elapsed_s']:.1f} s"
+        f"{figures['policy']}: {figures['clients']} robots over {figures['transport']}, {mode},"
+        f" {figures['cameras']} cameras {figures['frame']}, budget {figures['budget_ms']:g} ms,"
+        f" {figures['elapsed_s']:.1f} s"
     )
     table = Table("ms", "p50", "p99", "p99.9")
     rows = {"round trip": figures["latency_ms"], **figures["terms_ms"]}
@@ -131,7 +149,9 @@ def _print(figures: dict[str, Any]) -> None:
     console.print(table)
     errors = ", ".join(f"{code} {count}" for code, count in figures["errors"].items()) or "none"
     console.print(
-        f"{figures['answered']} chunks, {figures['answers_per_s']:.1f}/s, mean batch {figures['mean_batch']:.2f};"
+        f"{figures['answered']} chunks, {figures['answers_per_s']:.1f}/s, mean batch {figures['mean_batch']:.2f},"
+        f" {figures['kib_per_request']:.1f} KiB a request, {100 * figures['cameras_referenced']:.0f}% of the camera"
+        " frames by reference;"
         f" {figures['misses']} late; errors: {errors}; margin p50 {figures['margin_ms']['p50']} ms,"
         f" p1 {figures['margin_ms']['p1']} ms"
     )
