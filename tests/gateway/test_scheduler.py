@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from taktline_gateway.batching import choose_batch
+from taktline_gateway.batching import GRAIN, choose_batch, weigh_batch
 from taktline_gateway.deadline_queue import DeadlineQueue, Priority
 from taktline_gateway.scheduler import Refusal, Scheduler
 from taktline_gateway.service_times import MIN_SAMPLES
@@ -363,10 +363,39 @@ def test_every_ticket_ends_exactly_once_and_never_late(arrivals, workers):
 def test_a_chosen_batch_makes_none_of_its_members_late(deadlines, limit):
     times = service_times(tail=1.2)
     ordered = sorted(deadlines)
-    start, size = choose_batch(ordered, 0.0, times, limit)
+    start, size = choose_batch(ordered, 0.0, times, limit, bold=False)
     members = ordered[start : start + size]
     assert 1 <= size <= limit
     assert size == 1 or times.tail_s(size) <= members[0]
+
+
+@given(st.lists(st.floats(0.005, 0.2), min_size=1, max_size=30), st.integers(1, 8))
+def test_a_chance_is_taken_only_where_more_are_expected_on_time_by_it(deadlines, limit):
+    """A bold choice that is another one than the careful one is expected to serve more, or as many sooner."""
+    times = service_times(tail=1.2)
+    ordered = sorted(deadlines)
+    bold = weigh_batch(ordered, 0.0, times, limit, 0.0, 0, 0.0)
+    careful = weigh_batch(ordered, 0.0, times, limit, 0.0, 0, 0.0, bold=False)
+    assert bold[2] >= careful[2] - GRAIN
+    start, size, _ = bold
+    if size > 1 and times.tail_s(size) > ordered[start]:
+        assert times.median_s(size) <= ordered[start], "a batch that the first member makes less often than not"
+
+
+def test_with_safetys_deadlines_no_chances_are_taken():
+    """Eight that fit a batch by the median only: production takes the even chance, safety a smaller and surer batch."""
+    sizes = {}
+    for priority in (Priority.SAFETY, Priority.PRODUCTION):
+        made = scheduler(tail=1.2)
+        for robot in range(8):
+            made.submit(ticket(robot, 0.0281, priority=priority), 0.0)
+        sizes[priority] = len(made.poll(0.0).batches[0].tickets)
+    assert sizes[Priority.PRODUCTION] == 8
+    assert times_fit(sizes[Priority.SAFETY], 0.0281)
+
+
+def times_fit(size, slack_s):
+    return service_times(tail=1.2).tail_s(size) <= slack_s
 
 
 def test_overload_keeps_the_goodput():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
@@ -14,6 +15,10 @@ OVERLOAD_FULL = 0.5
 """Shares of lost tickets from which a second of the worker is worth something, and at which it is worth the most."""
 OVERLOAD_WORTH = 0.8
 """What such a second is worth then, in units of the best throughput: most of what could be served in it instead."""
+TAIL_QUANTILE = 2.326
+"""How many standard deviations above the median the 99th percentile of a normal distribution lies."""
+GRAIN = 0.05
+"""Expected numbers of tickets on time that differ by less are equal: then the waiting decides."""
 
 
 def choose_batch(
@@ -24,9 +29,11 @@ def choose_batch(
     rate_hz: float = 0.0,
     beyond: int = 0,
     lost: float = 0.0,
+    *,
+    bold: bool = True,
 ) -> tuple[int, int]:
     """(start, size) of the slice of `deadlines` to launch now on a worker with these times; see `weigh_batch`."""
-    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, lost)[:2]
+    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, lost, bold=bold)[:2]
 
 
 def weigh_batch(
@@ -37,56 +44,82 @@ def weigh_batch(
     rate_hz: float,
     beyond: int,
     lost: float,
-) -> tuple[int, int, int]:
+    *,
+    bold: bool = True,
+) -> tuple[int, int, float]:
     """(start, size, on_time): the slice of `deadlines` to launch now, and how many in sight would be on time then.
 
     `deadlines` are those of the tickets in sight, ascending; `rate_hz` is the arrival rate, `beyond` counts the
     tickets out of sight, `lost` is the share of recent tickets that were refused.
 
     Candidates begin at the head, with every bucket that keeps the most urgent member on time by the tail, and behind as
-    many heads as stand in the way of a larger bucket. Each is judged by how many of the tickets in sight would be on
-    time when the rest follows greedily. Between equals the one with the least total waiting wins: of those in sight,
-    and of those expected to arrive meanwhile. So a large batch is formed where the load needs its throughput and a
-    small one where it would only delay. Under lasting overload the worker's time has a price, as others could be served
-    in it: then tight heads give way to fuller batches.
+    many heads as stand in the way of a larger bucket; where `bold`, also those that fit by the median only. Each is
+    judged by how many of the tickets in sight are expected on time when the rest follows greedily: a member that has
+    the tail counts whole, one with less by its chance, with log-normal durations of that median and tail. Between
+    equals the one with the least total waiting wins: of those in sight, and of those expected to arrive meanwhile. So a
+    large batch is formed where the load needs its throughput and a small one where it would only delay. Under lasting
+    overload the worker's time has a price, as others could be served in it: then tight heads give way to fuller
+    batches.
 
     With k tickets in sight, b buckets and batches of B: O(b * (log k + k / B)) steps.
     """
     count = len(deadlines)
     limit = min(limit, times.max_batch)
-    tail = times.tail
+    tail, median = times.tail, times.median
     head = bisect_right(tail, deadlines[0] - now, 1, min(limit, count) + 1) - 1 or 1
     if head == 1 and count == 1:
-        return (0, 1, int(deadlines[0] >= now + times.median[1]))
+        return (0, 1, int(deadlines[0] >= now + median[1]))
+    bold = bold and tail[-1] > median[-1]
     candidates = {(0, head), (0, times.thrifty(head))}
+    if bold:
+        candidates.add((0, bisect_right(median, deadlines[0] - now, 1, min(limit, count) + 1) - 1 or 1))
     for bucket in times.buckets:
         size = min(bucket, limit)
         if size < head:
             candidates.add((0, size))
         elif size > head:
-            start = bisect_left(deadlines, now + tail[size], 0, count)
-            if start < count and start:
-                most = min(limit, count - start)
-                candidates.add((start, bisect_right(tail, deadlines[start] - now, 1, most + 1) - 1 or 1))
+            for durations in (tail, median) if bold else (tail,):
+                start = bisect_left(deadlines, now + durations[size], 0, count)
+                if 0 < start < count:
+                    most = min(limit, count - start)
+                    candidates.add((start, bisect_right(durations, deadlines[start] - now, 1, most + 1) - 1 or 1))
     pressure = min(1.0, max(0.0, lost - OVERLOAD_FROM) / (OVERLOAD_FULL - OVERLOAD_FROM))
     price = pressure * OVERLOAD_WORTH * times.best_rate
-    best, best_worth, best_cost = (0, 1, 0), float("-inf"), 0.0
+    best: tuple[int, int, float] = (0, 1, 0)
+    best_worth, best_cost = -math.inf, 0.0
+    everybody = round(count / GRAIN)
     # The largest first: where the load is deep it serves everybody soonest, and shows the others to be hopeless.
     for start, size in sorted(candidates, key=_largest_first):
         if not price:
             # The heads that it begins behind are lost to it; and where nobody is, its end cannot be sooner than this.
-            if count - start < best_worth:
+            if (count - start) / GRAIN < best_worth - 0.5:
                 continue
-            if best_worth == count and best_cost < _least_cost(size, count, times, rate_hz, beyond):
+            if best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
                 continue
         on_time, elapsed, waited = _follow(start, size, deadlines, now, times, limit)
-        worth = on_time - price * elapsed
+        worth = round((on_time - price * elapsed) / GRAIN)
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
         # then for its own batch, which is about as long again where the load is high.
         cost = elapsed if beyond else waited + rate_hz * elapsed * elapsed
         if worth > best_worth or (worth == best_worth and (cost, start, -size) < (best_cost, best[0], -best[1])):
             best, best_worth, best_cost = (start, size, on_time), worth, cost
     return best
+
+
+def _expected(start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes) -> float:
+    """How many members of a batch that begins now are expected on time, where its tail is too long for the first."""
+    median, tail = times.median[size], times.tail[size]
+    spread = math.log(tail / median) / TAIL_QUANTILE
+    expected = 0.0
+    for index in range(start, start + size):
+        slack = deadlines[index] - now
+        if slack >= tail:  # and so have all that are less urgent
+            return expected + start + size - index
+        if slack > 0.0 and spread > 0.0:
+            expected += 0.5 + 0.5 * math.erf(math.log(slack / median) / (spread * math.sqrt(2.0)))
+        elif slack >= median:
+            expected += 1.0
+    return expected
 
 
 def _largest_first(candidate: tuple[int, int]) -> tuple[int, int]:
@@ -107,15 +140,16 @@ def _least_cost(size: int, count: int, times: ServiceTimes, rate_hz: float, beyo
 
 def _follow(
     start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int
-) -> tuple[int, float, float]:
+) -> tuple[float, float, float]:
     """(tickets on time, total duration, their summed waits in s) when a candidate goes first and the rest follows.
 
     The heads before a candidate count as lost: they stood in its way because they could not wait.
     """
     median, tail, thrifty = times.median, times.tail, times.thrifty_table
     elapsed = median[size]
-    # A lone head may be past its tail, and still have an even chance.
-    on_time = size if size > 1 or deadlines[start] >= now + elapsed else 0
+    on_time: float = size
+    if deadlines[start] < now + tail[size]:
+        on_time = _expected(start, size, deadlines, now, times)
     waited = size * elapsed
     index = start + size
     total = len(deadlines)

@@ -70,11 +70,12 @@ def compose(
         if wait_until is not None:
             return Composition(wait_until=wait_until)
     beyond = len(queue) - len(dues)
-    start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, lost)
+    bold = rank >= 2 * Priority.PRODUCTION  # with safety's deadlines no chances are taken
+    start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, lost, bold=bold)
     level = 0
     if on_time < len(dues) and len(levels) > 1 and not low:
         for cheaper in range(1, len(levels)):
-            found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, lost)
+            found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, lost, bold=bold)
             if found[2] > on_time:
                 (start, size, on_time), level = found, cheaper
             if on_time == len(dues):
