@@ -40,6 +40,7 @@ class Ticket:
         due: the instant it is ordered by: its deadline, or an earlier one where ageing has moved it up.
         rank: its class and share, see `rank_of`; set when it is queued.
         account: the sender's account in the books of its class.
+        extra: it asks for more than actions (an imagined video), which no T_sync table knows the time of.
     """
 
     robot: str
@@ -54,6 +55,7 @@ class Ticket:
     order: int = 0
     rank: int = -1
     account: Account | None = None
+    extra: bool = False
     due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)
 

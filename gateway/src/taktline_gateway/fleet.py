@@ -91,6 +91,9 @@ class WorkerState:
         self.silent_at = now + SILENT_FACTOR * tail_s + SILENT_FLOOR_S
         self.used_at = now
         hangs_at = now + max(HANG_FLOOR_S, HANG_FACTOR * tail_s)
+        patient = max((ticket.deadline for ticket in tickets if ticket.extra), default=None)
+        if patient is not None:  # it may take as long as its robot waits
+            hangs_at = self.silent_at = max(hangs_at, patient)
         self.batch = Batch(self.name, tickets, self.busy_until, now + tail_s, hangs_at, level)
         self.running = times
         return self.batch

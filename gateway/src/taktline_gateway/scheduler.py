@@ -128,6 +128,8 @@ class Scheduler:
         Args:
             seconds: from send to answer.
             inference_s: the worker's own part of that, where it told; the rest is the network's.
+
+        A batch with more than actions in it teaches the table nothing.
         """
         self._in_flight -= len(batch.tickets)
         worker = self.fleet.running(batch)
@@ -135,10 +137,11 @@ class Scheduler:
             times = worker.running or worker.times
             worker.release()
             worker.probation = False
-            if worker.trial and seconds < times.median[1]:
-                times.rescale(seconds)
+            if not any(ticket.extra for ticket in batch.tickets):
+                if worker.trial and seconds < times.median[1]:
+                    times.rescale(seconds)
+                times.record(len(batch.tickets), seconds, inference_s)
             worker.trial = False
-            times.record(len(batch.tickets), seconds, inference_s)
         if not len(self.queue):
             for shares in self._shares.values():
                 shares.forgive()
