@@ -78,7 +78,7 @@ def test_norms(stream: torch.dtype) -> None:
 
 
 def test_rows_in_fp8() -> None:
-    for name in ("quantise_rows", "gelu_fp8", "geglu_fp8"):
+    for name in ("quantise_rows", "gelu_fp8", "geglu_fp8", "swiglu_fp8", "relu2_fp8"):
         same(name, rand(4, 96))
 
 

@@ -31,8 +31,10 @@ __all__ = [
     "pack_gate_up",
     "quantise_rows",
     "quantise_weight",
+    "relu2_fp8",
     "rms_norm_fp8",
     "rope_cache",
+    "swiglu_fp8",
 ]
 
 CACHE_MARGIN = 128
@@ -77,6 +79,16 @@ def gelu_fp8(x: Tensor) -> Fp8Rows:
 def geglu_fp8(gate_up: Tensor) -> Fp8Rows:
     """gelu(gate) * up of (..., 2k), gates first -> (..., k) FP8 with a scale a row."""
     return Fp8Rows(*fp8.quantise_rows(gate_up, fp8.GEGLU))
+
+
+def swiglu_fp8(gate_up: Tensor) -> Fp8Rows:
+    """silu(gate) * up of (..., 2k), gates first -> (..., k) FP8 with a scale a row."""
+    return Fp8Rows(*fp8.quantise_rows(gate_up, fp8.SWIGLU))
+
+
+def relu2_fp8(x: Tensor) -> Fp8Rows:
+    """relu(x) squared, (..., k) -> FP8 with a scale a row."""
+    return Fp8Rows(*fp8.quantise_rows(x, fp8.RELU2))
 
 
 def rms_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:

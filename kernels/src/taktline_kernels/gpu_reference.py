@@ -31,8 +31,10 @@ __all__ = [
     "pack_gate_up",
     "quantise_rows",
     "quantise_weight",
+    "relu2_fp8",
     "rms_norm_fp8",
     "rope_cache",
+    "swiglu_fp8",
 ]
 
 
@@ -61,6 +63,16 @@ def geglu_fp8(gate_up: Tensor) -> Fp8Rows:
     """See `gpu.geglu_fp8`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return quantise_rows(functional.gelu(gate, approximate="tanh") * up)
+
+
+def swiglu_fp8(gate_up: Tensor) -> Fp8Rows:
+    """See `gpu.swiglu_fp8`."""
+    return quantise_rows(REGISTRY["swiglu"].reference(gate_up.float()))
+
+
+def relu2_fp8(x: Tensor) -> Fp8Rows:
+    """See `gpu.relu2_fp8`."""
+    return quantise_rows(functional.relu(x.float()).square())
 
 
 def rms_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:

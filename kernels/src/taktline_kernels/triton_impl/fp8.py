@@ -1,4 +1,4 @@
-"""Triton kernels that turn rows into FP8 (e4m3) with a scale a row: as they are, after gelu or after a gated gelu."""
+"""Triton kernels that turn rows into FP8 (e4m3) with a scale a row: as they are, or after an activation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from taktline_kernels.triton_impl.activations import gelu_tanh
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
-PLAIN, GELU, GEGLU = 0, 1, 2
+PLAIN, GELU, GEGLU, SWIGLU, RELU2 = 0, 1, 2, 3, 4
+_GATED = (GEGLU, SWIGLU)
 
 
 @triton.jit
@@ -38,6 +39,7 @@ def _rows_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
+    GATED: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -47,14 +49,18 @@ def _rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    source = x_ptr + row * (2 * WIDTH if KIND == 2 else WIDTH)
+    source = x_ptr + row * (2 * WIDTH if GATED else WIDTH)
     x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    if KIND != 0:
+    if KIND == 3:
+        x = x * tl.sigmoid(x)
+    elif KIND == 4:
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    elif KIND != 0:
         if FAST:  # noqa: SIM108
             x = _gelu_fast(x)
         else:
             x = gelu_tanh(x)
-    if KIND == 2:
+    if GATED:
         x = x * tl.load(source + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     to_fp8(x, inside, values_ptr + row * WIDTH, scales_ptr + row, columns)
 
@@ -63,15 +69,15 @@ def quantise_rows(x: Tensor, kind: int = PLAIN, num_warps: int = 0) -> tuple[Ten
     """Quantise each row.
 
     Args:
-        x: (..., width) contiguous; for `GEGLU` (..., 2 * width), the gates first, then the ups.
-        kind: `PLAIN`, `GELU` (tanh form) or `GEGLU`: what is done before.
+        x: (..., width) contiguous; for `GEGLU` and `SWIGLU` (..., 2 * width), the gates first, then the ups.
+        kind: `PLAIN`, `GELU` (tanh form), `GEGLU`, `SWIGLU` or `RELU2` (squared ReLU): what is done before.
         num_warps: warps a row; 0 chooses.
 
     Returns:
         values (..., width) e4m3, scales (rows, 1) fp32; values * scales is the row.
     """
     x = x.contiguous()
-    width = x.shape[-1] // 2 if kind == GEGLU else x.shape[-1]
+    width = x.shape[-1] // 2 if kind in _GATED else x.shape[-1]
     rows = x.numel() // x.shape[-1]
     values = torch.empty((*x.shape[:-1], width), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -85,6 +91,7 @@ def quantise_rows(x: Tensor, kind: int = PLAIN, num_warps: int = 0) -> tuple[Ten
         WIDTH=width,
         BLOCK=block,
         KIND=kind,
+        GATED=kind in _GATED,
         FAST=x.is_cuda,
         num_warps=num_warps or (16 if block >= 16384 else 4),
     )
