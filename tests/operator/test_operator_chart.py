@@ -230,3 +230,13 @@ def test_the_redis_url_comes_from_a_secret_and_is_on_no_command_line(render: Ren
 def test_an_operator_may_be_kept_from_nodes(render: Render) -> None:
     rules = find(render("--set", "operator.watchNodes=false"), "ClusterRole", "factory-taktline-operator")["rules"]
     assert not any("nodes" in rule["resources"] for rule in rules)
+
+
+def test_a_cache_of_the_nodes_is_told_to_the_operator(render: Render) -> None:
+    def told(*arguments: str) -> list[str]:
+        operator = find(render(*arguments), "Deployment", "taktline-operator")
+        env = operator["spec"]["template"]["spec"]["containers"][0]["env"]
+        return [entry["value"] for entry in env if entry["name"] == "TAKTLINE_MODEL_CACHE"]
+
+    assert told() == []
+    assert told("--set", "operator.modelCache=/var/lib/taktline/models") == ["/var/lib/taktline/models"]

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from taktline_operator import delivery_polling, delivery_status, model_source, plan, workload
 from taktline_operator.plan import Ref
+from taktline_operator.telemetry import Telemetry
 from taktline_protocol.delivery import DeliveryConfig, DeliveryProgress, HttpSource, HubSource, S3Source
 from taktline_protocol.deployment import EngineConfig
 from taktline_worker.delivery import progress as telling
@@ -166,9 +167,12 @@ def test_a_cluster_without_image_volumes_is_told_so(make: Any) -> None:
             assert not result.desired
 
 
-def test_an_applied_policy_is_steady(make: Any) -> None:
-    policy = fetched(make)
-    observed = make.Observed(live=make.body(), now=make.now, children=make.applied(policy))
+@pytest.mark.parametrize("engine", [{}, {"buckets": [1, 2]}], ids=["defaults", "a list"])
+def test_an_applied_policy_is_steady(make: Any, engine: Json) -> None:
+    policy = fetched(make, {"hub": {"repo": "org/reach", "revision": "b" * 40, "include": ["*.json"]}}, engine=engine)
+    # As the API server gives them back.
+    children = {ref: json.loads(json.dumps(child)) for ref, child in make.applied(policy).items()}
+    observed = make.Observed(live=make.body(), now=make.now, children=children)
     assert not plan.plan(policy, observed, make.settings).writes
 
 
@@ -270,6 +274,15 @@ async def test_pods_that_fetch_are_asked_and_no_others(make: Any, monkeypatch: p
         await poller.close()
     assert list(found) == ["reach-0"]
     assert (found["reach-0"].percent, found["reach-0"].total_files) == (42, 2)
+
+
+def test_the_percentage_is_a_metric() -> None:
+    found = Telemetry()
+    about = {"namespace": "line-1", "name": "reach"}
+    statuses = [{"metadata": about, "status": {"delivery": {"percent": 42}}}, {"metadata": about | {"name": "x"}}]
+    found.watch(dict, lambda: statuses)
+    lines = [line for line in found.exposition().decode().splitlines() if "delivery_percent{" in line]
+    assert lines == ['taktline_policydeployment_delivery_percent{namespace="line-1",policy="reach"} 42.0']
 
 
 def test_a_policy_that_is_not_fetched_has_neither_condition_nor_init_container(make: Any) -> None:

@@ -48,7 +48,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 def essential(value: Any) -> Any:
     """Plain data of a struct without the fields that have their default value."""
     if not isinstance(value, msgspec.Struct):
-        return msgspec.to_builtins(value)
+        # By way of JSON: a tuple must be the list that the API server gives back, or it looks changed for ever.
+        return msgspec.json.decode(msgspec.json.encode(value))
     result = {}
     for name, encoded, default in _fields(type(value)):
         found = getattr(value, name)

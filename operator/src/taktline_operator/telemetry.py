@@ -79,7 +79,7 @@ class _Levels(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, value in self._levels().items():
             yield GaugeMetricFamily(name, metrics.BY_NAME[name].help, value=value)
-        conditions, replicas, revisions, rollouts, wanted = (
+        conditions, replicas, revisions, rollouts, wanted, deliveries = (
             GaugeMetricFamily(name, metrics.BY_NAME[name].help, labels=metrics.BY_NAME[name].labels)
             for name in (
                 metrics.POLICY_CONDITION,
@@ -87,6 +87,7 @@ class _Levels(Collector):
                 metrics.POLICY_REVISION,
                 metrics.POLICY_ROLLOUT,
                 metrics.POLICY_DEMAND,
+                metrics.POLICY_DELIVERY,
             )
         )
         for live in self._statuses():
@@ -108,4 +109,6 @@ class _Levels(Collector):
                 rollouts.add_metric(labels, float(rollout.get("weight", 0)))
             if "scaling" in status:
                 wanted.add_metric(owner, float(status["scaling"].get("desired", 0)))
-        yield from (conditions, replicas, revisions, rollouts, wanted)
+            if "percent" in status.get("delivery", {}):
+                deliveries.add_metric(owner, float(status["delivery"]["percent"]))
+        yield from (conditions, replicas, revisions, rollouts, wanted, deliveries)

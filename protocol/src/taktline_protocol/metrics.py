@@ -72,6 +72,7 @@ POLICY_REPLICAS = "taktline_policydeployment_workers"
 POLICY_REVISION = "taktline_policydeployment_revision_info"
 POLICY_ROLLOUT = "taktline_policydeployment_rollout_weight"
 POLICY_DEMAND = "taktline_policydeployment_wanted_workers"
+POLICY_DELIVERY = "taktline_policydeployment_delivery_percent"
 
 LABEL_POLICY = "policy"
 LABEL_POOL = "pool"
@@ -347,6 +348,12 @@ OPERATOR_METRICS = (
         "gauge",
         _OWNED,
         "Workers that demand asks for, of PolicyDeployments with spec.scaling; other autoscalers may follow it.",
+    ),
+    Metric(
+        POLICY_DELIVERY,
+        "gauge",
+        _OWNED,
+        "Percent of the checkpoint's bytes that are on the node furthest behind, of PolicyDeployments that fetch theirs.",
     ),
 )
 
