@@ -175,6 +175,21 @@ def test_an_mp4_comes_as_base64_in_json(served: tuple[str, Path]) -> None:
     assert "imagine" in wrong.json()["message"]
 
 
+def test_the_command_line_writes_the_video(served: tuple[str, Path], tmp_path: Path) -> None:
+    cameras = []
+    for name, frame in pictures().items():
+        cv2.imwrite(str(tmp_path / f"{name}.png"), cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+        cameras += ["--camera", f"{name}={tmp_path / name}.png"]
+    taktline = str(Path(sys.executable).with_name("taktline"))
+    command = [taktline, "act", "--policy", "cosmos", "--instruction", TASK, "--state", ",".join(map(str, STATE))]
+    asked = ["--url", served[0], "--budget-ms", str(BUDGET_MS), "--imagine", str(tmp_path / "seen.mp4")]
+    said = subprocess.run([*command, *cameras, *asked], capture_output=True, text=True, timeout=LIMIT_S)
+    assert said.returncode == 0, said.stderr
+    assert "imagined video, 15 frames a second" in said.stdout
+    video = cv2.VideoCapture(str(tmp_path / "seen.mp4"))
+    assert int(video.get(cv2.CAP_PROP_FRAME_COUNT)) == 9
+
+
 def test_a_lost_rank_is_an_error_and_then_replaced(
     running: Served, served: tuple[str, Path], expected: np.ndarray[Any, Any]
 ) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from taktline_worker.models.cosmos3 import vae
+from taktline_worker.models.cosmos3.request import OFFICIAL
 from taktline_worker.models.cosmos3.vae_tiles import EXACT_MARGIN, MARGIN, decode_tiled, grid_of, stitch, tiles_of
 from taktline_worker.models.cosmos3.vae_weights import VaeWeights, load_vae
 from torch import Tensor
 
+from benchmarks import vae_tiles as benchmark
 from tests.cosmos3.vae_checkpoints import save_vae, tiny_vae
 
 ROWS, COLUMNS, FRAMES = 2, 40, 2
@@ -113,6 +116,15 @@ def test_the_fade_of_equal_tiles_changes_nothing() -> None:
         rows, columns = (slice(part.start * 16, part.stop * 16) for part in tile.seen)
         cuts.append(picture[..., rows, columns])
     assert torch.allclose(stitch(tiles, cuts, 6, 12, 16), picture, atol=1e-6)
+
+
+def test_the_benchmark_compares_with_tiles_that_are_cut_out_of_the_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(OFFICIAL, content=(32, 512), padded=(32, 512))
+    monkeypatch.setattr(benchmark, "PRESETS", {"official": small})
+    with torch.inference_mode():
+        (row,) = benchmark.measure("official", "small", 1, 4, [MARGIN], "cpu")
+    assert row["grid"] == [2, 2]
+    assert row["psnr_db"] > row["peer_psnr_db"] > 0
 
 
 RANK = """

@@ -21,6 +21,9 @@ def act(
     state: Annotated[str, typer.Option(help="State vector: numbers separated by commas.")] = "",
     budget_ms: Annotated[float, typer.Option(help="Time left until the hand-off deadline.")] = 1000.0,
     seed: Annotated[int | None, typer.Option(help="Fixes the sampler's noise.")] = None,
+    imagine: Annotated[
+        Path | None, typer.Option(help="Ask a world-action model for its imagined video, and write it as MP4.")
+    ] = None,
     robot_id: Annotated[str, typer.Option(help="Name of the robot.")] = "taktline-act",
     url: Url = DEFAULT_URL,
     api_key_file: KeyFile = "",
@@ -29,17 +32,24 @@ def act(
     as_json: AsJson = False,
 ) -> None:
     """Send one observation to a policy and print the chunk."""
+    from taktline_protocol.messages import Imagine
+
     from taktline.access import Access
     from taktline.chunk import Chunk
-    from taktline.robot import Robot
+    from taktline.robot import ANSWER_TIMEOUT_S, Robot
 
     images = dict(_camera(text) for text in camera or [])
     access = Access(api_key_file=api_key_file, ca_file=ca_file, client_cert=client_cert)
-    with Robot(url, policy, robot_id, access=access) as robot:
-        chunk: Chunk = robot.act(images, _state(state), instruction, budget_ms, seed=seed)
+    wanted = Imagine(format="mp4") if imagine is not None else None
+    # Who gives a longer budget waits for the answer as long.
+    timeout_s = max(ANSWER_TIMEOUT_S, budget_ms / 1e3)
+    with Robot(url, policy, robot_id, access=access, answer_timeout_s=timeout_s) as robot:
+        chunk: Chunk = robot.act(images, _state(state), instruction, budget_ms, seed=seed, imagine=wanted)
+    if imagine is not None and chunk.imagined is not None:
+        _write(imagine, chunk.imagined.parts[0])
     if as_json:
         shown = {
-            **{key: value for key, value in vars(chunk).items() if key != "actions"},
+            **{key: value for key, value in vars(chunk).items() if key not in ("actions", "imagined")},
             "actions": chunk.actions.tolist(),
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
@@ -54,6 +64,17 @@ def act(
     typer.echo(f"{len(chunk.actions)} actions of {chunk.actions.shape[1]} numbers, one every {1e3 * chunk.dt_s:g} ms:")
     for index, row in enumerate(chunk.actions):
         typer.echo(f"{index:4d}  " + " ".join(f"{value:9.4f}" for value in row))
+    if imagine is not None and chunk.imagined is not None:
+        typer.echo(f"imagined video, {chunk.imagined.fps:g} frames a second: {imagine}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise TaktlineError(
+            ErrorCode.INTERNAL, f"{path} cannot be written: {error.strerror}", "check the path after --imagine"
+        ) from error
 
 
 def _camera(text: str) -> tuple[str, bytes]:
