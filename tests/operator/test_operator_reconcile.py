@@ -279,3 +279,33 @@ async def test_changes_queue_the_table_once(make: Any) -> None:
     await asyncio.sleep(0.1)
     keys = [await controller.queue.get() for _ in range(controller.queue.depth)]
     assert sorted(keys) == [ROUTES, KEY]
+
+
+async def test_an_object_that_a_quota_refuses_is_a_condition_and_is_tried_again(make: Any) -> None:
+    api = make.Api(make.body())
+    full = ApiError(
+        403, "Forbidden", 'configmaps "x" is forbidden: exceeded quota: team, requested: count/configmaps=1'
+    )
+    applied = api.apply
+
+    async def refused(desired: Json, subresource: str = "") -> Json:
+        if desired["kind"] == "ConfigMap":
+            raise full
+        found: Json = await applied(desired, subresource)
+        return found
+
+    api.apply = refused
+    controller = Controller(api, make.settings, clock=lambda: make.now)
+    await controller.resync(everything=True)
+    for _ in range(2):
+        with pytest.raises(ApiError, match="exceeded quota"):
+            await controller.handle(("line-1", "reach"))
+    conditions = api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"]
+    degraded = next(found for found in conditions if found["type"] == "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "QuotaExceeded")
+    assert "team, requested: count/configmaps=1" in degraded["message"]
+    assert len([write for write in api.writes if write[0] == "apply status"]) == 1  # said once
+    api.apply = applied
+    await controller.handle(("line-1", "reach"))
+    conditions = api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"]
+    assert next(found for found in conditions if found["type"] == "Degraded")["status"] == "False"

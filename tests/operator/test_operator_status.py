@@ -119,6 +119,20 @@ def test_what_the_api_server_refuses_surfaces() -> None:
     assert faults.find([], [workload]) == [("FailedCreate", "deployment/reach-cpu: violates PodSecurity")]
 
 
+def test_a_quota_is_quoted_without_the_name_that_changes_at_each_attempt() -> None:
+    def told(pod: str) -> list[Any]:
+        text = f'pods "{pod}" is forbidden: exceeded quota: team, requested: requests.nvidia.com/gpu=1, used:'
+        text += " requests.nvidia.com/gpu=4, limited: requests.nvidia.com/gpu=4"
+        condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}
+        return faults.find([], [{"metadata": {"name": "reach-cpu"}, "status": {"conditions": [condition]}}])
+
+    assert told("reach-cpu-1-x") == told("reach-cpu-1-y")
+    assert told("a")[0].reason == "QuotaExceeded"
+    assert (
+        "team, requested: requests.nvidia.com/gpu=1, used: requests.nvidia.com/gpu=4, limited:" in told("a")[0].message
+    )
+
+
 def conditions_of(make: Any, live: Json, pods: list[Json], now: str, **more: Any) -> dict[str, Json]:
     found = make.policy()
     result = make.plan(found, make.Observed(live=live, now=now, pods=pods, **more), make.settings)

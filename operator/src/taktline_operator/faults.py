@@ -46,8 +46,35 @@ def find(pods: Iterable[Json], deployments: Iterable[Json]) -> list[Fault]:
             if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
                 text = condition.get("message", "")
                 name = workload["metadata"]["name"]
-                faults.append(Fault(condition.get("reason", "FailedCreate"), f"deployment/{name}: {_trimmed(text)}"))
+                faults.append(
+                    of_quota(text, f"deployment/{name}")
+                    or Fault(condition.get("reason", "FailedCreate"), f"deployment/{name}: {_trimmed(text)}")
+                )
     return faults
+
+
+def of_quota(refusal: str, what: str) -> Fault | None:
+    """The fault behind what the API server said where a quota of the namespace is used up; None where it is another.
+
+    It is told in the quota's own words, without the name of the pod, which is another one at each attempt.
+    """
+    _, found, said = refusal.partition("exceeded quota: ")
+    if not found:
+        return None
+    step = "ask for a larger ResourceQuota, or for fewer workers"
+    return Fault("QuotaExceeded", f"{what}: exceeded quota: {_trimmed(said)} ({step})")
+
+
+def of_quota(refusal: str, what: str) -> Fault | None:
+    """The fault behind what the API server said where a quota of the namespace is used up; None where it is another.
+
+    It is told in the quota's own words, without the name of the pod, which is another one at each attempt.
+    """
+    _, found, said = refusal.partition("exceeded quota: ")
+    if not found:
+        return None
+    step = "ask for a larger ResourceQuota, or for fewer workers"
+    return Fault("QuotaExceeded", f"{what}: exceeded quota: {_trimmed(said)} ({step})")
 
 
 def of_pod(pod: Json) -> Fault | None:

@@ -19,6 +19,7 @@ from taktline_operator import (
     diff,
     discovery,
     events,
+    faults,
     group_pods,
     healing,
     integrations,
@@ -29,6 +30,7 @@ from taktline_operator import (
     revisions,
     routing,
     spec,
+    status,
 )
 from taktline_operator.demand import DemandTracker
 from taktline_operator.kube import ApiError
@@ -306,7 +308,15 @@ class Controller:
         self.statuses[namespace, name] = {"metadata": live["metadata"], "status": result.status}
         for found in result.writes:
             logger.info("applying", extra={"policy": name, "namespace": namespace, "object": "/".join(ref_of(found))})
-            await self._api.apply(found)
+            try:
+                await self._api.apply(found)
+            except ApiError as error:
+                fault = faults.of_quota(error.message, "/".join(ref_of(found)))
+                if fault is None:
+                    raise
+                # People see it before it is tried again, ever later.
+                await self._store(live, status.degraded_by(result.status, live, fault, self._clock()))
+                raise
         for removal in result.removals:
             about = {"policy": name, "namespace": namespace, "object": f"Pod/{removal.pod}", "reason": removal.reason}
             logger.warning("removing a pod", extra=about | {"cause": removal.message})
@@ -316,13 +326,19 @@ class Controller:
         for ref in result.deletions:
             logger.info("deleting", extra={"policy": name, "namespace": namespace, "object": "/".join(ref)})
             await self._api.delete(ref.kind, namespace, ref.name)
-        if not result.status_changed:
+        if result.status_changed:
+            await self._store(live, result.status)
+
+    async def _store(self, live: Json, wanted: Json) -> None:
+        """Write a status that differs from the live one, and tell what is new about it."""
+        namespace, name = _key(live)
+        if wanted == live.get("status"):
             return
         # Events first: told again after a crash they are the same ones; once the status is stored they would be lost.
         previous = live.get("status", {})
         now = self._clock()
-        told = events.of_changes(live, previous.get("conditions", []), result.status["conditions"], now)
-        told += events.of_rollout(live, previous.get("rollout", {}), result.status.get("rollout", {}), now)
+        told = events.of_changes(live, previous.get("conditions", []), wanted["conditions"], now)
+        told += events.of_rollout(live, previous.get("rollout", {}), wanted.get("rollout", {}), now)
         for event in told:
             await self._tell(event, namespace, name)
         body = {
@@ -330,7 +346,7 @@ class Controller:
             "kind": live["kind"],
             # With the uid, a PolicyDeployment made anew under this name refuses the old one's status.
             "metadata": {"name": name, "namespace": namespace, "uid": live["metadata"]["uid"]},
-            "status": result.status,
+            "status": wanted,
         }
         try:
             await self._api.apply(body, "status")
