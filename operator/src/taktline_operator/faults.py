@@ -65,18 +65,6 @@ def of_quota(refusal: str, what: str) -> Fault | None:
     return Fault("QuotaExceeded", f"{what}: exceeded quota: {_trimmed(said)} ({step})")
 
 
-def of_quota(refusal: str, what: str) -> Fault | None:
-    """The fault behind what the API server said where a quota of the namespace is used up; None where it is another.
-
-    It is told in the quota's own words, without the name of the pod, which is another one at each attempt.
-    """
-    _, found, said = refusal.partition("exceeded quota: ")
-    if not found:
-        return None
-    step = "ask for a larger ResourceQuota, or for fewer workers"
-    return Fault("QuotaExceeded", f"{what}: exceeded quota: {_trimmed(said)} ({step})")
-
-
 def of_pod(pod: Json) -> Fault | None:
     """Why this pod does not serve; None when it does, is still starting, or is being deleted."""
     metadata, status = pod["metadata"], pod.get("status", {})

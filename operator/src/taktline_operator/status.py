@@ -62,14 +62,6 @@ def degraded_by(wanted: Json, live: Json, fault: faults.Fault, now: str) -> Json
     return wanted | {"conditions": conditions(previous, found, wanted["observedGeneration"], now)}
 
 
-def degraded_by(wanted: Json, live: Json, fault: faults.Fault, now: str) -> Json:
-    """`wanted` where what it speaks of could not be written because of `fault`."""
-    found = {c["type"]: (c["status"], c["reason"], c["message"]) for c in wanted["conditions"]}
-    found |= {"Degraded": ("True", fault.reason, fault.message)}
-    previous = live.get("status", {}).get("conditions", [])
-    return wanted | {"conditions": conditions(previous, found, wanted["observedGeneration"], now)}
-
-
 def has_ended(pod: Json) -> bool:
     """Whether a pod will never run again: evicted, refused by its node, or completed. Such pods linger for reading."""
     return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
