@@ -24,7 +24,7 @@ import triton
 from engine import Row, add_peer, capture, event_times, quantile, say
 from floors import H200
 from plain_cosmos3 import PlainCosmos3
-from taktline_worker.models.cosmos3 import vae
+from taktline_worker.models.cosmos3 import fp8, vae
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.profile import EMPTY_TOKENS, Cosmos3Profile
 from taktline_worker.models.cosmos3.request import PolicyRequest, draw_noise
@@ -132,19 +132,21 @@ def measure(subject: str, device: torch.device, versions: dict[str, str], *, qui
     found["ours"] = runner.run(random_rows(name, 1))[0].actions
     profile = Cosmos3Profile(name, runner, VAE, "bf16", PROMPT_TOKENS)
     rows = [measured_row(profile, name, batch, versions) for batch in batches]
+    rows += in_fp8(runner, found, name, batches, versions)
     texts = {
         "text_ms": quantile(event_times(partial(encode_text, runner), 2, 10), 0.5),
         "text_floor_ms": text_work(a, PROMPT_TOKENS, 2.0).floor_ms(H200.flops, H200.bytes_per_s),
     }
     plain = PlainCosmos3(random_tensors(a, device), a, settings, torch.bfloat16)
     found["plain"] = peer_call(plain, encode, random_rows(name, 1))()[0].float().cpu()
-    accuracy = {key: distance(found[key], found["exact"]) for key in ("ours", "plain") if "exact" in found}
+    accuracy = {key: distance(found[key], found["exact"]) for key in ("ours", "plain", "fp8") if "exact" in found}
     accuracy["ours_from_plain"] = distance(found["ours"], found["plain"])
+    accuracy["fp8_from_ours"] = distance(found["fp8"], found["ours"])
     say(f"{name}: distance of actions {json.dumps(accuracy)}")
     for row in rows:
         row.details |= texts | {"accuracy": accuracy}
     for batch in batches[:: max(1, len(batches) - 1)]:
-        own = next(row for row in rows if row.batch == batch)
+        own = next(row for row in rows if row.batch == batch and row.dtype == "bf16")
         add_peer(own, "plain PyTorch, eager", measured(peer_call(plain, encode, random_rows(name, batch))))
     if not quick:
         torch._dynamo.config.recompile_limit = 64
@@ -152,6 +154,31 @@ def measure(subject: str, device: torch.device, versions: dict[str, str], *, qui
         second = Row(**asdict(rows[0]))
         add_peer(second, "plain PyTorch, torch.compile", measured(peer_call(compiled, encode, random_rows(name, 1))))
         rows.append(second)
+    return rows
+
+
+def in_fp8(
+    bf16: GraphRunner, found: dict[str, torch.Tensor], name: str, batches: tuple[int, ...], versions: dict[str, str]
+) -> list[Row]:
+    """The same with FP8 products, beside this engine's bf16."""
+    sizes = batches[:: max(1, len(batches) - 1)]
+    runner = GraphRunner(
+        fp8.quantise(bf16.weights),
+        bf16.architecture,
+        bf16.settings,
+        bf16.encoder,
+        rows=sizes,
+        texts=(bf16.buckets[0].text,),
+    )
+    runner.capture()
+    found["fp8"] = runner.run(random_rows(name, 1))[0].actions
+    profile = Cosmos3Profile(name, runner, VAE, "fp8", PROMPT_TOKENS)
+    own = Cosmos3Profile(name, bf16, VAE, "bf16", PROMPT_TOKENS)
+    rows = [measured_row(profile, name, batch, versions) for batch in sizes]
+    for row in rows:
+        row.dtype = "fp8"
+        add_peer(row, "this engine's bf16", measured(own.whole(row.batch)))
+        row.details["floor_is_of"] = "bf16"
     return rows
 
 

@@ -17,7 +17,7 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_worker.adapter import Answer, CapturedGraph, Description, ImaginedChunk
 from taktline_worker.checkpoint import TensorFiles, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
-from taktline_worker.models.cosmos3 import vae, video
+from taktline_worker.models.cosmos3 import fp8, vae, video
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture, open_transformer
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.group import PolicyGroup, Solved
@@ -35,7 +35,7 @@ from taktline_worker.observation import EncodedImage, RobotInput
 
 NANO = "cosmos3-nano"
 EDGE = "cosmos3-edge"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 _USUAL_INSTRUCTION = "pick up the yellow cup from the left side of the table and put it into the sink behind the plates"
 
 
@@ -115,9 +115,8 @@ class Cosmos3Adapter:
             raise _config_error("the views of this family are one picture", "leave --views out")
         if self.group.ranks is not None:
             raise _config_error("engine.parallel asks for cfg or tp", "profile the policy with both at 1")
-        precision = "fp32" if self.description.precision == "fp32" else "bf16"
         tokens = prompt_tokens or len(self.largest_row().request.conditional)
-        return Cosmos3Profile(self.description.family, self.runner, self._coder, precision, tokens)
+        return Cosmos3Profile(self.description.family, self.runner, self._coder, self.description.precision, tokens)
 
     def largest_row(self) -> PreparedRow:
         """Every camera at the policy's own size and an instruction of usual length."""
@@ -268,8 +267,8 @@ def load_rank(config: EngineConfig, rank: int) -> LoadedRank:
 def _checked(config: EngineConfig) -> Opened:
     """Everything that is refused before the weights are read."""
     options = config.engine
-    if options.precision not in _DTYPES:
-        raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
+    if options.precision == "fp8":
+        fp8.check_device(choose_device(options.device))
     if options.parallel.search != 1:
         raise _config_error("engine.parallel.search is for planners", "use cfg and tp, or dp, one replica a GPU")
     if options.rtc.mode not in ("auto", "off"):
@@ -296,10 +295,11 @@ def _load(config: EngineConfig, opened: Opened, rank: int) -> LoadedRank:
     options, place = config.engine, _place(config, rank)
     device, dtype = choose_device(options.device), _DTYPES[options.precision]
     imagine = opened.serving.imagine
+    weights = load_weights(opened.files, opened.architecture, opened.serving.settings, dtype, device, place)
     whole = load_vae(opened.folder, dtype, device, decoder=imagine) if imagine or rank == 0 else None
     return LoadedRank(
         opened=opened,
-        weights=load_weights(opened.files, opened.architecture, opened.serving.settings, dtype, device, place),
+        weights=fp8.quantise(weights) if options.precision == "fp8" else weights,
         encoder=whole if rank == 0 else None,
         decoder=whole if imagine else None,
         buckets=options.buckets,

@@ -6,15 +6,18 @@ the order clean frame, noised frames, state row, noised actions. Heads and MLP c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from taktline_kernels import ops
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.models.cosmos3.config import PATCH, Cosmos3Architecture
+from taktline_worker.models.cosmos3.fp8 import Fp8Linear, functions
 from taktline_worker.models.cosmos3.mesh import Mesh
 from taktline_worker.models.cosmos3.request import TEMPORAL_FACTOR, RequestSettings
-from taktline_worker.models.cosmos3.weights import Cosmos3Weights, Linear, TowerLayer
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, Product, TowerLayer
 
 
 def frame_tokens(settings: RequestSettings) -> tuple[int, int]:
@@ -84,10 +87,22 @@ PIECES = 2
 ranks while another's products are computed."""
 
 
-def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Tensor) -> Tensor:
+def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Any) -> Tensor:
     """SwiGLU, or squared ReLU without a gate; of this rank's columns, still to be added up over the ranks."""
     up = layer.up(x)
+    if isinstance(layer.down, Fp8Linear):
+        return layer.down(functions().swiglu_fp8(up) if a.gated else functions().relu2_fp8(up))
     return layer.down(ops.swiglu(up) if a.gated else functional.relu(up).square())
+
+
+def normed(x: Tensor, y: Tensor | None, weight: Tensor, a: Cosmos3Architecture, reader: Product) -> tuple[Tensor, Any]:
+    """x + y, and its norm as `reader` takes it: in the dtype of x, or in FP8. y None adds nothing."""
+    if isinstance(reader, Fp8Linear):
+        total, rows = functions().rms_norm_fp8(x, y, weight, a.norm_eps)
+        return total, rows
+    if y is None:
+        return x, ops.rms_norm(x, weight, a.norm_eps)
+    return ops.add_rms_norm(x, y, weight, a.norm_eps)
 
 
 def encode_text(
@@ -154,10 +169,7 @@ def joint_layer(
     Returns:
         The stream behind the layer, again in two parts (lanes, tokens of this rank - first, width).
     """
-    if y is None:
-        n = ops.rms_norm(x, layer.norm1, a.norm_eps)
-    else:
-        x, n = ops.add_rms_norm(x, y, layer.norm1, a.norm_eps)
+    x, n = normed(x, y, layer.norm1, a, layer.qkv)
     if mesh.place.parts > 1:
         q, k, v = _gathered_heads(layer, a, n, cos, sin, mesh, tokens)
     else:
@@ -173,7 +185,7 @@ def joint_layer(
     projected = [mesh.sum(layer.out(piece)) for piece in seen.flatten(2).flatten(0, 1).chunk(pieces)]
     streams, added = [], []
     for piece, total in zip(x[:, first:].reshape(lanes * count, -1).chunk(pieces), projected, strict=True):
-        stream, n = ops.add_rms_norm(piece, total(), layer.norm2, a.norm_eps)
+        stream, n = normed(piece, total(), layer.norm2, a, layer.up)
         streams.append(stream)
         added.append(mesh.sum(mlp(layer, a, n)))
     totals = [total() for total in added]
@@ -182,17 +194,17 @@ def joint_layer(
 
 
 def _gathered_heads(
-    layer: TowerLayer, a: Cosmos3Architecture, n: Tensor, cos: Tensor, sin: Tensor, mesh: Mesh, tokens: int
+    layer: TowerLayer, a: Cosmos3Architecture, n: Any, cos: Tensor, sin: Tensor, mesh: Mesh, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of this rank's tokens, keys and values of all: the queries are made while those are on their way."""
     assert layer.q_norm is not None
     assert layer.k_norm is not None
-    rows = a.heads * a.head_dim
-    of_q, of_kv = Linear(layer.qkv.weight[:rows]), Linear(layer.qkv.weight[rows:])
-    k, v = of_kv(n).view(*n.shape[:2], -1, a.head_dim).chunk(2, dim=2)
+    lanes, own = cos.shape[:2]
+    of_q, of_kv = layer.qkv.split(a.heads * a.head_dim)
+    k, v = of_kv(n).view(lanes, own, -1, a.head_dim).chunk(2, dim=2)
     k = ops.rope(ops.rms_norm(k, layer.k_norm - 1.0, a.norm_eps), cos, sin)
     arriving = mesh.gather(torch.cat((k, v), dim=2))
-    q = of_q(n).view(*n.shape[:2], -1, a.head_dim)
+    q = of_q(n).view(lanes, own, -1, a.head_dim)
     q = ops.rope(ops.rms_norm(q, layer.q_norm - 1.0, a.norm_eps), cos, sin)
     k, v = arriving()[:, :tokens].chunk(2, dim=2)
     return q, k, v

@@ -16,7 +16,8 @@ from taktline_worker.models.cosmos3.vae_config import VaeConfig
 from taktline_worker.models.cosmos3.work import PHASES, phase_work
 
 EMPTY_TOKENS = 10
-_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0}
+_WEIGHT_BYTES = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp8": (2.0, 1.0)}
+"""Of the encoder, and of the tower of video and actions."""
 
 
 class Cosmos3Profile:
@@ -58,7 +59,8 @@ class Cosmos3Profile:
             batch=batch,
             text=self._text,
             empty_text=EMPTY_TOKENS,
-            weight_bytes=_WEIGHT_BYTES[self.precision],
+            encoder_bytes=_WEIGHT_BYTES[self.precision][0],
+            tower_bytes=_WEIGHT_BYTES[self.precision][1],
         )
         return [Phase(name, _inferring(calls[name]), work[name].flops, work[name].bytes) for name in PHASES]
 

@@ -11,7 +11,7 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
-from taktline_worker.models.cosmos3 import vae
+from taktline_worker.models.cosmos3 import fp8, vae
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture, expected_shapes
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.profile import Cosmos3Profile
@@ -126,10 +126,10 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     """A policy of the published size as what is measured; the official request, or the paper's shape.
 
     Raises:
-        TaktlineError: CONFIG_INVALID for a precision or a number of views that the family does not have.
+        TaktlineError: CONFIG_INVALID for views, which this family has its own of, or FP8 without a GPU for it.
     """
-    if precision not in ("fp32", "bf16"):
-        raise _refused(f"there is no {precision} for this family", "ask for bf16 or fp32")
+    if precision == "fp8":
+        fp8.check_device(device)
     if request.views or request.action_horizon:
         raise _refused("views and horizon of this family are its request's", "leave --views and --horizon out")
     a, settings = POLICIES[name]
@@ -138,6 +138,7 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     encoder = random_vae(VAE, dtype, device)
     weights = pack_weights(random_tensors(a, device), a, settings, dtype, device)
+    weights = fp8.quantise(weights) if precision == "fp8" else weights
     text = request.prompt_tokens or PROMPT_TOKENS
     room = -(-text // 64) * 64
     runner = GraphRunner(weights, a, settings, partial(vae.encode, encoder), rows=request.batches, texts=(room,))

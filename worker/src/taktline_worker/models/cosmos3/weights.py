@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,20 @@ class Linear:
         """(..., k) -> (..., n)."""
         return functional.linear(x, self.weight, self.bias)
 
+    def split(self, rows: int) -> tuple[Linear, Linear]:
+        """The first `rows` outputs, and the others; of one without a bias."""
+        return Linear(self.weight[:rows]), Linear(self.weight[rows:])
+
+
+class Product(Protocol):
+    """A matrix as a layer uses it: `Linear`, or one in FP8."""
+
+    def __call__(self, x: Any) -> Tensor:
+        """(..., k), or rows that were quantised before, -> (..., n)."""
+
+    def split(self, rows: int) -> tuple[Product, Product]:
+        """The first `rows` outputs, and the others."""
+
 
 @dataclass(frozen=True, slots=True)
 class TowerLayer:
@@ -46,14 +61,14 @@ class TowerLayer:
     """
 
     norm1: Tensor
-    qkv: Linear
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
     shared_norm: Tensor | None
-    out: Linear
+    out: Product
     norm2: Tensor
-    up: Linear
-    down: Linear
+    up: Product
+    down: Product
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ def phase_work(
     batch: int,
     text: int,
     empty_text: int,
-    weight_bytes: float,
+    encoder_bytes: float,
+    tower_bytes: float,
 ) -> dict[str, Work]:
     """Work by phase: the VAE over the given frames, and the solver loop with both branches of guidance.
 
@@ -40,7 +41,7 @@ def phase_work(
     Args:
         batch: rows.
         text: tokens of the conditional prompt; `empty_text` of the other.
-        weight_bytes: bytes a weight.
+        encoder_bytes: bytes a weight of the encoder; `tower_bytes` of the tower.
     """
     schedule = make_schedule(settings.steps, settings.shift)
     flops = 0.0
@@ -52,8 +53,8 @@ def phase_work(
     step_weights = a.layers * layer_weights(a) + 2 * a.width * (PATCH_VALUES + settings.raw_dims)
     encoder = sum(torch.Size(shape).numel() for shape in encoder_shapes(vae_config).values())
     return {
-        "encode": Work(batch * encode_flops(vae_config, settings), weight_bytes * encoder),
-        "denoise": Work(batch * flops, weight_bytes * settings.steps * step_weights),
+        "encode": Work(batch * encode_flops(vae_config, settings), encoder_bytes * encoder),
+        "denoise": Work(batch * flops, tower_bytes * settings.steps * step_weights),
     }
 
 
