@@ -208,6 +208,13 @@ RULES = [
         "let no other autoscaler",
     ),
     (
+        "MIG slices",
+        "spec.pools.0",
+        {"name": "a", "accelerator": "h100", "migProfile": "1g.10gb"},
+        {"name": "a", "accelerator": "rtx-5090", "migProfile": "1g.10gb"},
+        "migProfile cuts a GPU into slices",
+    ),
+    (
         "Ray runs planners",
         "spec",
         SCALED | engine_of("vjepa2-ac", runtime="ray"),

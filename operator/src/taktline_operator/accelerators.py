@@ -12,6 +12,7 @@ from taktline_operator.naming import LABEL_ACCELERATOR, LABEL_QUARANTINE
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
 LOST_NODE_S = 30
+SPOT_TAINTS = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority", "karpenter.sh/capacity-type")
 ARCH_LABEL = "kubernetes.io/arch"
 
 
@@ -103,15 +104,19 @@ def _holds(expression: dict[str, Any], labels: Mapping[str, str]) -> bool:
     return labels.get(expression["key"]) in expression["values"]
 
 
-def tolerations(accelerator: str) -> list[dict[str, Any]]:
+def tolerations(accelerator: str, *, spot: bool = False) -> list[dict[str, Any]]:
     """Taints that pods of a class tolerate by themselves.
 
     A node that is lost is left after half a minute, not after Kubernetes' five: workers hold no state, and robots wait.
+
+    Args:
+        spot: whether workers may run on capacity that is taken back at short notice.
     """
     lost: list[dict[str, Any]] = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_S}
         for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
     ]
+    lost += [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in (SPOT_TAINTS if spot else ())]
     if CLASSES[accelerator].device == "cpu":
         return lost
     return [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}, *lost]

@@ -12,8 +12,9 @@ from typing import Any
 
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
-from taktline_operator import __version__, planfile, reference, rulefile, schema, slo_rules, slo_windows
+from taktline_operator import __version__, accelerators, planfile, reference, rulefile, schema, slo_rules, slo_windows
 from taktline_operator.plan import Settings
+from taktline_operator.spec import WorkerTls
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,6 +43,35 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("TAKTLINE_MODEL_CACHE", defaults.model_cache),
         help="folder of each node that keeps fetched checkpoints, for policies without spec.delivery.cache; user 10001"
         " has to own it (env TAKTLINE_MODEL_CACHE; default: each pod fetches for itself)",
+    )
+    shared.add_argument(
+        "--worker-image-for",
+        metavar="CLASS=IMAGE",
+        action="append",
+        default=[],
+        help="worker image of pools of this accelerator class that name none, for example jetson-thor=IMAGE; repeatable"
+        " (env TAKTLINE_WORKER_IMAGES: the same, separated by commas)",
+    )
+    shared.add_argument(
+        "--worker-tls-secret",
+        metavar="NAME",
+        default=os.environ.get("TAKTLINE_WORKER_TLS_SECRET", ""),
+        help="Secret in each policy's namespace with the workers' tls.crt, tls.key and ca.crt: gateways then reach them"
+        " over TLS (env TAKTLINE_WORKER_TLS_SECRET; default: plain text)",
+    )
+    shared.add_argument(
+        "--worker-tls-client-auth",
+        action="store_true",
+        default=os.environ.get("TAKTLINE_WORKER_TLS_CLIENT_AUTH", "") == "true",
+        help="workers serve only gateways with a certificate of the issuer in ca.crt (env"
+        " TAKTLINE_WORKER_TLS_CLIENT_AUTH=true)",
+    )
+    shared.add_argument(
+        "--runbook-url",
+        metavar="URL",
+        default=os.environ.get("TAKTLINE_RUNBOOK_URL", defaults.runbooks),
+        help="where the pages of docs/runbooks are, which alerts link to (env TAKTLINE_RUNBOOK_URL;"
+        " default %(default)s)",
     )
     parser = argparse.ArgumentParser(
         prog="taktline-operator",
@@ -176,6 +206,33 @@ def _webhook(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _images(given: Sequence[str]) -> dict[str, str]:
+    from_environment = os.environ.get("TAKTLINE_WORKER_IMAGES", "").split(",")
+    found = {}
+    for word in [*filter(None, from_environment), *given]:
+        accelerator, _, image = word.partition("=")
+        if accelerator not in accelerators.CLASSES or not image:
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"--worker-image-for {word} is not CLASS=IMAGE",
+                f"accelerator classes are {', '.join(accelerators.CLASSES)}",
+            )
+        found[accelerator] = image
+    return found
+
+
+def _worker_tls(options: argparse.Namespace) -> WorkerTls | None:
+    if not options.worker_tls_secret:
+        if options.worker_tls_client_auth:
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                "--worker-tls-client-auth needs --worker-tls-secret",
+                "name the Secret with the workers' certificates",
+            )
+        return None
+    return WorkerTls(secret=options.worker_tls_secret, client_auth=options.worker_tls_client_auth)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 when `run` fails, 2 for bad input."""
     options = _parser().parse_args(arguments)
@@ -197,6 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gateway_namespace=options.gateway_namespace,
             gateway_scheme=options.gateway_scheme,
             model_cache=options.model_cache,
+            runbooks=options.runbook_url,
+            images=_images(options.worker_image_for),
+            worker_tls=_worker_tls(options),
         )
         if options.command == "plan":
             notes: list[str] = []

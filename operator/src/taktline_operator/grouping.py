@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from taktline_operator import gangs, group_pods, groups, meshes, naming, ray_services, workload
@@ -26,7 +26,7 @@ def per_node(policy: PolicyDeployment, status: Json, nodes: Sequence[meshes.Node
 def of(
     lines: Lineup,
     gpus: Mapping[str, int | None],
-    image: str,
+    image: Callable[[Pool], str],
     children: Sequence[Json] = (),
     pods: Sequence[Json] = (),
     kinds: Collection[str] = (),
@@ -35,7 +35,7 @@ def of(
 
     Args:
         gpus: GPUs of a node by pool.
-        image: worker image of pools that name none.
+        image: worker image of a pool that names none.
         children: live objects of the policy.
         pods: its pods, all members of groups.
         kinds: optional kinds that the cluster has.
@@ -44,9 +44,11 @@ def of(
     for line in (*lines.stable, *lines.candidate):
         shape = meshes.shape(line.policy.spec.engine, gpus.get(line.pool.name))
         if line.policy.spec.engine.runtime == "ray":
-            found[line.name] = ray_services.of(line, image, children)
+            found[line.name] = ray_services.of(line, image(line.pool), children)
         elif shape.pods > 1:
-            found[line.name] = gangs.of(line, image, shape, children, pods, lws_installed=groups.LWS_KIND in kinds)
+            found[line.name] = gangs.of(
+                line, image(line.pool), shape, children, pods, lws_installed=groups.LWS_KIND in kinds
+            )
     return found
 
 

@@ -46,9 +46,7 @@ def template(line: Line, image: str, shape: Shape, *, lws: bool) -> Json:
     container = spec["containers"][0]
     container["env"] += _rendezvous(policy, pool, shape, lws=lws)
     container["ports"].append({"name": "mesh", "containerPort": pool.mesh.port, "protocol": "TCP"})
-    container["resources"] = accelerators.resources(
-        pool.accelerator, pool.resources.requests, pool.resources.limits, shape.ranks
-    )
+    container["resources"] = accelerators.resources(pool.accelerator, pool.resources.requests, pool.limits, shape.ranks)
     if pool.mesh.topology_key and lws:
         spec["affinity"]["podAffinity"] = _close(pool, {"matchLabelKeys": [LWS_KEY_LABEL]}, policy)
     made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)

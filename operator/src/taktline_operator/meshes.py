@@ -77,6 +77,8 @@ def refusal(policy: PolicyDeployment, per_node: Mapping[str, int | None]) -> tup
     """
     spec = policy.spec
     engine = spec.engine
+    if engine.runtime == "ray":  # each rank is a pod of its own
+        return None
     for pool in spec.pools:
         found = shape(engine, per_node.get(pool.name))
         if found.pods > 1 and (spec.model.family not in SPANNING_FAMILIES or engine.lanes > 1):
@@ -102,6 +104,6 @@ def _instead(engine: Engine, family: str) -> str:
 
 def _given(pool: Pool) -> float | None:
     """Whole GPUs, MIG slices and the like that the pool's resources give a pod; None where they say nothing of them."""
-    amounts = pool.resources.requests | pool.resources.limits
+    amounts = pool.resources.requests | pool.limits
     found = [diff.quantity(amount) for name, amount in amounts.items() if name.startswith("nvidia.com/")]
     return float(sum(found)) if found else None

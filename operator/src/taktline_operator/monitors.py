@@ -14,10 +14,10 @@ KINDS = ("PrometheusRule", "PodMonitor")
 CONDITION = "Monitored"
 
 
-def objects(policy: PolicyDeployment, kinds: frozenset[str]) -> list[Json]:
-    """The objects of a policy that a cluster with these kinds gets."""
-    builders = {"PrometheusRule": prometheus_rule, "PodMonitor": pod_monitor}
-    return [builders[kind](policy) for kind in KINDS if kind in kinds]
+def objects(policy: PolicyDeployment, kinds: frozenset[str], runbooks: str = slo_rules.RUNBOOKS) -> list[Json]:
+    """The objects of a policy that a cluster with these kinds gets; alerts link to pages under `runbooks`."""
+    found = [prometheus_rule(policy, runbooks)] if "PrometheusRule" in kinds else []
+    return found + ([pod_monitor(policy)] if "PodMonitor" in kinds else [])
 
 
 def condition(kinds: frozenset[str]) -> tuple[str, str, str]:
@@ -33,9 +33,9 @@ def condition(kinds: frozenset[str]) -> tuple[str, str, str]:
     )
 
 
-def prometheus_rule(policy: PolicyDeployment) -> Json:
+def prometheus_rule(policy: PolicyDeployment, runbooks: str = slo_rules.RUNBOOKS) -> Json:
     """The recording rules and alerts of a policy's SLO."""
-    groups = slo_rules.policy_groups(policy)
+    groups = slo_rules.policy_groups(policy, runbooks=runbooks)
     return {
         "apiVersion": API_VERSION,
         "kind": "PrometheusRule",

@@ -35,6 +35,7 @@ ROUTES_NAME = "taktline-routes"
 ROUTES_FILE = "routes.json"
 ENGINE_FILE = "engine.json"
 WORKER_PORT = 50051
+HEALTH_PORT = 50052  # plain health checks, where the worker's port speaks TLS
 METRICS_PORT = 9464  # what OpenTelemetry's Prometheus exporters listen on by default
 METRICS_PORT_NAME = "metrics"
 

@@ -32,7 +32,9 @@ from taktline_operator import (
     rollout,
     routing,
     sizing,
+    slo_rules,
     status,
+    stuck,
     surge,
     trials,
     workload,
@@ -41,7 +43,7 @@ from taktline_operator.gangs import Gang
 from taktline_operator.healing import NodeFault, Removal
 from taktline_operator.lineup import Line, Lineup
 from taktline_operator.scaling import Demand
-from taktline_operator.spec import PolicyDeployment
+from taktline_operator.spec import PolicyDeployment, Pool, WorkerTls
 
 Json = dict[str, Any]
 
@@ -58,15 +60,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         image: worker image of pools that name none.
+        images: the same by accelerator class, for classes that need another one.
         gateway_namespace: where the gateways run and read their routes.
         gateway_scheme: http, or https where they serve TLS.
+        runbooks: base URL of the pages that alerts link to.
+        worker_tls: certificates of all workers; None where they speak plain text.
         model_cache: folder of each node that keeps fetched checkpoints of policies that name no cache; empty: none.
     """
 
     image: str = "taktline/worker:0.1.0"
+    images: Mapping[str, str] = {}
     gateway_namespace: str = "taktline-system"
     gateway_scheme: str = "http"
+    runbooks: str = slo_rules.RUNBOOKS
+    worker_tls: WorkerTls | None = None
     model_cache: str = ""
+
+    def image_for(self, pool: Pool) -> str:
+        """Worker image of a pool that names none."""
+        return self.images.get(pool.accelerator, self.image)
 
     @property
     def gateway_url(self) -> str:
@@ -157,7 +169,7 @@ def desired_objects(
     if lines is None:
         lines = lineup.of(policy, rollout.State(), "", {}, policy.spec.desired_replicas(), ())
     if gang_of is None:
-        gang_of = grouping.of(lines, grouping.per_node(policy, {}, ()), settings.image)
+        gang_of = grouping.of(lines, grouping.per_node(policy, {}, ()), settings.image_for)
     meet = any(gang.kind == "StatefulSet" for gang in gang_of.values())
     objects = [workload.service(policy)] + ([groups.ranks_service(policy)] if meet else [])
     objects += [
@@ -173,7 +185,11 @@ def desired_objects(
             objects += gang_of[line.name].objects
             continue
         update = (strategies or {}).get(line.name, surge.SURGE)
-        objects.append(workload.deployment(line.policy, line.pool, line.replicas, settings.image, update, line.track))
+        objects.append(
+            workload.deployment(
+                line.policy, line.pool, line.replicas, settings.image_for(line.pool), update, line.track
+            )
+        )
     unique = {ref_of(found): kueue.labelled(found, policy) for found in objects}
     return tuple(diff.stamped(found) for found in unique.values())
 
@@ -200,20 +216,25 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     unmountable = delivery_status.image_volumes_refusal(policy, observed.version)
     if unmountable is not None:
         return _refusal(policy, observed, *unmountable)
+    policy = msgspec.structs.replace(policy, tls=settings.worker_tls)
     if settings.model_cache and not policy.spec.delivery.cache.shared:
         policy = policy.with_cache(settings.model_cache)
     size = sized(policy, observed)
     workers = group_pods.leaders(observed.pods, ray_services.serving_clusters(children))
     trial = trials.of(policy, observed.live, children, workers, observed.trials, size.replicas, observed.now)
     lines = trial.lines
-    gang_of = grouping.of(lines, around.gpus_per_node, settings.image, children, observed.pods, observed.kinds or ())
+    gang_of = grouping.of(
+        lines, around.gpus_per_node, settings.image_for, children, observed.pods, observed.kinds or ()
+    )
     counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
         line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)))
         for line, count in zip(lines.serving, counts, strict=True)
     }
     desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of)
-    desired += tuple(diff.stamped(found) for found in monitors.objects(policy, observed.monitoring or frozenset()))
+    desired += tuple(
+        diff.stamped(found) for found in monitors.objects(policy, observed.monitoring or frozenset(), settings.runbooks)
+    )
     scaled = keda.scaled_object(policy) if keda.KIND in (observed.kinds or ()) else None
     desired += (diff.stamped(scaled),) if scaled is not None else ()
     ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
@@ -257,11 +278,11 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
             if ownership[ref_of(found)] != "stale" and diff.needs_apply(found, observed.children.get(ref_of(found)))
         ),
         deletions=_deletions(policy, observed, desired, trial, counts, gang_of),
-        removals=healing.removals(observed.pods, observed.nodes),
+        removals=_removals(policy, observed),
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
-        again_s=0.0 if size.moved else _earliest(trial.again_s, observed.pods),
+        again_s=0.0 if size.moved else _earliest(trial.again_s, policy, observed),
     )
 
 
@@ -273,7 +294,11 @@ def sized(policy: PolicyDeployment, observed: Observed) -> sizing.Sizing:
 
 
 def _count(line: Line, workers: Sequence[Json], settings: Settings, gang: Gang | None) -> status.PoolCount:
-    template = gang.template if gang else workload.pod_template(line.policy, line.pool, settings.image, line.track)
+    template = (
+        gang.template
+        if gang
+        else workload.pod_template(line.policy, line.pool, settings.image_for(line.pool), line.track)
+    )
     return status.PoolCount(
         line.pool.name,
         line.pool.accelerator,
@@ -289,11 +314,18 @@ def refuse(live: Json, reason: str, message: str, now: str) -> Plan:
     return Plan(status=new_status, status_changed=new_status != live.get("status"))
 
 
-def _earliest(again_s: float | None, pods: Sequence[Json]) -> float | None:
-    """When to look again: soon while a checkpoint is on its way, whose progress no event tells."""
-    if not delivery_status.is_under_way(pods):
-        return again_s
-    return delivery_status.LOOK_S if again_s is None else min(again_s, delivery_status.LOOK_S)
+def _removals(policy: PolicyDeployment, observed: Observed) -> tuple[Removal, ...]:
+    found = healing.removals(observed.pods, observed.nodes)
+    gone = {removal.pod for removal in found}
+    hung = stuck.removals(observed.pods, policy.spec.pools, observed.now)
+    return (*found, *(removal for removal in hung if removal.pod not in gone))
+
+
+def _earliest(again_s: float | None, policy: PolicyDeployment, observed: Observed) -> float | None:
+    """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
+    fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
+    starting = stuck.look_again_s(observed.pods, policy.spec.pools, observed.now)
+    return min((found for found in (again_s, fetching, starting) if found is not None), default=None)
 
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:

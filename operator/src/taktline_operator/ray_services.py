@@ -80,7 +80,7 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
         "kind": KIND,
         "metadata": metadata,
         "spec": {
-            "serveConfigV2": _serve_config(),
+            "serveConfigV2": _serve_config(line.policy),
             "upgradeStrategy": {"type": "NewCluster"},
             "rayClusterConfig": {
                 # Nothing but the Planner runs on the head, and it needs no core of Ray's accounts.
@@ -100,12 +100,12 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
     }
 
 
-def _serve_config() -> str:
+def _serve_config(policy: PolicyDeployment) -> str:
     arguments = {
         "config": f"{workload.CONFIG_MOUNT}/{naming.ENGINE_FILE}",
         "listen": f"0.0.0.0:{naming.WORKER_PORT}",
         "metrics_listen": f"0.0.0.0:{naming.METRICS_PORT}",
-    }
+    } | {f"tls_{name}": path for name, path in workload.tls_files(policy).items()}
     application = {"name": APPLICATION, "import_path": IMPORT_PATH, "route_prefix": None, "args": arguments}
     return json.dumps({"applications": [application]}, indent=1)
 
@@ -127,7 +127,7 @@ def _template(line: Line, image: str, *, head: bool) -> Json:
     container["resources"] = accelerators.resources(
         "cpu" if head else pool.accelerator,
         {} if head else pool.resources.requests,
-        {} if head else pool.resources.limits,
+        {} if head else pool.limits,
         1,
     )
     if head:

@@ -73,11 +73,20 @@ class Pool(_Struct, frozen=True):
     profile: tuple[PoolTime, ...] = ()
     image: str | None = None
     runtime_class_name: str | None = None
+    mig_profile: str = ""
+    spot: bool = False
+    startup_seconds: int | None = None
     gpus_per_node: int | None = None
     mesh: Mesh = Mesh()
     node_selector: dict[str, str] = {}
     tolerations: tuple[Toleration, ...] = ()
     resources: Resources = Resources()
+
+    @property
+    def limits(self) -> dict[str, int | str]:
+        """Limits of one worker's pod, with the MIG slice that the pool names."""
+        slice_ = {f"nvidia.com/mig-{self.mig_profile.replace('+', '.')}": 1} if self.mig_profile else {}
+        return {**slice_, **self.resources.limits}
 
     @property
     def ceiling(self) -> int:
@@ -324,10 +333,23 @@ class Spec(_Struct, frozen=True):
         return self.engine.options(device)
 
 
+class WorkerTls(msgspec.Struct, frozen=True, kw_only=True):
+    """Certificates of the workers, as the installation decides.
+
+    Attributes:
+        secret: Secret in each policy's namespace with tls.crt, tls.key and ca.crt.
+        client_auth: whether workers serve only gateways with a certificate of the issuer in ca.crt.
+    """
+
+    secret: str
+    client_auth: bool = False
+
+
 class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
     """One PolicyDeployment as the planner sees it.
 
     Attributes:
+        tls: certificates of its workers; None where gateways reach them in plain text.
         uid: empty when the object never met an API server; its children then carry no owner reference.
         created: metadata.creationTimestamp, RFC 3339; decides who keeps a contested policy name.
         spec: with the ranks of the search in it, where they were chosen.
@@ -342,6 +364,7 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
     deleting: bool
     spec: Spec
     search: search_ranks.Choice | None = None
+    tls: WorkerTls | None = None
 
     def with_cache(self, folder: str) -> PolicyDeployment:
         """The same with a folder of each node as the cache of fetched checkpoints."""

@@ -14,6 +14,7 @@ from taktline_operator import accelerators, delivery, naming, revisions
 from taktline_operator.spec import PolicyDeployment, Pool
 
 CONFIG_MOUNT = "/etc/taktline"
+TLS_MOUNT = "/etc/taktline-tls"
 SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
 USER_ID = 10001
 
@@ -27,6 +28,7 @@ MODEL_FIELDS = ("family", "path", "revision", "sha256", "cameras", "statistics")
 # Loading a checkpoint, warming up and calibrating may take this long before a worker counts as broken.
 STARTUP_PERIOD_S = 2
 STARTUP_LIMIT_S = 1800
+STARTUP_GRACE_S = 60
 MIN_READY_S = 5
 DRAIN_S = 60  # a worker finishes what it holds after SIGTERM; observations are far shorter than this
 
@@ -168,11 +170,16 @@ def deployment(
             "strategy": {"type": "RollingUpdate", "rollingUpdate": rolling_update},
             # A gateway needs a moment to hear of a new worker before an old one leaves.
             "minReadySeconds": MIN_READY_S,
-            "progressDeadlineSeconds": STARTUP_LIMIT_S + 300 + _delivery_s(policy),
+            "progressDeadlineSeconds": max(STARTUP_LIMIT_S, startup_limit_s(pool)) + 300 + _delivery_s(policy),
             "revisionHistoryLimit": 2,
             "template": pod_template(policy, pool, image, track),
         },
     }
+
+
+def startup_limit_s(pool: Pool) -> int:
+    """When the kubelet ends a worker that does not become ready: a minute after the operator would (`stuck`)."""
+    return pool.startup_seconds + STARTUP_GRACE_S if pool.startup_seconds else STARTUP_LIMIT_S
 
 
 def _delivery_s(policy: PolicyDeployment) -> int:
@@ -217,18 +224,20 @@ def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any
     if runtime_class:
         spec["runtimeClassName"] = runtime_class
     if pool.node_selector:
-        spec["nodeSelector"] = pool.node_selector
+        # The image must still be the architecture's.
+        spec["nodeSelector"] = ({accelerators.ARCH_LABEL: found.arch} if found.arch else {}) | pool.node_selector
         spec["affinity"] = accelerators.node_affinity("cpu")
     else:
         spec["affinity"] = accelerators.node_affinity(pool.accelerator)
-    spec["tolerations"] = accelerators.tolerations(pool.accelerator) + [
+    spec["tolerations"] = accelerators.tolerations(pool.accelerator, spot=pool.spot) + [
         msgspec.to_builtins(toleration) for toleration in pool.tolerations
     ]
     return spec
 
 
 def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any]:
-    probe = {"grpc": {"port": naming.WORKER_PORT}}
+    # A kubelet's probes know no TLS.
+    probe = {"grpc": {"port": naming.HEALTH_PORT if policy.tls else naming.WORKER_PORT}}
     return {
         "name": "worker",
         "image": image,
@@ -241,6 +250,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             f"0.0.0.0:{naming.WORKER_PORT}",
             "--metrics-listen",
             f"0.0.0.0:{naming.METRICS_PORT}",
+            *_tls_flags(policy),
         ],
         # Compilers and libraries cache under HOME and TMPDIR; the root file system is read-only.
         "env": [
@@ -253,10 +263,10 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": naming.METRICS_PORT_NAME, "containerPort": naming.METRICS_PORT, "protocol": "TCP"},
         ],
         "resources": accelerators.resources(
-            pool.accelerator, pool.resources.requests, pool.resources.limits, policy.spec.engine.gpus
+            pool.accelerator, pool.resources.requests, pool.limits, policy.spec.engine.gpus
         ),
         "startupProbe": probe
-        | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": STARTUP_LIMIT_S // STARTUP_PERIOD_S},
+        | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": startup_limit_s(pool) // STARTUP_PERIOD_S},
         "readinessProbe": probe | {"periodSeconds": 2, "failureThreshold": 2},
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 3, "timeoutSeconds": 5},
         # The last words of a worker that refuses to start become the condition's message.
@@ -270,9 +280,26 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "engine", "mountPath": CONFIG_MOUNT, "readOnly": True},
             {"name": "model", "mountPath": delivery.model_mount(policy), "readOnly": True},
             {"name": "scratch", "mountPath": SCRATCH_MOUNT},
+            *([{"name": "tls", "mountPath": TLS_MOUNT, "readOnly": True}] if policy.tls else []),
             *([{"name": "shm", "mountPath": SHM_MOUNT}] if policy.spec.engine.has_collectives else []),
         ],
     }
+
+
+def tls_files(policy: PolicyDeployment) -> dict[str, str]:
+    """Path in the pod by what it is for: cert, key, and client_ca where workers ask gateways for a certificate."""
+    if policy.tls is None:
+        return {}
+    files = {"cert": f"{TLS_MOUNT}/tls.crt", "key": f"{TLS_MOUNT}/tls.key"}
+    return files | ({"client_ca": f"{TLS_MOUNT}/ca.crt"} if policy.tls.client_auth else {})
+
+
+def _tls_flags(policy: PolicyDeployment) -> list[str]:
+    files = tls_files(policy)
+    if not files:
+        return []
+    flags = [word for name, path in files.items() for word in (f"--tls-{name.replace('_', '-')}", path)]
+    return [*flags, "--health-listen", f"0.0.0.0:{naming.HEALTH_PORT}"]
 
 
 def _tracing_variable(name: str) -> dict[str, Any]:
@@ -285,6 +312,7 @@ def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
         {"name": "engine", "configMap": {"name": _config_name(policy, pool)}},
         {"name": "model", **delivery.model_volume(policy)},
         {"name": "scratch", "emptyDir": {}},
+        *([{"name": "tls", "secret": {"secretName": policy.tls.secret, "defaultMode": 0o440}}] if policy.tls else []),
         *([{"name": "shm", "emptyDir": SHM}] if policy.spec.engine.has_collectives else []),
         *delivery.more_volumes(policy),
     ]

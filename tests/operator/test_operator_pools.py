@@ -1,0 +1,174 @@
+"""What pools become: MIG slices, Jetsons, spot capacity; and workers that hang while they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from taktline_operator import cli, stuck, workload
+from taktline_operator.plan import Settings, ref_of
+
+Json = dict[str, Any]
+
+
+def template(make: Any, **pool: Any) -> Json:
+    policy = make.policy(pools=[{"name": "line", "accelerator": "h100", **pool}])
+    made: Json = workload.pod_template(policy, policy.spec.pools[0], "registry.example/worker:1")
+    return made["spec"]
+
+
+def worker(spec: Json) -> Json:
+    (container,) = spec["containers"]
+    found: Json = container
+    return found
+
+
+@pytest.mark.parametrize(
+    ("profile", "resource"),
+    [
+        ("1g.10gb", "nvidia.com/mig-1g.10gb"),
+        ("3g.40gb", "nvidia.com/mig-3g.40gb"),
+        ("1g.10gb+me", "nvidia.com/mig-1g.10gb.me"),
+    ],
+)
+def test_a_worker_on_a_mig_slice_asks_for_that_slice_and_no_gpu(make: Any, profile: str, resource: str) -> None:
+    spec = template(make, migProfile=profile)
+    resources = worker(spec)["resources"]
+    assert resources["limits"] == {resource: "1"}
+    assert resources["requests"][resource] == "1"
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+
+
+def test_a_slice_is_one_gpu_whatever_the_mesh_asks_for(make: Any) -> None:
+    pool = {"name": "line", "accelerator": "h100", "migProfile": "1g.10gb"}
+    policy = make.policy(engine={"parallel": {"dp": 2}}, pools=[pool])
+    result = make.plan(policy, make.Observed(live=make.body(), now=make.now), make.settings)
+    (accepted,) = [found for found in result.status["conditions"] if found["type"] == "Accepted"]
+    assert (accepted["status"], accepted["reason"]) == ("False", "TooFewGpus")
+
+
+def test_a_jetson_is_arm64_with_nvidias_runtime_also_where_nodes_are_named(make: Any) -> None:
+    plain = template(make, accelerator="jetson-thor", image="registry.example/worker:1-jetson")
+    assert plain["runtimeClassName"] == "nvidia"
+    assert worker(plain)["image"] == "registry.example/worker:1-jetson"
+    terms = plain["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    arm = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
+    assert all(arm in term["matchExpressions"] for term in terms)
+    assert worker(plain)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    named = template(make, accelerator="jetson-thor", nodeSelector={"line": "3"})
+    assert named["nodeSelector"] == {"kubernetes.io/arch": "arm64", "line": "3"}
+    assert template(make, accelerator="jetson-thor", runtimeClassName="own")["runtimeClassName"] == "own"
+    assert "runtimeClassName" not in template(make)
+    assert template(make, nodeSelector={"line": "3"})["nodeSelector"] == {"line": "3"}
+
+
+def test_a_class_may_have_an_image_of_its_own(make: Any) -> None:
+    pools = [{"name": name, "accelerator": name} for name in ("h100", "jetson-thor")]
+    policy = make.policy(pools=pools)
+    settings = Settings(image="worker:1", images={"jetson-thor": "worker:1-arm64"})
+    desired = make.plan(policy, make.Observed(live=make.body(), now=make.now), settings).desired
+    images = {
+        found["metadata"]["name"]: worker(found["spec"]["template"]["spec"])["image"]
+        for found in desired
+        if found["kind"] == "Deployment"
+    }
+    assert images == {"reach-h100": "worker:1", "reach-jetson-thor": "worker:1-arm64"}
+
+
+def test_an_unknown_class_of_an_image_is_refused(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "policy.yaml").write_text("{}")
+    assert cli.main(["plan", "-f", str(tmp_path / "policy.yaml"), "--worker-image-for", "tpu=x"]) != 0
+    assert "accelerator classes are cpu, jetson-thor" in capsys.readouterr().err
+
+
+def test_spot_capacity_is_tolerated_only_where_it_is_asked_for(make: Any) -> None:
+    spot = {"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}
+    assert spot in template(make, spot=True)["tolerations"]
+    assert spot not in template(make)["tolerations"]
+    lost = [found for found in template(make, spot=True)["tolerations"] if found["effect"] == "NoExecute"]
+    assert all(found["tolerationSeconds"] == 30 for found in lost), "a node that is taken back is left soon"
+
+
+def test_the_kubelet_waits_a_minute_longer_than_the_operator(make: Any) -> None:
+    probe = worker(template(make, startupSeconds=300))["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 360
+    usual = worker(template(make))["startupProbe"]
+    assert usual["periodSeconds"] * usual["failureThreshold"] == 1800
+    assert stuck.STARTUP_S < 1800
+
+
+def starting(make: Any, owner: Any, since: str, **status: Any) -> Json:
+    found: Json = make.pod("reach-line-a", owner=owner, pool="line", ready=False)
+    running = {"name": "worker", "state": {"running": {"startedAt": since}}, "started": False, "ready": False}
+    found["status"]["containerStatuses"] = [running | status]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("since", "changed", "gone"),
+    [
+        ("2026-03-01T07:54:00Z", {}, True),
+        ("2026-03-01T07:56:00Z", {}, False),
+        ("2026-03-01T07:00:00Z", {"started": True, "ready": True}, False),
+        ("2026-03-01T07:00:00Z", {"started": True}, False),
+        ("2026-03-01T07:00:00Z", {"state": {"waiting": {"reason": "CrashLoopBackOff"}}}, False),
+    ],
+    ids=["over its budget", "within it", "serving", "was ready: its liveness probe decides", "not running"],
+)
+def test_a_worker_that_hangs_while_it_starts_is_restarted(make: Any, since: str, changed: Json, gone: bool) -> None:
+    policy = make.policy(pools=[{"name": "line", "accelerator": "h100", "startupSeconds": 300}])
+    children = make.applied(policy)
+    pod = starting(make, policy, since, **changed)
+    observed = make.Observed(live=make.body(), now="2026-03-01T08:00:00Z", children=children, pods=[pod])
+    result = make.plan(policy, observed, make.settings)
+    assert [found.reason for found in result.removals] == (["StuckStart"] if gone else [])
+    if gone:
+        assert "300 s in which its worker should have loaded and captured" in result.removals[0].message
+
+
+def test_the_operator_looks_again_when_the_budget_is_used_up(make: Any) -> None:
+    """Nothing happens in the cluster while a worker hangs, so no event would wake the operator."""
+    policy = make.policy(pools=[{"name": "line", "accelerator": "h100", "startupSeconds": 300}])
+    pod = starting(make, policy, "2026-03-01T07:58:00Z")
+    observed = make.Observed(live=make.body(), now="2026-03-01T08:00:00Z", children=make.applied(policy), pods=[pod])
+    assert make.plan(policy, observed, make.settings).again_s == 181.0
+    ready = make.Observed(
+        live=make.body(), now=make.now, children=make.applied(policy), pods=[make.pod("a", owner=policy, pool="line")]
+    )
+    assert make.plan(policy, ready, make.settings).again_s is None
+
+
+async def test_a_hanging_worker_is_told_of_in_an_event(make: Any) -> None:
+    from taktline_operator.reconcile import Controller
+
+    pools = [{"name": "line", "accelerator": "h100", "startupSeconds": 300}]
+    body = make.body(pools=pools)
+    policy = make.policy(pools=pools)
+    pod = starting(make, policy, "2026-03-01T07:00:00Z")
+    api = make.Api(body, pod, *(found | {} for found in make.applied(policy).values()))
+    controller = Controller(api, make.settings, clock=lambda: make.now)
+    await controller.resync(everything=True)
+    await controller.handle(("line-1", "reach"))
+    assert not api.of_kind("Pod")
+    (event,) = [found for found in api.of_kind("Event") if found["reason"] == "StuckStart"]
+    assert event["type"] == "Warning"
+    assert "reach-line-a" in event["message"]
+
+
+def test_a_group_that_hangs_goes_as_a_whole(make: Any) -> None:
+    policy = make.policy(
+        model={"family": "vjepa2-ac", "source": {"path": "/srv/x"}, "revision": "a"},
+        engine={"parallel": {"search": 16}},
+        pools=[{"name": "line", "accelerator": "h100", "gpusPerNode": 8, "startupSeconds": 300}],
+    )
+    desired = make.plan(policy, make.Observed(live=make.body(), now=make.now), make.settings).desired
+    (group,) = [found for found in desired if found["kind"] == "StatefulSet"]
+    pods = []
+    for index, since in enumerate(("2026-03-01T07:00:00Z", "2026-03-01T07:59:00Z")):
+        pod = starting(make, policy, since)
+        labels = group["spec"]["template"]["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(index)}
+        pod["metadata"] |= {"name": f"{group['metadata']['name']}-{index}", "labels": labels}
+        pods.append(pod)
+    observed = make.Observed(live=make.body(), now=make.now, children={ref_of(c): c for c in desired}, pods=pods)
+    assert len(make.plan(policy, observed, make.settings).removals) == 2
