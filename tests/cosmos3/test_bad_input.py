@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineOptions, WorldActionOptions
+from taktline_worker.adapter import Description
+from taktline_worker.engine import Engine, Item
 from taktline_worker.models.cosmos3 import composition
 from taktline_worker.models.cosmos3.processor import MAX_INSTRUCTION_CHARACTERS, Cosmos3Processor
 from taktline_worker.models.cosmos3.settings import OwnEmbodiment, Sidecar, resolve
@@ -71,6 +74,17 @@ def test_an_observation_that_does_not_fit_is_refused(
     assert refused.value.code is code
     assert said in refused.value.message
     assert next_step in refused.value.next_step
+
+
+def test_a_policy_that_imagines_nothing_refuses_a_video() -> None:
+    adapter: Any = SimpleNamespace(description=Description("pi05", "fp32", "cpu", (), (), 8, 8, 4, 0.1))
+    engine = Engine(adapter, [1])
+    result = engine.infer([Item(observation(imagine=ImagineInput("mp4")))])
+    engine.close()
+    (error,) = result.outcomes
+    assert isinstance(error, TaktlineError)
+    assert error.code is ErrorCode.IMAGINE_INVALID
+    assert "pi05 without imagined videos" in error.message
 
 
 def test_an_answer_that_is_not_finite_is_an_error(tokenizer: ChatTokenizer) -> None:

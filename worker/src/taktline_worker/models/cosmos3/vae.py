@@ -73,8 +73,8 @@ def decode_frames(weights: VaeWeights, latents: Tensor, region: Region | None = 
     """The same, one latent frame after the other: (B, 3, 1 or 4, H, W).
 
     Args:
-        region: rows and columns of latent cells, as slices, that are decoded; the part with the attention, a fiftieth
-            of the work, is computed for all cells in any case. None decodes all.
+        region: rows and columns of latent cells, as slices, that are decoded; the part with the attention, 1.4 %
+            of the published decoder's work, is computed for all cells in any case. None decodes all.
     """
     assert weights.decoder is not None, "the VAE was loaded without its decoder"
     shape = (-1, 1, 1, 1)

@@ -103,7 +103,7 @@ def _av() -> Any:
         import av
     except ImportError:
         raise _error(
-            "this worker has no MP4 encoder", "ask for frames, or install taktline-worker[video] in the worker's image"
+            "this worker has no MP4 encoder", "ask for frames, or build the worker's image with its extra `video`"
         ) from None
     return av
 
