@@ -179,10 +179,14 @@ def test_a_stream_shifted_by_one_is_closed(libero):
 
 
 def test_hundreds_of_answers_in_order_are_never_taken_for_overtaken(libero, openpi_client):
-    before = libero.log.read_text().count("answer_overtaken")
+    before = len(libero.log.read_text())
     times = openpi_client.run("openpi_robot.py", "many", f"127.0.0.1:{libero.port}", "300")
     assert len(times) == 300
-    assert libero.log.read_text().count("answer_overtaken") == before
+    # Of clients that have connected since: an earlier test's may be noticed only now.
+    lines = [json.loads(line) for line in libero.log.read_text()[before:].splitlines()]
+    ours = {line["robot"] for line in lines if line["message"] == "client_connected"}
+    assert ours
+    assert not [line for line in lines if line["message"] == "answer_overtaken" and line["robot"] in ours]
 
 
 def test_healthz_is_exact(libero):

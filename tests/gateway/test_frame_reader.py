@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from taktline_gateway.frame_reader import ChunkReader, read_in_chunks
+from taktline_gateway.compat.websocket_listener import FencedConnection
+from taktline_gateway.frame_reader import LONG, MOST_AHEAD, ChunkReader, DirectReading, read_in_chunks
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve
 from websockets.frames import Frame, Opcode
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
@@ -66,6 +72,73 @@ def test_handshake_and_messages_come_whole_however_they_are_cut(data):
         protocol.receive_data(wire[:size])
         wire = wire[size:]
     assert [frame.data for frame in protocol.events_received()] == payloads
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_messages_come_whole_where_long_ones_are_read_directly(data):
+    sizes = data.draw(st.lists(st.sampled_from([0, 5, LONG, LONG + 1, 3 * LONG, MOST_AHEAD + LONG]), max_size=4))
+    payloads = [bytes([number]) * size for number, size in enumerate(sizes)]
+    protocol = ServerProtocol(max_size=4 * MOST_AHEAD)
+    received = []
+
+    class Receiving(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            received.append(len(data))
+            protocol.receive_data(data)
+
+    reading = DirectReading(Receiving(), read_in_chunks(protocol))
+
+    def feed(wire: bytes) -> None:
+        while wire:
+            room = reading.get_buffer(-1)
+            size = min(len(room), len(wire), data.draw(st.sampled_from([1, 1000, 200_000, 1 << 22])))
+            size = max(size, min(len(room), len(wire), len(wire) // 50))
+            room[:size] = wire[:size]
+            wire = wire[size:]
+            reading.buffer_updated(size)
+
+    feed(REQUEST)
+    (request,) = protocol.events_received()
+    protocol.send_response(protocol.accept(request))
+    feed(b"".join(Frame(Opcode.BINARY, payload).serialize(mask=True) for payload in payloads))
+    assert [frame.data for frame in protocol.events_received()] == payloads
+    assert max(received, default=0) <= LONG, "long payloads do not pass the protocol"
+
+
+def test_a_long_payload_that_is_cut_off_ends_as_the_library_would_end_it():
+    for after in (0, 3, LONG, 2 * LONG):
+        protocols = [ServerProtocol(max_size=None), ServerProtocol(max_size=None)]
+        read_in_chunks(protocols[0])
+        wire = Frame(Opcode.BINARY, bytes(3 * LONG)).serialize(mask=True)[: 8 + after]
+        for protocol in protocols:
+            protocol.receive_data(REQUEST)
+            (request,) = protocol.events_received()
+            protocol.send_response(protocol.accept(request))
+            protocol.receive_data(wire)
+            protocol.receive_eof()
+        assert protocols[0].events_received() == protocols[1].events_received() == []
+        assert str(protocols[0].parser_exc) == str(protocols[1].parser_exc)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_real_connection_reads_long_messages_directly(run):
+    async def body():
+        async def echo(connection):
+            async for message in connection:
+                await connection.send(message)
+
+        async with serve(echo, "127.0.0.1", 0, create_connection=FencedConnection, compression=None) as server:
+            (connected,) = server.sockets
+            host, port = connected.getsockname()
+            async with connect(f"ws://{host}:{port}", compression=None) as client:
+                (connection,) = server.connections
+                assert connection.transport.get_protocol() is connection._reading
+                for size in (0, 100, LONG, 300_000, 900_000):
+                    await client.send(bytes(range(250)) * (size // 250))
+                    assert await client.recv() == bytes(range(250)) * (size // 250)
+
+    run(asyncio.wait_for(body(), 60))
 
 
 def test_nothing_comes_after_the_end():

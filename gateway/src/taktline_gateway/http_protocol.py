@@ -128,6 +128,10 @@ class GuardedHttp(HttpToolsProtocol):
             ended(exc)
 
         upgraded.connection_lost = connection_lost  # type: ignore[method-assign]
+        reading = getattr(upgraded, "reading", None)
+        if reading is not None:
+            reading.connection_lost = connection_lost
+            self.transport.set_protocol(reading)
 
     def on_response_complete(self) -> None:
         """The next head may come."""

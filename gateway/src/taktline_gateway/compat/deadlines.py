@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 ARRIVALS_KEPT = 9
@@ -31,7 +30,11 @@ def request_period_ms(arrivals: Sequence[float], chunk_ms: float) -> float | Non
         if later - earlier > pause_s:
             break
         intervals.append(later - earlier)
-    return 1e3 * statistics.median(intervals) if intervals else None
+    if not intervals:
+        return None
+    intervals.sort()
+    middle = len(intervals) // 2
+    return 1e3 * (intervals[middle] if len(intervals) % 2 else 0.5 * (intervals[middle - 1] + intervals[middle]))
 
 
 def chunk_duration_ms(horizon: int, dt_s: float, control_hz: float) -> float:

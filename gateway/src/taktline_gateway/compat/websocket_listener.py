@@ -24,7 +24,7 @@ from websockets.protocol import State
 from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, PolicyService
-from taktline_gateway.frame_reader import read_in_chunks
+from taktline_gateway.frame_reader import DirectReading, read_in_chunks
 from taktline_gateway.logs import log
 from taktline_gateway.tls import ServerTls
 
@@ -53,13 +53,18 @@ class FencedConnection(ServerConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        read_in_chunks(self.protocol)
+        self._reading = DirectReading(self, read_in_chunks(self.protocol))
         self.caller: Caller | None = None
         """Who it is, once its handshake has been read."""
         self.overtaken: asyncio.Future[None] = self.loop.create_future()
         self._unanswered = False
         self._answers = 0
         self._fence: asyncio.Future[float] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
+        super().connection_made(transport)
+        transport.set_protocol(self._reading)
 
     def process_event(self, event: Any) -> None:
         """Looks at each frame in the order of arrival, before it is queued for `recv`."""

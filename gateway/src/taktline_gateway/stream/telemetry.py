@@ -27,19 +27,20 @@ class StreamTelemetry:
         self._bytes = _counter(metrics.STREAM_BYTES, registry)
         self._sessions = _counter(metrics.STREAM_SESSIONS, registry)
         self._closed = _counter(metrics.STREAM_CLOSED, registry)
+        self._known: dict[tuple[Counter, str, str], Counter] = {}
         registry.register(_Levels(served, connected, store_up))
 
     def observation(self, policy: str, *, keyframe: bool) -> None:
         """Counts one observation whose frames were resolved."""
-        self._observations.labels(self._label(policy), "keyframe" if keyframe else "delta").inc()
+        self._series(self._observations, policy, "keyframe" if keyframe else "delta").inc()
 
     def received(self, policy: str, count: int) -> None:
         """Counts the bytes of one frame that came."""
-        self._bytes.labels(self._label(policy), "received").inc(count)
+        self._series(self._bytes, policy, "received").inc(count)
 
     def sent(self, policy: str, count: int) -> None:
         """Counts the bytes of one frame that was sent."""
-        self._bytes.labels(self._label(policy), "sent").inc(count)
+        self._series(self._bytes, policy, "sent").inc(count)
 
     def session(self, policy: str, result: str) -> None:
         """Counts one hello: new, resumed, moved or lost."""
@@ -48,6 +49,14 @@ class StreamTelemetry:
     def closed(self, policy: str, code: str) -> None:
         """Counts the end of one stream."""
         self._closed.labels(self._label(policy), code).inc()
+
+    def _series(self, counter: Counter, policy: str, word: str) -> Counter:
+        """One series, looked up once: every observation touches three."""
+        key = (counter, self._label(policy), word)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = counter.labels(*key[1:])
+        return found
 
     def _label(self, policy: str) -> str:
         return policy if policy in self._served() else UNKNOWN_POLICY

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from taktline_gateway.frame_reader import read_in_chunks
+from taktline_gateway.frame_reader import DirectReading, read_in_chunks
 
 ABORT = "taktline.abort"
 """Key of the ASGI scope under which the way to cut the connection is found."""
@@ -20,7 +20,8 @@ class StreamTransport(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        read_in_chunks(self.conn)
+        self.reading = DirectReading(self, read_in_chunks(self.conn))
+        """What the transport reads into, once it is upgraded."""
 
     async def run_asgi(self) -> None:
         """Runs the application for this connection."""
