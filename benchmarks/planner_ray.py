@@ -27,10 +27,12 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_worker.models.vjepa2_ac.adapter import load
 from taktline_worker.models.vjepa2_ac.config import POSE_WIDTH
 from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
-from taktline_worker.ray.__main__ import end, run
+from taktline_worker.ray.__main__ import RayStartError, end, run
 
 POSE = np.array([0.4, 0.1, 0.3, 3.1, 0.05, -0.4, 0.2], np.float32)
 assert len(POSE) == POSE_WIDTH
+BUSY = 75
+"""Exit status where Ray's own processes found no time to start, within a limit that Ray does not let one change."""
 
 
 class Asker:
@@ -157,7 +159,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.metrics_listen, options.linger_s, options.log_level = "", 0.0, "WARNING"
-    found = measure(options)
+    try:
+        found = measure(options)
+    except RayStartError as error:
+        print(error, file=sys.stderr)
+        return BUSY
     text = json.dumps(found)
     if options.out:
         options.out.write_text(text + "\n")

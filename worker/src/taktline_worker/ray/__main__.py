@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,12 @@ from taktline_protocol import TaktlineError
 
 EXIT_REFUSED = 2
 NAME = "planner"
+_ATTEMPTS = 2
+_SLOW_START = "timed out during startup"
+
+
+class RayStartError(RuntimeError):
+    """Ray's own processes did not come up."""
 
 
 def main() -> int:
@@ -61,7 +68,6 @@ def run(options: argparse.Namespace) -> Any:
         TaktlineError: the deployment was refused.
         RuntimeError: it did not start, as Serve reports it.
     """
-    import ray
     from ray import serve
 
     from taktline_worker.ray.application import build
@@ -76,16 +82,37 @@ def run(options: argparse.Namespace) -> Any:
             "log_level": options.log_level,
         }
     )
-    ray.init(
-        # Room for the processes, not a claim on cores: the world models share those that there are.
-        num_cpus=64,
-        include_dashboard=False,
-        object_store_memory=options.object_store_mb * 2**20,
-        configure_logging=False,
-    )
+    _start_ray(options.object_store_mb)
     # Robots come by the gateway and the gRPC port; nothing is served over HTTP.
     serve.start(proxy_location="Disabled")
     return serve.run(application, name=NAME, route_prefix=None)
+
+
+def _start_ray(object_store_mb: int) -> None:
+    """A Ray of this machine's own; where the machine has no time for it, once more.
+
+    Raises:
+        RayStartError: it did not start.
+    """
+    import ray
+
+    # Ray makes its workers give way to everything else on the machine; these have robots waiting.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            ray.init(
+                # Room for the processes, not a claim on cores: the world models share those that there are.
+                num_cpus=64,
+                include_dashboard=False,
+                object_store_memory=object_store_mb * 2**20,
+                configure_logging=False,
+            )
+        except Exception as error:  # Ray raises the bare class, and gives its own processes 30 s whatever the load
+            ray.shutdown()
+            if _SLOW_START not in str(error) or attempt == _ATTEMPTS:
+                raise RayStartError(f"Ray does not start: {error}") from error
+            continue
+        return
 
 
 def end() -> None:
