@@ -213,3 +213,58 @@ async def test_files_that_somebody_else_renews_are_followed_and_a_broken_pair_ke
     (tmp_path / "tls.key").write_bytes(second.key)
     assert await source.look(context) == ""
     assert context.certificate == second.certificate
+
+
+class Killed(BaseException):
+    """The replica's process ends here."""
+
+
+class Door:
+    """The API as one replica calls it; the process ends before, or just after, its n-th call."""
+
+    def __init__(self, api: Api, kill_at: int, *, after: bool) -> None:
+        self._api, self._kill_at, self._after = api, kill_at, after
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._api, name)
+
+        async def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            if self.calls == self._kill_at and not self._after:
+                raise Killed
+            result = await call(*arguments)
+            if self.calls == self._kill_at:
+                raise Killed
+            return result
+
+        return counted
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kill_at", range(1, 16))
+async def test_a_replica_that_dies_at_any_call_of_a_rotation_leaves_a_certificate_that_is_trusted(
+    kill_at: int, after: bool
+) -> None:
+    """Two replicas, one of which dies and starts anew; from the first look to past the change of the authority."""
+    api, now = Api(), [NOW]
+    contexts = [certifying.Context(), certifying.Context()]
+    door = Door(api, kill_at, after=after)
+    sources = [managed(door, now), managed(api, now)]  # type: ignore[arg-type]
+    deaths = 0
+    for day in (0, 0, 0, 61, 61, 430, 487, 487, 487, 487, 500, 560):
+        now[0] = NOW + timedelta(days=day)
+        for number in range(2):
+            try:
+                await sources[number].look(contexts[number])
+            except Killed:
+                deaths += 1
+                contexts[number], sources[number] = certifying.Context(), managed(api, now)
+        assert api.configuration is not None
+        told = base64.b64decode(api.configuration["webhooks"][0]["clientConfig"].get("caBundle", ""))
+        for context in contexts:
+            assert not context.certificate or trusts(told, context.certificate), day
+    assert deaths == 1
+    assert contexts[0].certificate == contexts[1].certificate
+    assert len(parsed(told)) == 2
+    assert x509.load_pem_x509_certificate(contexts[0].certificate).issuer == parsed(told)[0].subject

@@ -65,13 +65,38 @@ async def scaled(cluster: Cluster) -> None:
     await cluster.run(60)
 
 
+async def created(cluster: Cluster) -> None:
+    """From the first call on: nothing of the policy exists yet."""
+    await cluster.run(40)
+
+
+async def resized(cluster: Cluster) -> None:
+    """As `kubectl scale` does, up and down."""
+    for total in (5, 1):
+        cluster.edit(pools=[{"name": "cpu", "accelerator": "cpu", "maxReplicas": 6}], replicas=total)
+        await cluster.run(40)
+
+
+async def deleted(cluster: Cluster) -> None:
+    """The owner goes first, then the garbage collector takes what it owned."""
+    owner = cluster.live["metadata"]["uid"]
+    del cluster.api.objects["PolicyDeployment", *cluster.key]
+    await cluster.run(100)
+    for key, found in list(cluster.api.objects.items()):
+        owners = [reference["uid"] for reference in found["metadata"].get("ownerReferences", [])]
+        if owner in owners or key[0] == "Pod":
+            del cluster.api.objects[key]
+    await cluster.run(100)
+
+
 async def played(
     make: Any, scenario: Scenario, kills: tuple[int, int] | None = None, *, after: bool = False
 ) -> Cluster:
     """Play a scenario; `kills` = (first, every): the operator ends at these calls, before or just after them."""
     cluster = Cluster(make, make.body(rollout=PLAN, pools=POOLS))
     cluster.start_s = 10.0
-    await cluster.run(30)
+    if scenario is not created:
+        await cluster.run(30)
     cluster.door.calls = 0
     if kills is not None:
         cluster.door.kill_at, cluster.door.kill_every = kills
@@ -82,19 +107,25 @@ async def played(
     return cluster
 
 
-@pytest.mark.parametrize("scenario", [good, bad, aborted, promoted, replaced, rolling, scaled])
+@pytest.mark.parametrize(
+    "scenario", [created, good, bad, aborted, promoted, replaced, rolling, scaled, resized, deleted]
+)
 async def test_a_killed_operator_ends_where_a_living_one_does(make: Any, scenario: Scenario) -> None:
     undisturbed = await played(make, scenario)
     expected = comparable(undisturbed)
-    # It dies again and again, every EVERY calls; over all first calls every boundary between two calls is one of them.
-    for first in range(1, EVERY + 1, STEP):
+    # It dies again and again, after so many calls; over all first calls every boundary between two is one of them.
+    every = SHORT if scenario is deleted else EVERY
+    for first in range(1, every + 1, min(STEP, every - 1)):
         for after in (False, True):
-            cluster = await played(make, scenario, (first, EVERY), after=after)
+            cluster = await played(make, scenario, (first, every), after=after)
             assert cluster.restarts, (scenario.__name__, first)
             assert comparable(cluster) == expected, (scenario.__name__, first, after)
-            if scenario is not rolling:  # the simulated Deployments replace all workers of a rolling update at once
+            assert (cluster.route() is None) == (scenario is deleted)
+            # The simulated Deployments replace all workers of a rolling update at once.
+            if scenario not in (created, rolling, deleted):
                 assert all(route.targets for route in cluster.routes_seen[1:]), (scenario.__name__, first)
 
 
+SHORT = 25  # of a deletion, after which there is little to call
 EVERY = 41  # more than one reconciliation takes, or no operator would ever get through
 STEP = int(os.environ.get("TAKTLINE_CRASH_STEP", "40"))  # 1 visits every boundary; that takes minutes
