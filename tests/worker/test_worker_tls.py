@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_worker.lifecycle import Health
 from taktline_worker.tls import TlsFiles, server_credentials
 
 from tests.gateway.certificates import Authority
+from tests.ports import free_port
 
 NAME = "workers.taktline.internal"
 
@@ -109,3 +113,37 @@ def test_the_command_refuses_half_a_pair_before_it_loads_anything(authorities):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 2
+
+
+def test_probes_ask_beside_tls_and_get_nothing_else(authorities):
+    """A kubelet's gRPC probes know no TLS, so a worker that speaks it answers them on a port of their own."""
+    factory, _ = authorities
+    cert, key = factory.issue("probed", NAME)
+    secure = grpc.server(ThreadPoolExecutor(2))
+    echo = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+    secure.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Test", {"Echo": echo}),))
+    secure.add_secure_port("127.0.0.1:0", server_credentials(TlsFiles(cert, key, factory.ca)))
+    port = free_port()
+    health = Health(secure, f"127.0.0.1:{port}")
+    secure.start()
+
+    def asked() -> int:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            return stub.Check(health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True).status
+
+    assert asked() == health_pb2.HealthCheckResponse.NOT_SERVING
+    health.set(serving=True)
+    assert asked() == health_pb2.HealthCheckResponse.SERVING
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/Test/Echo")(b"x", timeout=20)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    secure.stop(None)
+
+
+def test_a_port_of_probes_that_is_taken_is_refused(authorities):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(TaktlineError, match="cannot listen on") as caught:
+            Health(grpc.server(ThreadPoolExecutor(1)), address)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("--config", type=Path, required=True, help="engine.json, as the operator writes it")
     serve.add_argument("--listen", default="127.0.0.1:50051", help="gRPC HOST:PORT (default: %(default)s)")
     serve.add_argument("--metrics-listen", default="", help="Prometheus HOST:PORT (default: none)")
+    serve.add_argument("--health-listen", default="", help="HOST:PORT of plain health checks, for probes beside TLS")
     serve.add_argument("--linger-s", type=float, default=1.0, help="seconds between SIGTERM and refusing calls")
     serve.add_argument("--grace-s", type=float, default=30.0, help="seconds that running calls may take after that")
     serve.add_argument("--tls-cert", type=Path, help="serve gRPC over TLS with this certificate (PEM, chain)")
@@ -88,7 +89,12 @@ def _serve(options: argparse.Namespace) -> None:
 
     config = read_config(options.config)
     listening = ServeOptions(
-        options.listen, options.metrics_listen, options.linger_s, options.grace_s, _tls_files(options)
+        options.listen,
+        options.metrics_listen,
+        options.linger_s,
+        options.grace_s,
+        _tls_files(options),
+        options.health_listen,
     )
     in_use.hold(Path(config.model.path))
     place = group.from_environment(os.environ)

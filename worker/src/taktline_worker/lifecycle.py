@@ -37,6 +37,7 @@ class ServeOptions:
         linger_s: after SIGTERM, how long calls are still taken, so that gateways see NOT_SERVING first.
         grace_s: after that, how long calls that run may take.
         tls: certificates of the gRPC port; None speaks plain text.
+        health_listen: host:port that answers health checks in plain text, or empty: a kubelet's probes know no TLS.
     """
 
     listen: str
@@ -44,6 +45,7 @@ class ServeOptions:
     linger_s: float = 1.0
     grace_s: float = 30.0
     tls: TlsFiles | None = None
+    health_listen: str = ""
 
 
 class Serving(Protocol):
@@ -57,13 +59,28 @@ class Serving(Protocol):
 
 
 class Health:
-    """The standard health service, under the empty name and the worker's."""
+    """The standard health service, under the empty name and the worker's.
 
-    def __init__(self, server: grpc.Server) -> None:
+    Args:
+        server: the worker's own, which answers health checks as well.
+        listen: host:port of one more that answers nothing else, in plain text and from now on; empty for none.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where the address cannot be listened on.
+    """
+
+    def __init__(self, server: grpc.Server, listen: str = "") -> None:
         self._servicer = health.HealthServicer(
             experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(4, thread_name_prefix="health")
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        self.set(serving=False)
+        self._plain = grpc.server(ThreadPoolExecutor(2, thread_name_prefix="probes")) if listen else None
+        if self._plain is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._plain)
+            check_address(listen)
+            bind(self._plain, listen, None)
+            self._plain.start()
 
     def set(self, *, serving: bool) -> None:
         """Tells every watcher."""

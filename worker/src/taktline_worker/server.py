@@ -97,7 +97,7 @@ class Worker:
         )
         service = WorkerService(config, self.engine, timings, instruments, self._traces)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]  # generated
-        self._health = Health(self._server)
+        self._health = Health(self._server, options.health_listen)
         self.port = bind(self._server, options.listen, credentials)
         # Not beside TLS, whose certificates gRPC alone renews, nor on the Unix socket of a replica.
         if credentials is None and not options.listen.startswith("unix:"):

@@ -104,8 +104,7 @@ class GroupPod:
         self._server = grpc.server(
             ThreadPoolExecutor(4, thread_name_prefix="rpc"), options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0))
         )
-        self._health = Health(self._server)
-        self._health.set(serving=False)
+        self._health = Health(self._server, options.health_listen)
         bind(self._server, options.listen, credentials)
 
     def start(self) -> None:

@@ -93,7 +93,7 @@ class Front:
                 options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)),
             )
             self._server.add_generic_rpc_handlers((_handlers(self),))
-            self._health = Health(self._server)
+            self._health = Health(self._server, options.health_listen)
             self.port = bind(self._server, options.listen, credentials)
             if options.metrics_listen:
                 self._serve_metrics(options.metrics_listen)
