@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 
+import pytest
 from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource
+from taktline_protocol.deployment import EngineConfig, ModelConfig
+from taktline_protocol.errors import TaktlineError
 from taktline_worker.delivery.fetch import fetch
 from taktline_worker.delivery.prune import prune
+from taktline_worker.models.registry import load_adapter
 
 from tests.delivery.conftest import HASTE, content
 
@@ -64,6 +68,14 @@ def test_what_a_worker_has_open_stays_and_what_was_just_asked_for_too(mirror, ca
         assert cache.complete(third.key)
         worker.kill()  # the kernel lets go of it
     assert [record.key for record in prune(cache, 0, min_age_s=60).removed] == [first.key]
+
+
+def test_whatever_process_loads_a_checkpoint_holds_it(mirror, cache):
+    first, *_ = three(mirror, cache)
+    config = EngineConfig(policy="x", model=ModelConfig(family="pi05", path=str(cache.model(first.key)), revision="a"))
+    with pytest.raises(TaktlineError):  # it is no policy; but it was opened
+        load_adapter(config)
+    assert prune(cache, 0, min_age_s=60).in_use == [first.key]
 
 
 def test_a_fetch_makes_room_within_the_limit_of_the_cache(mirror, cache):

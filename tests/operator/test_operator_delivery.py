@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from taktline_operator import delivery_polling, delivery_status, model_source, plan, workload
+from taktline_operator import advice, delivery_polling, delivery_status, model_source, plan, workload
 from taktline_operator.plan import Ref
 from taktline_operator.telemetry import Telemetry
 from taktline_protocol.delivery import DeliveryConfig, DeliveryProgress, HttpSource, HubSource, S3Source
@@ -113,6 +113,14 @@ def test_cache_certificates_and_proxy(make: Any) -> None:
     assert (env["HTTPS_PROXY"], env["NO_PROXY"]) == ("http://proxy:3128", "models.example")
     deployment = make.applied(policy)[Ref("Deployment", "reach-cpu")]
     assert deployment["spec"]["progressDeadlineSeconds"] == 2100 + 7200, "a download is no stalled rollout"
+
+
+def test_a_claim_that_is_not_there_is_noticed(make: Any) -> None:
+    policy = fetched(make, delivery={"cache": {"claimName": "models"}})
+    absent = advice.references(policy)
+    assert absent == (advice.Referred("PersistentVolumeClaim", "models", "delivery.cache"),)
+    said = advice.review(policy, advice.Surroundings(absent=frozenset(absent))).cautions
+    assert any("models" in caution.message for caution in said)
 
 
 def test_the_installations_cache_holds_where_the_policy_names_none(make: Any) -> None:

@@ -74,6 +74,9 @@ def references(policy: PolicyDeployment) -> tuple[Referred, ...]:
     found = []
     if source.pvc is not None:
         found.append(Referred("PersistentVolumeClaim", source.pvc.claim_name, "model.source.pvc"))
+    cache = policy.spec.delivery.cache
+    if source.fetched and cache.claim_name is not None:
+        found.append(Referred("PersistentVolumeClaim", cache.claim_name, "delivery.cache"))
     secrets = {
         "http.tokenSecret": source.http and source.http.token_secret,
         "s3.credentialsSecret": source.s3 and source.s3.credentials_secret,

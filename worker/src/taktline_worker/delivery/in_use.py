@@ -18,8 +18,8 @@ def hold(folder: Path) -> bool:
     """
     try:
         descriptor = os.open(folder / RECORD_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+    except OSError:
+        return False  # no record; or a folder that cannot be read, of which the loader says more
     # A prune holds it for an instant only, to find out whether it is free.
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     _held.append(descriptor)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import cast
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig
 
 from taktline_worker.adapter import Adapter
+from taktline_worker.delivery import in_use
 
 # A family that comes in here also becomes `loaded` in taktline_protocol.families: the operator reads it there.
 FAMILIES: dict[str, str] = {
@@ -35,4 +37,5 @@ def load_adapter(config: EngineConfig) -> Adapter:
             f"model.family {config.model.family!r} is unknown",
             f"known families: {', '.join(sorted(FAMILIES))}",
         )
+    in_use.hold(Path(config.model.path))
     return cast(Adapter, importlib.import_module(module).load(config))
