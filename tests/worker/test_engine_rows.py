@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_worker.adapter import Description
 from taktline_worker.engine import Engine, Item
 
 FAULTS = [ValueError("shapes differ"), KeyError("wrist"), MemoryError(), TypeError("None"), RuntimeError("torch")]
+
+
+class Asked:
+    """An observation that asks for nothing special and says what goes wrong with it."""
+
+    def __init__(self, value: float, where: str, fault: Exception | None) -> None:
+        self.value, self.where, self.fault = value, where, fault
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class Row:
@@ -28,7 +38,7 @@ class Row:
 class Scripted:
     """An adapter whose observations say what goes wrong: `begin` or `result`, or a number to be answered with."""
 
-    description = SimpleNamespace(rtc="", family="scripted")
+    description = Description("scripted", "fp32", "cpu", (), (), 1, 1, 1, 0.1)
     fails: Exception | None = None
     drops = 0
 
@@ -54,7 +64,7 @@ def engine() -> Iterator[Engine]:
 
 
 def item(value: float = 0.0, where: str = "", fault: Exception | None = None) -> Item:
-    return Item(SimpleNamespace(rtc=None, value=value, where=where, fault=fault))  # type: ignore[arg-type]
+    return Item(Asked(value, where, fault))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", ["begin", "result"])
