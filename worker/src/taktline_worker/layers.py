@@ -1,4 +1,4 @@
-"""Layers that several families are made of: linear and norm weights, attention, rotation, adaptive norm."""
+"""Layers that several families are made of: linear and norm weights, attention, rotation."""
 
 from __future__ import annotations
 
@@ -63,8 +63,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causa
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2).flatten(2)
-
-
-def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """LayerNorm without affine, times `scale` (1 is in it), plus `shift`."""
-    return (functional.layer_norm(x.float(), (x.shape[-1],), eps=eps) * scale + shift).to(x.dtype)

@@ -10,6 +10,7 @@ from taktline_kernels import ops
 from torch import Tensor
 from torch.nn import functional
 
+from taktline_worker.layers import attend
 from taktline_worker.models.groot.config import (
     VISION_THETA,
     GrootArchitecture,
@@ -101,19 +102,6 @@ def merge(weights: Merger, x: Tensor, side: int) -> Tensor:
     if not weights.norm_first:
         x = weights.norm(x)
     return weights.fc2(functional.gelu(weights.fc1(x)))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-    """q (B, S, heads, d), k and v (B, T, kv heads, d), mask (B, 1, 1 or S, T) of what is seen -> (B, S, heads * d)."""
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2).flatten(2)
 
 
 def text_frequencies(t: TextConfig) -> tuple[Tensor, Tensor]:

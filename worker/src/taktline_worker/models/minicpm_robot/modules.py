@@ -7,13 +7,14 @@ right: every layer is causal, so a row's tokens see none of its padding.
 from __future__ import annotations
 
 import torch
+from taktline_kernels.ops.activations import swiglu
 from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate
-from taktline_kernels.ops.norms import rms_norm
+from taktline_kernels.ops.norms import add_rms_norm, rms_norm
 from torch import Tensor
 from torch.nn import functional
 
-from taktline_worker.layers import adaptive_norm, attend, rotate
-from taktline_worker.models.minicpm_robot.config import BLOCK_EPS, TAIL_EPS, HeadConfig, TextConfig, VisionConfig
+from taktline_worker.layers import Norm, attend, rotate
+from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
 from taktline_worker.models.minicpm_robot.weights import (
     ActionBlock,
     Bank,
@@ -33,21 +34,23 @@ Memory = tuple[Tensor, Tensor]
 
 def encode_images(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
     """Text tokens (N, image tokens, text width) of patches (N, P, 3 * patch^2), channel first, row by row."""
-    x = weights.patch(patches) + weights.positions
+    x, y = weights.patch(patches) + weights.positions, None
     side = v.grid
     for index, block in enumerate(weights.blocks):
-        x = _vision_block(block, v.heads, x)
+        x, y = _vision_block(block, v.heads, x, y)
         if index == v.insert:
-            x = _merge_windows(weights.window, v.heads, _windows(x, side))
+            x, y = _merge_windows(weights.window, v.heads, _windows(x + y, side)), None
             side //= 2
-    x = weights.merge_norm(_windows(weights.norm(x), side).flatten(2))
+    x = weights.merge_norm(_windows(weights.norm.after(x, y)[1], side).flatten(2))
     return weights.merge2(functional.gelu(weights.merge1(x)))  # the exact GELU, here alone
 
 
-def _vision_block(block: VisionBlock, heads: int, x: Tensor) -> Tensor:
-    q, k, value = block.qkv(block.norm1(x)).view(*x.shape[:2], 3, heads, -1).unbind(2)
-    x = x + block.out(attend(q, k, value))
-    return x + block.fc2(block.fc1.gelu(block.norm2(x)))
+def _vision_block(block: VisionBlock, heads: int, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The residual stream without this block's last term, and that term: the next norm adds it."""
+    x, n = block.norm1.after(x, y)
+    q, k, value = block.qkv(n).view(*x.shape[:2], 3, heads, -1).unbind(2)
+    x, n = block.norm2.after(x, block.out(attend(q, k, value)))
+    return x, block.fc2(block.fc1.gelu(n))
 
 
 def _windows(x: Tensor, side: int) -> Tensor:
@@ -85,19 +88,19 @@ def encode_text(
     """
     x = functional.embedding(tokens, weights.embedding)
     x.view(-1, x.shape[-1])[image_slots] = images.to(x.dtype)
-    for layer in weights.layers:
-        x = _text_layer(layer, t, x, cos[:, None], sin[:, None])
-    return rms_norm(x, weights.norm, t.eps)
+    n = rms_norm(x, weights.layers[0].norm1, t.eps)
+    following = [layer.norm1 for layer in weights.layers[1:]] + [weights.norm]
+    for layer, norm in zip(weights.layers, following, strict=True):
+        x, n = add_rms_norm(x, _mixed(layer, t, n, cos[:, None], sin[:, None]), layer.norm2, t.eps)
+        x, n = add_rms_norm(x, layer.down(swiglu(layer.gate_up(n))), norm, t.eps)
+    return n
 
 
-def _text_layer(layer: TextLayer, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    n = rms_norm(x, layer.norm1, t.eps)
+def _mixed(layer: TextLayer, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A layer's answer to normed x across its tokens."""
     if isinstance(layer.mixer, FullAttention):
-        x = x + _full_attention(layer.mixer, t, n, cos, sin)
-    else:
-        x = x + delta_net(layer.mixer, t, n)
-    gate, up = layer.gate_up(rms_norm(x, layer.norm2, t.eps)).chunk(2, dim=-1)
-    return x + layer.down(functional.silu(gate) * up)
+        return _full_attention(layer.mixer, t, x, cos, sin)
+    return delta_net(layer.mixer, t, x)
 
 
 def _full_attention(mixer: FullAttention, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -156,23 +159,32 @@ def predict(
         hidden = functional.silu(bank.second(hidden) + bank.time[step])
         inputs[rows] = bank.third(hidden) + bank.offset
     tokens = torch.cat((weights.future.expand(len(x), -1, -1), inputs), dim=1)
+    added: Tensor | None = None
     for block, memory in zip(weights.blocks, seen, strict=True):
-        tokens = _action_block(block, h.heads, tokens, step, memory, valid)
-    tokens = adaptive_norm(tokens[:, h.future :], weights.tail_scale[step], weights.tail_shift[step], TAIL_EPS)
-    tokens = weights.tail(tokens)
+        tokens, added = _action_block(block, weights.plain, h.heads, tokens, added, step, memory, valid)
+    tokens = weights.tail(weights.tail_norms[step].after(tokens, added)[1][:, h.future :])
     out = torch.empty_like(x)
     for rows, bank in banks:
         out[rows] = bank.decode2(functional.relu(bank.decode1(tokens[rows])))
     return out
 
 
-def _action_block(block: ActionBlock, heads: int, x: Tensor, step: int, memory: Memory | None, valid: Tensor) -> Tensor:
-    n = adaptive_norm(x, block.scale[step], block.shift[step], BLOCK_EPS)
+def _action_block(
+    block: ActionBlock,
+    plain: Norm,
+    heads: int,
+    x: Tensor,
+    y: Tensor | None,
+    step: int,
+    memory: Memory | None,
+    valid: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `_vision_block`: the stream without the last term, and that term."""
+    x, n = block.norms[step].after(x, y)
     keys, values = memory if memory is not None else _split(block.kv(n), heads)
     q = block.q(n).view(*n.shape[:2], heads, -1)
-    x = x + block.out(attend(q, keys, values, valid if memory is not None else None))
-    n = functional.layer_norm(x, (x.shape[-1],), eps=BLOCK_EPS)
-    return x + block.fc2(block.fc1.gelu(n))
+    x, n = plain.after(x, block.out(attend(q, keys, values, valid if memory is not None else None)))
+    return x, block.fc2(block.fc1.gelu(n))
 
 
 def _split(kv: Tensor, heads: int) -> Memory:

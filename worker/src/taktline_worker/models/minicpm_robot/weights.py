@@ -13,9 +13,11 @@ from torch.nn import functional
 from taktline_worker.checkpoint import TensorFiles
 from taktline_worker.layers import Linear, Norm
 from taktline_worker.models.minicpm_robot.config import (
+    BLOCK_EPS,
     BUCKETS,
     HEAD,
     SOLVER_STEPS,
+    TAIL_EPS,
     TIME_CHANNELS,
     VISION_EPS,
     MiniCpmArchitecture,
@@ -110,10 +112,9 @@ class TextWeights:
 
 @dataclass(frozen=True, slots=True)
 class ActionBlock:
-    """One block of the diffusion transformer; `scale` (1 is in it) and `shift` are (steps, width)."""
+    """One block of the diffusion transformer; `norms` are its adaptive norm at each solver step."""
 
-    scale: Tensor
-    shift: Tensor
+    norms: tuple[Norm, ...]
     q: Linear
     kv: Linear
     out: Linear
@@ -143,12 +144,12 @@ class Bank:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The action head in fp32. `tail_scale` and `tail_shift` are (steps, width) of the last norm."""
+    """The action head in fp32. `plain` is the norm without affine; `tail_norms` the last one at each solver step."""
 
     future: Tensor
     blocks: tuple[ActionBlock, ...]
-    tail_scale: Tensor
-    tail_shift: Tensor
+    plain: Norm
+    tail_norms: tuple[Norm, ...]
     tail: Linear
     banks: Mapping[int, Bank]
 
@@ -298,13 +299,16 @@ class _Packer:
             first, second = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
             return first, second
 
+        def norms(scale: Tensor, shift: Tensor, eps: float) -> tuple[Norm, ...]:
+            rows = zip(scale, shift, strict=True)
+            return tuple(Norm(self._place(1.0 + one, wide), self._place(other, wide), eps) for one, other in rows)
+
         def block(index: int) -> ActionBlock:
             prefix = f"model.transformer_blocks.{index}"
             scale, shift = modulation(f"{prefix}.norm1.linear")  # scale first here, shift first in the tail
             own = f"{HEAD}{prefix}"
             return ActionBlock(
-                self._place(1.0 + scale, wide),
-                self._place(shift, wide),
+                norms(scale, shift, BLOCK_EPS),
                 self._linear(f"{own}.attn1.to_q", dtype=wide),
                 self._linear(f"{own}.attn1.to_k", f"{own}.attn1.to_v", dtype=wide),
                 self._linear(f"{own}.attn1.to_out.0", dtype=wide),
@@ -313,11 +317,12 @@ class _Packer:
             )
 
         tail_shift, tail_scale = modulation("model.proj_out_1")
+        ones = torch.ones(self._a.head.width, dtype=wide, device=self._device)
         return HeadWeights(
             future=self._wide(f"{HEAD}future_tokens.weight"),
             blocks=tuple(block(index) for index in range(self._a.head.layers)),
-            tail_scale=self._place(1.0 + tail_scale, wide),
-            tail_shift=self._place(tail_shift, wide),
+            plain=Norm(ones, torch.zeros_like(ones), BLOCK_EPS),
+            tail_norms=norms(tail_scale, tail_shift, TAIL_EPS),
             tail=self._linear(f"{HEAD}model.proj_out_2", dtype=wide),
             banks={slot: self._bank(slot) for slot in embodiments},
         )
