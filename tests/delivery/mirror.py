@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 BLOCK = 16384
 
@@ -63,8 +65,8 @@ class Mirror:
 
 
 @contextmanager
-def serving(mirror: Mirror) -> Iterator[Mirror]:
-    """Serves `mirror` while entered."""
+def serving(mirror: Mirror, certificate: tuple[Path, Path] | None = None) -> Iterator[Mirror]:
+    """Serves `mirror` while entered, over TLS where there is a certificate with its key."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -144,7 +146,11 @@ def serving(mirror: Mirror) -> Iterator[Mirror]:
             """A client that was killed is no news."""
 
     server = Server(("127.0.0.1", 0), Handler)
-    mirror.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    mirror.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

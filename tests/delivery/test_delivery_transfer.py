@@ -6,6 +6,7 @@ import hashlib
 import time
 
 import pytest
+from taktline_local.pki import Authority
 from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource, StatisticsFile
 from taktline_protocol.errors import ErrorCode, TaktlineError
 from taktline_worker.delivery.fetch import fetch
@@ -237,6 +238,21 @@ def test_a_token_goes_to_its_own_host_and_not_along_a_redirect(mirror, cache, mo
         assert {asked.headers["authorization"] for asked in mirror.asked} == {"Bearer sesame"}
         assert elsewhere.gets(BIG)
         assert all("authorization" not in asked.headers for asked in elsewhere.asked)
+
+
+def test_a_private_authority_is_trusted_where_it_is_named_and_else_said_to_be_missing(cache, tmp_path):
+    authority = Authority(tmp_path)
+    with serving(Mirror(), authority.issue("mirror", addresses=["127.0.0.1"])) as mirror:
+        config = manifest(mirror)
+        error = refused(config, cache)  # at once: asking again cures nothing
+        assert error.code is ErrorCode.MODEL_UNREACHABLE
+        assert "not trusted" in error.message
+        assert "caConfigMap" in error.next_step
+        assert read(cache, fetch(config, cache, patience=HASTE, authority=authority.certificate)) == FILES
+        # What began encrypted stays so.
+        mirror.fault = lambda asked: {"status": 302, "headers": {"location": "http://127.0.0.1:9/x"}}
+        other = DeliveryConfig(source=HttpSource(url=f"{mirror.url}/other", sha256="a" * 64))
+        assert refused(other, cache, authority=authority.certificate).code is ErrorCode.MODEL_UNSAFE
 
 
 def test_redirects_in_a_circle_and_to_other_schemes_are_not_followed(mirror, cache):

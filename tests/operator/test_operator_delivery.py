@@ -218,6 +218,9 @@ def test_a_download_says_how_far_it_is(make: Any) -> None:
     tried = msgspec.structs.replace(HALF, trouble="https://models.example/m: answers 503")
     found, _ = condition_of(make, [{"state": RUNNING}], {"reach-0": tried})
     assert found[2].endswith("; trying again: https://models.example/m: answers 503")
+    unknown = DeliveryProgress(trouble="https://models.example/SHA256SUMS: Name or service not known")
+    found, _ = condition_of(make, [{"state": RUNNING}], {"reach-0": unknown})
+    assert found[2] == f"pod/reach-0: preparing; trying again: {unknown.trouble}"
     found, _ = condition_of(make, [{"state": RUNNING}], {})
     assert found == ("Unknown", "Downloading", "pod/reach-0: starting")
 

@@ -93,12 +93,14 @@ def _words(fetching: Sequence[Json], progress: Mapping[str, DeliveryProgress]) -
     for pod in fetching:
         name = str(pod["metadata"]["name"])
         found = progress.get(name)
-        if found is None or not found.total_bytes:
-            parts.append(f"pod/{name}: {found.state if found else 'starting'}")
+        if found is None:
+            parts.append(f"pod/{name}: starting")
             continue
-        size = f"{found.total_bytes / 1e9:.1f} GB" if found.total_bytes >= 1e8 else f"{found.total_bytes / 1e6:.1f} MB"
-        text = f"pod/{name}: {found.percent}% of {size}, {found.done_files} of {found.total_files} files"
-        if found.state == "waiting":
+        big = found.total_bytes >= 1e8
+        size = f"{found.total_bytes / 1e9:.1f} GB" if big else f"{found.total_bytes / 1e6:.1f} MB"
+        far = f"{found.percent}% of {size}, {found.done_files} of {found.total_files} files"
+        text = f"pod/{name}: {far if found.total_bytes else found.state}"
+        if found.state == "waiting" and found.total_bytes:
             text += ", fetched by another pod of its node"
         parts.append(text + (f"; trying again: {found.trouble[:200]}" if found.trouble else ""))
     return "; ".join(parts)[:2000]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -138,6 +139,12 @@ class Remote:
                     raise TaktlineError(
                         ErrorCode.CONFIG_INVALID, f"{what}: {error}", "write an http or https address"
                     ) from error
+                if (untrusted := _certificate_error(error)) is not None:
+                    raise TaktlineError(
+                        ErrorCode.MODEL_UNREACHABLE,
+                        f"{what}: its certificate is not trusted: {untrusted.verify_message}",
+                        "name its certificate authority in spec.delivery.caConfigMap (--ca), or correct the address",
+                    ) from error
                 words = str(error) or type(error).__name__
                 now = advanced()
                 failures, before = (1 if now > before else failures + 1), now
@@ -241,6 +248,15 @@ class Remote:
 
 class StoppedError(Exception):
     """Another file of the delivery failed; this one is left as it is."""
+
+
+def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The refusal of a certificate behind a failure to connect: asking again does not cure it."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _place(url: httpx.URL) -> tuple[str, str, int | None]:
