@@ -16,10 +16,9 @@ from taktline_protocol.errors import TaktlineError
 from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement, Trial
 
 from taktline_operator import (
+    carrying_out,
     diff,
     discovery,
-    events,
-    faults,
     group_pods,
     healing,
     integrations,
@@ -30,11 +29,10 @@ from taktline_operator import (
     revisions,
     routing,
     spec,
-    status,
 )
 from taktline_operator.demand import DemandTracker
 from taktline_operator.kube import ApiError
-from taktline_operator.plan import Observed, Plan, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
+from taktline_operator.plan import Observed, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
 from taktline_operator.surveying import Existence
 from taktline_operator.workqueue import WorkQueue
 
@@ -212,7 +210,8 @@ class Controller:
         if key not in self._routes or self._routes[key] != route:
             self._routes[key] = route
             self.queue.add(ROUTES, 0.0)
-        await self._carry_out(live, result)
+        self.statuses[key] = {"metadata": live["metadata"], "status": result.status}
+        await carrying_out.carry_out(self._api, live, result, self._clock)
         if result.again_s is not None:
             self.queue.add(key, result.again_s)
 
@@ -302,66 +301,6 @@ class Controller:
             return None
         answers = await self._measurements.of_policy(policy.name)
         return None if answers is None else tuple(found.trial for found in answers if found.trial is not None)
-
-    async def _carry_out(self, live: Json, result: Plan) -> None:
-        namespace, name = _key(live)
-        self.statuses[namespace, name] = {"metadata": live["metadata"], "status": result.status}
-        for found in result.writes:
-            logger.info("applying", extra={"policy": name, "namespace": namespace, "object": "/".join(ref_of(found))})
-            try:
-                await self._api.apply(found)
-            except ApiError as error:
-                fault = faults.of_quota(error.message, "/".join(ref_of(found)))
-                if fault is None:
-                    raise
-                # People see it before it is tried again, ever later.
-                await self._store(live, status.degraded_by(result.status, live, fault, self._clock()))
-                raise
-        for removal in result.removals:
-            about = {"policy": name, "namespace": namespace, "object": f"Pod/{removal.pod}", "reason": removal.reason}
-            logger.warning("removing a pod", extra=about | {"cause": removal.message})
-            if removal.reason != "Tidied":  # tidying up is no news
-                await self._tell(events.of_removal(live, removal, self._clock()), namespace, name)
-            await self._api.delete("Pod", namespace, removal.pod)
-        for ref in result.deletions:
-            logger.info("deleting", extra={"policy": name, "namespace": namespace, "object": "/".join(ref)})
-            await self._api.delete(ref.kind, namespace, ref.name)
-        if result.status_changed:
-            await self._store(live, result.status)
-
-    async def _store(self, live: Json, wanted: Json) -> None:
-        """Write a status that differs from the live one, and tell what is new about it."""
-        namespace, name = _key(live)
-        if wanted == live.get("status"):
-            return
-        # Events first: told again after a crash they are the same ones; once the status is stored they would be lost.
-        previous = live.get("status", {})
-        now = self._clock()
-        told = events.of_changes(live, previous.get("conditions", []), wanted["conditions"], now)
-        told += events.of_rollout(live, previous.get("rollout", {}), wanted.get("rollout", {}), now)
-        for event in told:
-            await self._tell(event, namespace, name)
-        body = {
-            "apiVersion": live["apiVersion"],
-            "kind": live["kind"],
-            # With the uid, a PolicyDeployment made anew under this name refuses the old one's status.
-            "metadata": {"name": name, "namespace": namespace, "uid": live["metadata"]["uid"]},
-            "status": wanted,
-        }
-        try:
-            await self._api.apply(body, "status")
-        except ApiError as error:
-            if error.status == 404:  # deleted meanwhile; its event brings the rest
-                return
-            raise
-
-    async def _tell(self, event: Json, namespace: str, name: str) -> None:
-        try:
-            await self._api.create(event)
-        except ApiError as error:  # an Event is news, not state: its loss must not repeat the work
-            if "NamespaceTerminating" in error.causes:
-                raise
-            logger.warning("event not posted", extra={"policy": name, "namespace": namespace, "cause": str(error)})
 
     async def look_at_nodes(self) -> None:
         """List the nodes, and queue every policy that has a worker on one that is not well.
