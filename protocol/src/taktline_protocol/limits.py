@@ -76,6 +76,7 @@ def check_structure_msgpack(body: bytes, limits: Limits, binaries: list[tuple[in
     Raises:
         TaktlineError: `invalid_body`.
     """
+    leads = _LEADS
     size = len(body)
     position = 0
     items = 0
@@ -86,33 +87,21 @@ def check_structure_msgpack(body: bytes, limits: Limits, binaries: list[tuple[in
         items += 1
         if items > limits.items:
             raise _too_many(items, limits)
-        lead = body[position]
+        payload, children, width, factor = leads[body[position]]
         position += 1
-        children = 0
-        if lead <= 0x7F or lead >= 0xE0:  # fixint
-            payload = 0
-        elif 0xA0 <= lead <= 0xBF:  # fixstr
-            payload = lead & 0x1F
-        elif lead <= 0x8F:  # fixmap
-            payload, children = 0, 2 * (lead & 0x0F)
-        elif lead <= 0x9F:  # fixarray
-            payload, children = 0, lead & 0x0F
-        elif lead in _FIXED:
-            payload = _FIXED[lead]
-        elif lead in _SIZED:
-            width, extra = _SIZED[lead]
-            payload = int.from_bytes(body[position : position + width], "big") + extra
+        if width:
+            declared = int.from_bytes(body[position : position + width], "big")
             position += width
-            if binaries is not None and lead <= 0xC6:
-                binaries.append((position, position + payload))
-        elif lead in _CONTAINERS:
-            width, factor = _CONTAINERS[lead]
-            payload, children = 0, factor * int.from_bytes(body[position : position + width], "big")
-            position += width
-        else:
+            if factor:
+                children = factor * declared
+            else:
+                payload += declared
+                if binaries is not None and 0xC4 <= body[position - width - 1] <= 0xC6:
+                    binaries.append((position, position + payload))
+        elif payload < 0:
             raise TaktlineError(
                 ErrorCode.INVALID_BODY,
-                f"byte {position - 1} (0x{lead:02x}) is not msgpack",
+                f"byte {position - 1} (0x{body[position - 1]:02x}) is not msgpack",
                 "encode the body as msgpack",
             )
         position += payload
@@ -142,41 +131,34 @@ def check_structure_msgpack(body: bytes, limits: Limits, binaries: list[tuple[in
             return
 
 
-# Payload bytes after the lead byte: nil, bool, floats, ints, fixext (type byte included).
-_FIXED = {
-    0xC0: 0,
-    0xC2: 0,
-    0xC3: 0,
-    0xCA: 4,
-    0xCB: 8,
-    0xCC: 1,
-    0xCD: 2,
-    0xCE: 4,
-    0xCF: 8,
-    0xD0: 1,
-    0xD1: 2,
-    0xD2: 4,
-    0xD3: 8,
-    0xD4: 2,
-    0xD5: 3,
-    0xD6: 5,
-    0xD7: 9,
-    0xD8: 17,
-}
-# (bytes of the length field, bytes that follow it besides the payload): bin, ext, str.
-_SIZED = {
-    0xC4: (1, 0),
-    0xC5: (2, 0),
-    0xC6: (4, 0),
-    0xC7: (1, 1),
-    0xC8: (2, 1),
-    0xC9: (4, 1),
-    0xD9: (1, 0),
-    0xDA: (2, 0),
-    0xDB: (4, 0),
-}
-# (bytes of the count field, values per entry): array, map.
-_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+def _lead(lead: int) -> tuple[int, int, int, int]:
+    """What a lead byte says: payload bytes, values in it, bytes of a length behind it, values per entry of that.
+
+    Without the last, the length is of more payload. A negative payload is no msgpack.
+    """
+    if lead <= 0x7F or lead >= 0xE0:  # fixint
+        return 0, 0, 0, 0
+    if 0xA0 <= lead <= 0xBF:  # fixstr
+        return lead & 0x1F, 0, 0, 0
+    if lead <= 0x8F:  # fixmap
+        return 0, 2 * (lead & 0x0F), 0, 0
+    if lead <= 0x9F:  # fixarray
+        return 0, lead & 0x0F, 0, 0
+    if lead == 0xC1:
+        return -1, 0, 0, 0
+    if 0xC4 <= lead <= 0xC6 or 0xD9 <= lead <= 0xDB:  # bin, str
+        return 0, 0, 1 << (lead - (0xC4 if lead <= 0xC6 else 0xD9)), 0
+    if 0xC7 <= lead <= 0xC9:  # ext, with a byte of type
+        return 1, 0, 1 << (lead - 0xC7), 0
+    if lead >= 0xDC:  # array, map
+        return 0, 0, 4 if lead & 1 else 2, 1 if lead <= 0xDD else 2
+    if 0xD4 <= lead <= 0xD8:  # fixext, with a byte of type
+        return 1 + (1 << (lead - 0xD4)), 0, 0, 0
+    # nil, booleans, floats, integers
+    return {0xCA: 4, 0xCB: 8}.get(lead, 1 << (lead & 3) if lead >= 0xCC else 0), 0, 0, 0
+
+
+_LEADS = [_lead(lead) for lead in range(256)]
 
 
 def _too_many(count: int, limits: Limits) -> TaktlineError:
