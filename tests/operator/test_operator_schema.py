@@ -263,7 +263,7 @@ RULES = [
         "spec",
         engine_of("vjepa2-ac", precision="fp8"),
         engine_of("gr00t-n1.7", precision="fp8"),
-        "fp8 is there for families pi0, pi05 and vjepa2-ac",
+        "fp8 is there for families pi0, pi05, vjepa2-ac, cosmos3-nano and cosmos3-edge",
     ),
     (
         "steps to fall back on",
