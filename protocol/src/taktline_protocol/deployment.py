@@ -130,9 +130,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `fp8` is bf16 with the widest products in FP8, for π0 and π0.5 (vision tower and prefix), vjepa2-ac (predictor) and
     Cosmos3 (tower of video and actions) on a Hopper GPU; it moves actions further than bf16 does. Camera frames over
-    `max_image_pixels` are refused by their header, before any pixel is decoded. `frame_cache_mb` is the memory for frames
-    seen before: their pixels on the host and, where that is exact, as much again for what the vision tower made of them
-    on the device; 0 keeps none.
+    `max_image_pixels` are refused by their header, before any pixel is decoded. `frame_cache_mb` is the memory for
+    frames seen before: their pixels on the host and, where that is exact, as much again for what the vision tower made
+    of them on the device; 0 keeps none.
     `cheaper_steps` are solver steps, fewer than the policy's own and divisors of them, that a batch may ask for where
     there is no time for all.
     """
