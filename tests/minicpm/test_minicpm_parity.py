@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from taktline_worker.models.minicpm_robot import modules
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow, lay_out
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
 from torch import Tensor
-from torch.nn import functional
+
+from benchmarks.plain_minicpm import PlainHead, PlainMiniCpm, backbone, packed, published_config
 
 BAR = 1e-5
 CPU = torch.device("cpu")
@@ -29,12 +29,6 @@ def runner(kit: Any, folder: Path) -> MiniCpmRunner:
 @pytest.fixture(scope="module")
 def official(kit: Any) -> Any:
     return kit.official()
-
-
-def packed(patches: Tensor) -> Tensor:
-    """Patches (N, P, 3 * 14 * 14) as the official tower takes them: side by side in a strip (1, 3, 14, ...)."""
-    strips = patches.view(-1, 3, 14, 14).permute(1, 2, 0, 3)
-    return strips.reshape(1, 3, 14, -1)
 
 
 @torch.inference_mode()
@@ -72,63 +66,6 @@ def test_features_of_a_mixed_batch_are_those_of_each_row(kit: Any, runner: MiniC
     found = runner.encode(lay_out(rows, kit.image_token, CPU))
     for features, row in zip(found, rows, strict=True):
         assert kit.distance(features[: len(row.tokens)], official_features(official, row)) < BAR
-
-
-class PlainHead:
-    """The action head written down from its description, step by step and for one row."""
-
-    def __init__(self, tensors: dict[str, Tensor], heads: int, horizon: int) -> None:
-        self.t, self.heads, self.horizon = tensors, heads, horizon
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.t[f"{name}.weight"].t() + self.t[f"{name}.bias"]
-
-    def bank(self, name: str, slot: int, x: Tensor) -> Tensor:
-        return x @ self.t[f"{name}.W"][slot] + self.t[f"{name}.b"][slot]
-
-    def attention(self, name: str, x: Tensor, memory: Tensor) -> Tensor:
-        q, k, v = (
-            self.linear(f"{name}.to_{part}", given) for part, given in zip("qkv", (x, memory, memory), strict=True)
-        )
-        q, k, v = (y.view(len(y), self.heads, -1).transpose(0, 1) for y in (q, k, v))
-        weights = torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, dim=-1)
-        return self.linear(f"{name}.to_out.0", (weights @ v).transpose(0, 1).reshape(len(x), -1))
-
-    def predict(self, features: Tensor, state: Tensor, x: Tensor, bucket: int, slot: int) -> Tensor:
-        width = self.t["future_tokens.weight"].shape[1]
-        waves = [bucket * 10_000.0 ** (-i / 127) for i in range(128)]
-        time = torch.tensor([math.cos(a) for a in waves] + [math.sin(a) for a in waves])
-        embedder = "model.timestep_encoder.timestep_embedder"
-        time = self.linear(f"{embedder}.linear_2", functional.silu(self.linear(f"{embedder}.linear_1", time)))
-        angles = [bucket * 10_000.0 ** (-i / (width // 2)) for i in range(width // 2)]
-        tau = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles])
-        a = self.bank("action_encoder.W1", slot, torch.cat((x, state.expand(len(x), -1)), dim=1))
-        a = functional.silu(self.bank("action_encoder.W2", slot, torch.cat((a, tau.expand(len(x), -1)), dim=1)))
-        a = self.bank("action_encoder.W3", slot, a) + self.t["position_embedding.weight"][: len(x)]
-        h = torch.cat((self.t["future_tokens.weight"], a))
-        layers = len([name for name in self.t if name.endswith("norm1.linear.weight")])
-        for index in range(layers):
-            name = f"model.transformer_blocks.{index}"
-            scale, shift = self.linear(f"{name}.norm1.linear", functional.silu(time)).chunk(2)
-            n = functional.layer_norm(h, (width,), eps=1e-5) * (1 + scale) + shift
-            h = h + self.attention(f"{name}.attn1", n, n if index % 2 else features)
-            n = functional.layer_norm(h, (width,), eps=1e-5)
-            n = functional.gelu(self.linear(f"{name}.ff.net.0.proj", n), approximate="tanh")
-            h = h + self.linear(f"{name}.ff.net.2", n)
-        shift, scale = self.linear("model.proj_out_1", functional.silu(time)).chunk(2)
-        h = functional.layer_norm(h, (width,), eps=1e-6) * (1 + scale) + shift
-        h = self.linear("model.proj_out_2", h)
-        h = self.bank("action_decoder.layer2", slot, functional.relu(self.bank("action_decoder.layer1", slot, h)))
-        return h[-self.horizon :]
-
-    def actions(self, features: Tensor, row: MiniCpmRow) -> list[tuple[Tensor, Tensor]]:
-        """(input, prediction) of the four steps; the last prediction is the answer."""
-        found, predicted = [], torch.zeros_like(row.noise)
-        for share, bucket in ((1.0, 999), (0.75, 750), (0.5, 500), (0.25, 250)):
-            x = share * row.noise + (1 - share) * predicted
-            predicted = self.predict(features, row.state, x, bucket, row.embodiment)
-            found.append((x, predicted))
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +114,16 @@ def test_state_embodiment_image_and_noise_all_count(kit: Any, runner: MiniCpmRun
         replace(row, noise=-row.noise),
     ):
         assert kit.distance(runner.run([other]), base) > 1e-3
+
+
+def test_the_plain_peer_of_the_benchmark_says_the_same(kit: Any, runner: MiniCpmRunner) -> None:
+    """Built from the tensors alone, as it is at the published size."""
+    a = runner.architecture
+    tensors = kit.checkpoint()
+    model = backbone(tensors, a, published_config(a, kit.image_token), torch.float32)
+    row = kit.row(2, 9, 3, seed=4)
+    plain = PlainMiniCpm(model, PlainHead(kit.head(), kit.heads, kit.horizon))
+    assert kit.distance(plain(row), runner.run([row])[0]) < 3 * BAR
 
 
 def test_bf16_backbone_stays_near(kit: Any, runner: MiniCpmRunner, folder: Path) -> None:

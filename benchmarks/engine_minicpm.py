@@ -1,0 +1,113 @@
+"""MiniCPM-RobotManip on one GPU: the engine's whole request in a graph against its floor and a plain peer, by views.
+
+    python benchmarks/engine_minicpm.py [--quick] [--out DIR]
+
+Random weights of the published size; frames are cut into patches and the prompt tokenised before. Times are CUDA events
+around one replay, 10 warm-ups, 50 runs. The peer is benchmarks/plain_minicpm.py with its backbone in bf16, eager, at
+batch 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import triton
+from engine import Row, add_peer, capture, event_times, quantile, say
+from floors import H200
+from plain_minicpm import PlainHead, PlainMiniCpm, backbone, head_tensors, published_config
+from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
+from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
+from taktline_worker.models.minicpm_robot.profile import MiniCpmProfile
+from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
+from taktline_worker.models.minicpm_robot.synthetic import IMAGE_TOKEN, PUBLISHED, random_row, random_tensors
+from taktline_worker.models.minicpm_robot.weights import pack_weights
+from taktline_worker.models.minicpm_robot.work import phase_work
+
+VIEWS, TEXT = (1, 2, 3), 28
+BATCHES = {1: (1,), 2: (1, 2, 4, 8, 16, 32), 3: (1,)}
+
+
+def rows_of(views: int, batch: int) -> list[MiniCpmRow]:
+    """Robots with frames of their own."""
+    return [random_row(PUBLISHED, views, TEXT, seed) for seed in range(batch)]
+
+
+def on_device(row: MiniCpmRow, device: torch.device) -> MiniCpmRow:
+    """The row with its tensors there."""
+    return replace(row, patches=row.patches.to(device), state=row.state.to(device), noise=row.noise.to(device))
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    parser.add_argument("--quick", action="store_true", help="batch 1 only")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
+    tensors = random_tensors(PUBLISHED, device)
+    eager, exact = (
+        MiniCpmRunner(pack_weights(tensors, PUBLISHED, [0], dtype, device), PUBLISHED, IMAGE_TOKEN)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    plain = PlainMiniCpm(
+        backbone(tensors, PUBLISHED, published_config(PUBLISHED, IMAGE_TOKEN), torch.bfloat16),
+        PlainHead(head_tensors(tensors), PUBLISHED.head.heads, PUBLISHED.head.horizon),
+    )
+    rows: list[Row] = []
+    for views in VIEWS:
+        row = random_row(PUBLISHED, views, TEXT)
+        sizes = BATCHES[views][:1] if options.quick else BATCHES[views]
+        graphs = MiniCpmGraphs(eager, row, sizes)
+        graphs.capture()
+        found, reference = graphs.run([row])[0], exact.run([row])[0]
+        here = on_device(row, device)
+        official = plain(here).cpu()
+        accuracy = {
+            name: float((value - reference).norm() / reference.norm())
+            for name, value in (("ours", found), ("plain", official))
+        }
+        say(f"{views} views: distance of bf16 from fp32 {json.dumps(accuracy)}")
+        profile = MiniCpmProfile(graphs, row, "bf16")
+        for batch in sizes:
+            times = event_times(graphs.loaded(rows_of(views, batch)), 10, 50)
+            parts = {
+                phase.name: quantile(event_times(capture(phase.run, 1).replay, 3, 10), 0.5)
+                for phase in profile.phases(batch)
+            }
+            text = len(row.tokens) - views * PUBLISHED.vision.image_tokens
+            work = phase_work(PUBLISHED, batch=batch, images=views, text=text, weight_bytes=2.0)
+            floors = {name: one.floor_ms(H200.flops, H200.bytes_per_s) for name, one in work.items()}
+            rows.append(
+                Row(
+                    policy="minicpm-robot",
+                    shape=profile.shape,
+                    batch=batch,
+                    median_ms=quantile(times, 0.5),
+                    p99_ms=quantile(times, 0.99),
+                    n=len(times),
+                    floor_ms=sum(floors.values()),
+                    versions=versions,
+                    date=time.strftime("%Y-%m-%d"),
+                    command="python benchmarks/engine_minicpm.py",
+                    details={"phases_ms": parts, "phase_floors_ms": floors, "accuracy": accuracy},
+                )
+            )
+            shown = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+            say(f"{views} views, batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
+            if batch == 1:
+                add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda here=here: plain(here), 2, 10))  # type: ignore[misc]
+        del graphs
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "engine_minicpm.json"
+    target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    say(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    main()
