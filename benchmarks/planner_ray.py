@@ -16,14 +16,17 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
 import numpy as np
+import torch
 from taktline_protocol import worker_pb2, worker_pb2_grpc
-from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.deployment import EngineConfig, SearchOptions
 from taktline_worker.models.vjepa2_ac.adapter import load
 from taktline_worker.models.vjepa2_ac.config import POSE_WIDTH
 from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
@@ -83,6 +86,18 @@ class Asker:
         self._channel.close()
 
 
+def timed(
+    ask: Callable[[int], tuple[bytes, bytes, str]], plans: int
+) -> tuple[list[tuple[bytes, bytes, str]], list[float]]:
+    """Plans of the seeds 0, 1, ..., and the milliseconds of each."""
+    found, times = [], []
+    for seed in range(plans):
+        began = time.perf_counter()
+        found.append(ask(seed))
+        times.append(1000 * (time.perf_counter() - began))
+    return found, times
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Starts the application, compares and times its plans, and takes it down."""
     from concurrent.futures import ThreadPoolExecutor
@@ -95,11 +110,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     try:
         asker = Asker(config, handle.report.remote().result()["port"], adapter.processor.image_size)
         with ThreadPoolExecutor(2) as pool:
-            expected = [asker.here(adapter, pool, seed) for seed in range(options.plans)]
+            expected, alone_ms = timed(lambda seed: asker.here(adapter, pool, seed), options.plans)
             before = len(handle.report.remote().result()["rounds"])
-            began = time.perf_counter()
-            plans = [asker.by_rpc(seed) for seed in range(options.plans)]
-            found["plan_ms"] = 1000 * (time.perf_counter() - began) / options.plans
+            plans, found["plan_times_ms"] = timed(asker.by_rpc, options.plans)
+            found["alone_ms"] = statistics.median(alone_ms)
             rounds = handle.report.remote().result()["rounds"][before:]
             found |= {
                 "equal": plans == expected,
@@ -164,11 +178,37 @@ def main() -> int:
     except RayStartError as error:
         print(error, file=sys.stderr)
         return BUSY
-    text = json.dumps(found)
+    row = as_row(found, msgspec.json.decode(options.config.read_bytes(), type=EngineConfig))
     if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+        options.out.write_text(json.dumps([row], indent=1) + "\n")
+    print(json.dumps(row))
     return 0
+
+
+def as_row(found: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """One line of the results, in the form that all benchmarks share; the peer is this process alone."""
+    search = config.engine.search or SearchOptions()
+    details = found | {"load_average": os.getloadavg()[0], "cores": os.cpu_count()}
+    times = details.pop("plan_times_ms")
+    return {
+        "bench": "planner-ray",
+        "policy": "vjepa2-ac",
+        "shape": {name: getattr(search, name) for name in ("candidates", "rounds", "elites", "horizon")},
+        "batch": 1,
+        "dtype": config.engine.precision,
+        "gpus": torch.cuda.device_count(),
+        "median_ms": statistics.median(times),
+        "p99_ms": max(times),
+        "n": len(times),
+        "peer": "one process",
+        "peer_median_ms": found["alone_ms"],
+        "ratio": found["alone_ms"] / statistics.median(times),
+        "floor_ms": None,
+        "versions": {"torch": torch.__version__, "ray": version("ray")},
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "benchmarks/planner_ray.py ENGINE_JSON",
+        "details": details,
+    }
 
 
 if __name__ == "__main__":
