@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from taktline_operator import accelerators, admission, advice, engine_spec, schema, surveying
+from taktline_operator import accelerators, admission, advice, cel, engine_spec, schema, surveying
 from taktline_operator.kube import ApiError
 from taktline_protocol.families import FAMILIES, Family, loaded
 from taktline_protocol.messages import BucketTime
@@ -350,3 +350,20 @@ async def test_a_mesh_that_no_pod_can_hold_is_refused_as_it_is_applied(make: Any
     pool = H100 | {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     response = await answer(World(NODE), make.body(pools=[pool], engine={"parallel": {"dp": 2}}))
     assert "engine.parallel" in response["status"]["message"]
+
+
+async def test_a_review_repeats_no_check_of_the_api_servers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CRD's rules take most of the time of a parse; a burst of edits must not hold up reconciliation."""
+
+    def evaluated(rule: str, value: Any) -> bool:
+        raise AssertionError(rule)
+
+    monkeypatch.setattr(cel, "holds", evaluated)
+    assert await answer(World(NODE), make.body(pools=[H100])) == {"allowed": True}
+
+
+async def test_a_field_of_a_newer_crd_is_refused_with_what_to_upgrade(make: Any) -> None:
+    response = await answer(World(NODE), make.body(pools=[H100], later=1))
+    assert response["allowed"] is False
+    assert "unknown field `later`" in response["status"]["message"]
+    assert "taktline-operator crd" in response["status"]["message"]

@@ -41,7 +41,7 @@ class Certificates(Protocol):
 
 
 async def reviewed(review: Json, surveyor: Surveyor) -> Json:
-    """The answer to an AdmissionReview of a PolicyDeployment.
+    """The answer to an AdmissionReview of a PolicyDeployment; the API server has checked schema and rules by then.
 
     A refusal that already held before an update is only a warning: nobody must mend everything to change one field.
 
@@ -67,7 +67,7 @@ async def _judged(request: Json, surveyor: Surveyor) -> tuple[list[str], list[st
     if body["metadata"].get("deletionTimestamp"):
         return [], []
     try:
-        policy = spec.parse(body)
+        policy = spec.admitted(body)
     except TaktlineError as error:
         return [f"{error.message} ({error.next_step})"], []
     note = []
@@ -91,7 +91,7 @@ def _before(request: Json, around: advice.Surroundings) -> tuple[advice.Finding,
     if not old:
         return ()
     try:
-        return advice.review(spec.parse(_named(old, request)), around).refusals
+        return advice.review(spec.admitted(_named(old, request)), around).refusals
     except TaktlineError:
         return ()
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from taktline_protocol.delivery import MODELS_FOLDER, DeliveryConfig
 from taktline_protocol.deployment import ClientMapping, ClientProtocol, DegradeOptions, EngineOptions, ModelConfig
+from taktline_protocol.errors import ErrorCode, TaktlineError
 from taktline_protocol.messages import PriorityName
 
 from taktline_operator import model_source, schema, search_ranks
@@ -384,8 +385,24 @@ def parse(body: dict[str, Any]) -> PolicyDeployment:
     Raises:
         TaktlineError: CONFIG_INVALID, naming every wrong field.
     """
-    complete = schema.validated(body)
+    return admitted(schema.validated(body))
+
+
+def admitted(complete: dict[str, Any]) -> PolicyDeployment:
+    """The same of an object that was checked and given its defaults already, as by the API server.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID; a CRD of another release let something in that this operator does not know.
+    """
     metadata = complete["metadata"]
+    try:
+        spec = msgspec.convert(complete["spec"], Spec)
+    except msgspec.ValidationError as error:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"PolicyDeployment {metadata['name']!r}: {error}",
+            "the installed CRD is not this operator's: taktline-operator crd | kubectl apply --server-side -f -",
+        ) from error
     spec = msgspec.convert(complete["spec"], Spec)
     choice = search_ranks.choose(spec.engine, spec.slo.control_budget_ms)
     if choice is not None:
