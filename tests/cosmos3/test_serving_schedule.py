@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from taktline_gateway.deadline_queue import Ticket
+from taktline_gateway.dispatch import _is_away
 from taktline_gateway.scheduler import Scheduler
 from taktline_gateway.service_times import ServiceTimes
+from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.messages import BucketTime
+from taktline_protocol.rpc import from_error, to_error
 
 TIMES = (BucketTime(batch=1, median_ms=100.0, p99_ms=110.0),)
 
@@ -41,3 +44,32 @@ def test_the_table_learns_nothing_from_a_batch_with_a_video() -> None:
     for index in range(20, 40):
         scheduler.finished(launch(scheduler, 10.0 * index, extra=False), 0.15, 0.14)
     assert times.median_s(1) == 0.15
+
+
+def test_the_table_learns_nothing_from_a_batch_of_refusals() -> None:
+    scheduler, times = made()
+    for index in range(20):
+        scheduler.finished(launch(scheduler, 10.0 * index, extra=False), 0.001, 0.001, measured=False)
+    assert times.median_s(1) == 0.1
+
+
+def test_a_worker_says_when_it_may_be_asked_again() -> None:
+    away = TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "a rank is lost", "try later", retry_after_ms=5000.0)
+    told = from_error(to_error(away))
+    assert (told.code, told.message, told.next_step, told.retry_after_ms) == (
+        away.code,
+        away.message,
+        away.next_step,
+        5000.0,
+    )
+    assert from_error(to_error(TaktlineError(ErrorCode.STATE_INVALID, "m", "n"))).retry_after_ms is None
+
+
+def test_a_worker_that_is_away_is_not_taken_for_a_quick_one() -> None:
+    def result(error: TaktlineError) -> worker_pb2.InferResult:
+        return worker_pb2.InferResult(request_id="r", error=to_error(error))
+
+    assert _is_away(result(TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "m", "n", retry_after_ms=1.0)))
+    # Another revision, or a level of quality that it has no more: it serves others well.
+    assert not _is_away(result(TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "m", "n")))
+    assert not _is_away(worker_pb2.InferResult(request_id="r"))

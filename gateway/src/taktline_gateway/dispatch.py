@@ -132,10 +132,14 @@ class Dispatch:
         finally:
             self.in_flight -= size
         trace.end()
-        link.failures = 0
         seconds = time.monotonic() - sent_at
-        self._scheduler.finished(batch, seconds, response.total_ms / 1e3)
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
+        if response.results and all(_is_away(result) for result in response.results):
+            # It lives and cannot serve, such as a mesh that has lost a rank: its quick answers must attract nobody.
+            self._scheduler.failed(batch, time.monotonic() + self._pause_s(link))
+        else:
+            link.failures = 0
+            self._scheduler.finished(batch, seconds, response.total_ms / 1e3, measured=rows > 0)
         revision = response.revision or link.revision
         self._telemetry.batch_finished(
             self._policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
@@ -207,9 +211,7 @@ class Dispatch:
         return self._phases.next_at(member.source, now, slack_s, times, len(self.seats))
 
     def _batch_failed(self, link: WorkerLink, batch: Batch, members: list[Pending], reason: str) -> None:
-        link.failures += 1
-        now = time.monotonic()
-        pause = min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1))
+        now, pause = time.monotonic(), self._pause_s(link)
         self._scheduler.failed(batch, now + pause)
         log(
             _logger,
@@ -226,6 +228,11 @@ class Dispatch:
             if not member.result.done() and not self.elsewhere(member) and not self._again(member, now):
                 self.fail(member, worker_failed(link.name, reason, SUSPEND_S))
         self._poll()
+
+    def _pause_s(self, link: WorkerLink) -> float:
+        """How long a worker that has failed once more gets nothing."""
+        link.failures += 1
+        return float(min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1)))
 
     def _again(self, member: Pending, now: float) -> bool:
         """Queues a member once more where it may still be served in time; false where it has had its chances."""
@@ -270,3 +277,8 @@ class Dispatch:
     def advised(self, ticket: Ticket, error: TaktlineError, now: float) -> TaktlineError:
         """The error, with what is safe to do where the robot was shed."""
         return advised(error, ticket.deadline, now, self.dt_s) if error.code in SHED else error
+
+
+def _is_away(result: worker_pb2.InferResult) -> bool:
+    """Whether the worker says that it can serve nobody for some time."""
+    return result.error.code == ErrorCode.WORKER_UNAVAILABLE.value and result.error.HasField("retry_after_ms")

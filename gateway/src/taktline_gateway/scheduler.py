@@ -119,7 +119,9 @@ class Scheduler:
         worker = self.fleet.get(name)
         return None if worker is None else worker.times
 
-    def finished(self, batch: Batch, seconds: float, inference_s: float | None = None) -> None:
+    def finished(
+        self, batch: Batch, seconds: float, inference_s: float | None = None, *, measured: bool = True
+    ) -> None:
         """A batch came back: its worker is free and its times are updated.
 
         A worker that left during the batch and came again is another one here: what the old one's batch does says
@@ -128,8 +130,8 @@ class Scheduler:
         Args:
             seconds: from send to answer.
             inference_s: the worker's own part of that, where it told; the rest is the network's.
-
-        A batch with more than actions in it teaches the table nothing.
+            measured: whether the engine ran; a batch of refusals teaches the table nothing, nor does one with more
+                than actions in it.
         """
         self._in_flight -= len(batch.tickets)
         worker = self.fleet.running(batch)
@@ -137,7 +139,7 @@ class Scheduler:
             times = worker.running or worker.times
             worker.release()
             worker.probation = False
-            if not any(ticket.extra for ticket in batch.tickets):
+            if measured and not any(ticket.extra for ticket in batch.tickets):
                 if worker.trial and seconds < times.median[1]:
                     times.rescale(seconds)
                 times.record(len(batch.tickets), seconds, inference_s)

@@ -180,13 +180,19 @@ def from_imagined(video: worker_pb2.ImaginedVideo) -> ImaginedVideo:
 
 def to_error(error: TaktlineError) -> worker_pb2.Error:
     """The wire form of a typed error."""
-    return worker_pb2.Error(code=error.code.value, message=error.message, next_step=error.next_step)
+    return worker_pb2.Error(
+        code=error.code.value,
+        message=error.message,
+        next_step=error.next_step,
+        retry_after_ms=error.retry_after_ms,
+    )
 
 
 def from_error(error: worker_pb2.Error) -> TaktlineError:
     """The exception of an error that a worker gave one item; an unknown code becomes `worker_failed`."""
+    after_ms = error.retry_after_ms if error.HasField("retry_after_ms") else None
     try:
-        return TaktlineError(ErrorCode(error.code), error.message, error.next_step)
+        return TaktlineError(ErrorCode(error.code), error.message, error.next_step, retry_after_ms=after_ms)
     except ValueError:
         return TaktlineError(ErrorCode.WORKER_FAILED, f"{error.code}: {error.message}", error.next_step)
 

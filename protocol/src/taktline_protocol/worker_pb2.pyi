@@ -198,14 +198,16 @@ class InferRequest(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., revision: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InferItem, _Mapping]]] = ..., solver_steps: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "next_step")
+    __slots__ = ("code", "message", "next_step", "retry_after_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
     next_step: str
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., next_step: _Optional[str] = ...) -> None: ...
+    retry_after_ms: float
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., next_step: _Optional[str] = ..., retry_after_ms: _Optional[float] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("predicted_states", "energies", "stopped")

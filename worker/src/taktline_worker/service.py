@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.rpc import to_error
 
 from taktline_worker.adapter import GuidedChunk, ImaginedChunk, PlannedChunk
 from taktline_worker.batch_port import BatchPort, CallContext, Frame, Frames
@@ -238,8 +239,7 @@ def _read_array(name: str, tensor: worker_pb2.Tensor, code: ErrorCode) -> np.nda
 
 def _write_result(request_id: str, outcome: Outcome) -> worker_pb2.InferResult:
     if isinstance(outcome, TaktlineError):
-        error = worker_pb2.Error(code=outcome.code.value, message=outcome.message, next_step=outcome.next_step)
-        return worker_pb2.InferResult(request_id=request_id, error=error)
+        return worker_pb2.InferResult(request_id=request_id, error=to_error(outcome))
     if isinstance(outcome, GuidedChunk):
         applied = worker_pb2.RtcApplied(
             mode=outcome.mode,
