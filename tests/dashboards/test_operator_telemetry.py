@@ -29,6 +29,7 @@ def test_every_operator_metric_of_the_protocol_is_exported_with_its_labels():
         "candidateRevision": "r2",
         "rollout": {"phase": "Shifting", "weight": 25},
         "scaling": {"desired": 3},
+        "delivery": {"percent": 40},
     }
     gauges = [m.name for m in metrics.OPERATOR_METRICS if m.kind == "gauge" and not m.labels]
     telemetry.watch(lambda: dict.fromkeys(gauges, 1.0), lambda: [live("p", **status)])
