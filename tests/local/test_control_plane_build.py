@@ -128,7 +128,7 @@ def test_interrupted_build_is_not_taken_for_a_whole_one(environment: dict[str, s
     while not builds(environment):
         time.sleep(0.05)
     os.killpg(process.pid, number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=180)
     assert process.returncode != 0
     assert run(environment, "--where")[0] == 3
     code, folder, said = run(environment)
