@@ -258,3 +258,19 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     again = noise.clone()
     chain.solve(again, robot if state else None, lengths, keys, values, cos, sin)
     assert torch.equal(again, actions)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_hopper])])
+def test_attention_of_a_long_suffix_in_two_parts(device: str) -> None:
+    sdpa = importlib.import_module("taktline_kernels.cuda.sdpa")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    generator = torch.Generator().manual_seed(4)
+    q, prefix_k, prefix_v, suffix_k, suffix_v = (
+        torch.randn(2, tokens, heads, 64, generator=generator).to(device, dtype)
+        for tokens, heads in ((150, 8), (64, 2), (64, 2), (150, 2), (150, 2))
+    )
+    for lengths in ([64, 64], [1, 37]):
+        given = torch.tensor(lengths, dtype=torch.int32, device=device)
+        args = (q, prefix_k, prefix_v, given, suffix_k, suffix_v)
+        expected = REGISTRY["attention_suffix"].reference(*args)
+        assert relative(sdpa.attention_suffix(*args, config={}), expected) < (1e-5 if device == "cpu" else 1e-2)

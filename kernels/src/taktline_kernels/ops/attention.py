@@ -69,7 +69,11 @@ _VISION = register(
     },
 )
 _PREFIX = register("attention_prefix", _prefix_reference, {"triton": f"{_TRITON}:attention_prefix"})
-_SUFFIX = register("attention_suffix", _suffix_reference, {"triton": f"{_TRITON}:attention_suffix"})
+_SUFFIX = register(
+    "attention_suffix",
+    _suffix_reference,
+    {"triton": f"{_TRITON}:attention_suffix", "parts": "taktline_kernels.cuda.sdpa:attention_suffix"},
+)
 
 
 def attention_vision(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
