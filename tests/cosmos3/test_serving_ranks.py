@@ -56,24 +56,17 @@ def test_a_robot_gets_actions_alone_or_with_the_video(alone: Cosmos3Adapter, poo
     assert alone.description.imagines
 
 
-@pytest.mark.parametrize(("cfg", "tp", "split"), [(2, 2, "tensor")])
 def test_ranks_give_the_answer_of_one_and_come_back_when_one_is_lost(
-    folder: Path, alone: Cosmos3Adapter, pool: ThreadPoolExecutor, cfg: int, tp: int, split: str
+    folder: Path, alone: Cosmos3Adapter, pool: ThreadPoolExecutor
 ) -> None:
     asked = {"imagine": ImagineInput("frames")}
     (expected,) = answers(alone, pool, asked)
-    spread = load(
-        engine_config(
-            folder,
-            parallel=ParallelOptions(cfg=cfg, tp=tp),
-            world_action=WorldActionOptions(imagine=True, split=split),  # type: ignore[arg-type]
-        )
-    )
+    spread = load(engine_config(folder, parallel=ParallelOptions(cfg=2, tp=2), world_action=IMAGINE))
     try:
         ranks = spread.group.ranks
         assert ranks is not None
         pids = ranks.pids()
-        assert len(pids) == cfg * tp - 1
+        assert len(pids) == 3
         (found,) = answers(spread, pool, asked)
         assert np.abs(found.actions - expected.actions).max() <= 1e-5 * np.abs(expected.actions).max()
         # Tiles are stitched; their pictures are near, their number is the same.
@@ -100,6 +93,17 @@ def test_ranks_give_the_answer_of_one_and_come_back_when_one_is_lost(
     for pid in after:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_ranks_may_share_the_tokens_instead(folder: Path, alone: Cosmos3Adapter, pool: ThreadPoolExecutor) -> None:
+    (expected,) = answers(alone, pool, {})
+    shared = WorldActionOptions(split="sequence")
+    spread = load(engine_config(folder, parallel=ParallelOptions(tp=2), world_action=shared))
+    try:
+        (found,) = answers(spread, pool, {})
+    finally:
+        spread.close()
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
