@@ -69,7 +69,8 @@ def test_an_applied_policy_becomes_available_and_routed(policies: Any) -> None:
     assert (status["replicas"], status["readyReplicas"], status["currentRevision"]) == (1, 1, "a")
     assert status["pools"] == [{"name": "line", "accelerator": "h100", "desired": 1, "updated": 1, "ready": 1}]
     assert {c["type"]: c["status"] for c in status["conditions"]} == {
-        "Accepted": "True", "Available": "True", "Progressing": "False", "Degraded": "False", "Monitored": "False",
+        "Accepted": "True", "Available": "True", "Progressing": "False", "Degraded": "False",
+        "Cautioned": "False", "Monitored": "False",
     }  # fmt: skip
     kinds = sorted(child["kind"] for child in policies.children("pick-apply"))
     assert kinds == ["ConfigMap", "Deployment", "Pod", "PodDisruptionBudget", "ReplicaSet", "Service"]
