@@ -24,6 +24,7 @@ from taktline_gateway.tls import WorkerTls
 
 INFO_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+LOOK_TIMEOUT_S = 1.0
 RECONNECT_S = 1.0
 """How often a batch port that was lost or cannot be reached is tried again."""
 RENEWED_GRACE_S = 30.0
@@ -104,8 +105,14 @@ class WorkerLink:
         self._calls += 1
         self.idle.clear()
         try:
-            if self._batches is not None and self._batches.open:
-                return await self._batches.infer(request, members, timeout_s, metadata or ())
+            batches = self._batches
+            if batches is not None and batches.open:
+                try:
+                    return await batches.infer(request, members, timeout_s, metadata or ())
+                except WorkerCallError:
+                    if not batches.open:
+                        await self._look()
+                    raise
             body = encode_request(request, [(item, image_chunks(images)) for item, images in members])
             response: worker_pb2.InferResponse = await self._infer(body, timeout=timeout_s, metadata=metadata)
             return response
@@ -179,6 +186,14 @@ class WorkerLink:
             self.up = False
             log(_logger, logging.WARNING, "worker_down", policy=self.policy, worker=self.name, reason=reason)
             self._on_down(self)
+
+    async def _look(self) -> None:
+        """A batch port was lost: where its worker went with it, that is known before its batch is tried again."""
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(service=""), timeout=LOOK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:  # the watch finds the same, a moment later
+                self._go_down("the connection was lost")
 
     async def _open_batches(self, told: worker_pb2.InfoResponse) -> None:
         host = _tcp_host(self.target.address)
