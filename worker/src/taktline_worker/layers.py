@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,36 @@ class Norm:
         if y is None:
             return x, self(x)
         return ops.add_layer_norm(x, y, self.weight, self.bias, self.eps)
+
+
+class Packer:
+    """Reads a checkpoint's tensors into layers on one device.
+
+    Args:
+        tensors: by stored name.
+        dtype: of matrices and biases, unless said otherwise; norms are fp32.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensors, self.dtype, self.device = tensors, dtype, device
+
+    def place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous copy on the device."""
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
+
+    def wide(self, name: str) -> Tensor:
+        """The tensor called `name`, fp32."""
+        return self.place(self.tensors[name], torch.float32)
+
+    def linear(self, *names: str, dtype: torch.dtype | None = None) -> Linear:
+        """The layers called `names`, one behind the other in one matrix."""
+        weight = torch.cat([self.tensors[f"{name}.weight"] for name in names])
+        biases = [self.tensors[f"{name}.bias"] for name in names if f"{name}.bias" in self.tensors]
+        return Linear(self.place(weight, dtype), self.place(torch.cat(biases), dtype) if biases else None)
+
+    def norm(self, name: str, eps: float) -> Norm:
+        """The layer norm called `name`."""
+        return Norm(self.wide(f"{name}.weight"), self.wide(f"{name}.bias"), eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

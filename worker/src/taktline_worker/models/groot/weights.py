@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.checkpoint import TensorFiles
-from taktline_worker.layers import Linear, Norm
+from taktline_worker.layers import Linear, Norm, Packer
 from taktline_worker.models.groot.config import (
     HEAD,
     HEAD_NORM_EPS,
@@ -186,52 +186,41 @@ def pack_weights(
     return _Packer(tensors, a, dtype, device).pack(embodiments)
 
 
-class _Packer:
+class _Packer(Packer):
     def __init__(
         self, tensors: Mapping[str, Tensor], a: GrootArchitecture, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._tensors, self._a, self._dtype, self._device = tensors, a, dtype, device
+        super().__init__(tensors, dtype, device)
+        self._a = a
 
     def pack(self, embodiments: list[int]) -> GrootWeights:
-        return GrootWeights(self._vision(), self._text(), self._head(embodiments), self._dtype)
-
-    def _place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return tensor.to(device=self._device, dtype=dtype or self._dtype, copy=True).contiguous()
-
-    def _linear(self, *names: str) -> Linear:
-        weight = torch.cat([self._tensors[f"{name}.weight"] for name in names])
-        biases = [self._tensors[f"{name}.bias"] for name in names if f"{name}.bias" in self._tensors]
-        return Linear(self._place(weight), self._place(torch.cat(biases)) if biases else None)
-
-    def _norm(self, name: str, eps: float) -> Norm:
-        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
-        return Norm(self._place(weight, torch.float32), self._place(bias, torch.float32), eps)
+        return GrootWeights(self._vision(), self._text(), self._head(embodiments), self.dtype)
 
     def _vision(self) -> VisionWeights:
         v = self._a.vision
         eps = VISION_NORM_EPS
-        conv = self._tensors[f"{VISUAL}patch_embed.proj.weight"]
-        bias = self._tensors[f"{VISUAL}patch_embed.proj.bias"]
+        conv = self.tensors[f"{VISUAL}patch_embed.proj.weight"]
+        bias = self.tensors[f"{VISUAL}patch_embed.proj.bias"]
 
         def merger(name: str, first: bool) -> Merger:
             prefix = f"{VISUAL}{name}"
-            norm = self._norm(f"{prefix}.norm", eps)
-            return Merger(norm, first, self._linear(f"{prefix}.linear_fc1"), self._linear(f"{prefix}.linear_fc2"))
+            norm = self.norm(f"{prefix}.norm", eps)
+            return Merger(norm, first, self.linear(f"{prefix}.linear_fc1"), self.linear(f"{prefix}.linear_fc2"))
 
         def block(index: int) -> VisionBlock:
             prefix = f"{VISUAL}blocks.{index}"
             return VisionBlock(
-                self._norm(f"{prefix}.norm1", eps),
-                self._linear(f"{prefix}.attn.qkv"),
-                self._linear(f"{prefix}.attn.proj"),
-                self._norm(f"{prefix}.norm2", eps),
-                self._linear(f"{prefix}.mlp.linear_fc1"),
-                self._linear(f"{prefix}.mlp.linear_fc2"),
+                self.norm(f"{prefix}.norm1", eps),
+                self.linear(f"{prefix}.attn.qkv"),
+                self.linear(f"{prefix}.attn.proj"),
+                self.norm(f"{prefix}.norm2", eps),
+                self.linear(f"{prefix}.mlp.linear_fc1"),
+                self.linear(f"{prefix}.mlp.linear_fc2"),
             )
 
         return VisionWeights(
-            patch=Linear(self._place(conv.flatten(1)), self._place(bias)),
-            positions=self._place(self._tensors[f"{VISUAL}pos_embed.weight"], torch.float32),
+            patch=Linear(self.place(conv.flatten(1)), self.place(bias)),
+            positions=self.place(self.tensors[f"{VISUAL}pos_embed.weight"], torch.float32),
             blocks=tuple(block(index) for index in range(v.depth)),
             merger=merger("merger", True),
             deepstack={at: merger(f"deepstack_merger_list.{i}", False) for i, at in enumerate(v.deepstack)},
@@ -242,28 +231,28 @@ class _Packer:
             prefix = f"{TEXT}layers.{index}"
 
             def scale(name: str) -> Tensor:
-                return self._place(self._tensors[f"{prefix}.{name}.weight"], torch.float32)
+                return self.place(self.tensors[f"{prefix}.{name}.weight"], torch.float32)
 
             return TextLayer(
                 norm1=scale("input_layernorm") - 1.0,
-                qkv=self._linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
+                qkv=self.linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
                 q_norm=scale("self_attn.q_norm"),
                 k_norm=scale("self_attn.k_norm"),
-                out=self._linear(f"{prefix}.self_attn.o_proj"),
+                out=self.linear(f"{prefix}.self_attn.o_proj"),
                 norm2=scale("post_attention_layernorm") - 1.0,
-                gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
-                down=self._linear(f"{prefix}.mlp.down_proj"),
+                gate_up=self.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+                down=self.linear(f"{prefix}.mlp.down_proj"),
             )
 
-        embedding = self._place(self._tensors[f"{TEXT}embed_tokens.weight"])
+        embedding = self.place(self.tensors[f"{TEXT}embed_tokens.weight"])
         return TextWeights(embedding, tuple(layer(index) for index in range(self._a.text.layers)))
 
     def _attention(self, prefix: str, *, crosses: bool) -> Attention:
-        out = self._linear(f"{prefix}.to_out.0")
+        out = self.linear(f"{prefix}.to_out.0")
         names = tuple(f"{prefix}.to_{name}" for name in "qkv")
         if crosses:
-            return Attention(self._linear(names[0]), self._linear(*names[1:]), out, None)
-        whole = self._linear(*names)
+            return Attention(self.linear(names[0]), self.linear(*names[1:]), out, None)
+        whole = self.linear(*names)
         width = len(whole.weight) // 3
         q, kv = (
             Linear(whole.weight[part], None if whole.bias is None else whole.bias[part])
@@ -278,21 +267,21 @@ class _Packer:
 
         def modulation(name: str, scale: int, eps: float) -> tuple[Norm, ...]:
             """The norm at each step, from the two halves of a linear layer of silu(time); `scale` is the scale's."""
-            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
+            weight, bias = (self.tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
             halves = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
             return tuple(
-                Norm(self._place(1.0 + one, torch.float32), self._place(shift, torch.float32), eps)
+                Norm(self.place(1.0 + one, torch.float32), self.place(shift, torch.float32), eps)
                 for one, shift in zip(halves[scale], halves[1 - scale], strict=True)
             )
 
         def refinement(index: int) -> RefinementBlock:
             prefix = f"{HEAD}vl_self_attention.transformer_blocks.{index}"
             return RefinementBlock(
-                self._norm(f"{prefix}.norm1", eps),
+                self.norm(f"{prefix}.norm1", eps),
                 self._attention(f"{prefix}.attn1", crosses=False),
-                self._norm(f"{prefix}.norm3", eps),
-                self._linear(f"{prefix}.ff.net.0.proj"),
-                self._linear(f"{prefix}.ff.net.2"),
+                self.norm(f"{prefix}.norm3", eps),
+                self.linear(f"{prefix}.ff.net.0.proj"),
+                self.linear(f"{prefix}.ff.net.2"),
             )
 
         def block(index: int) -> ActionBlock:
@@ -302,18 +291,18 @@ class _Packer:
                 modulation(f"{prefix}.norm1.linear", 0, eps),  # scale first here, shift first in the tail
                 self._attention(f"{HEAD}{prefix}.attn1", crosses=crosses),
                 crosses,
-                self._linear(f"{HEAD}{prefix}.ff.net.0.proj"),
-                self._linear(f"{HEAD}{prefix}.ff.net.2"),
+                self.linear(f"{HEAD}{prefix}.ff.net.0.proj"),
+                self.linear(f"{HEAD}{prefix}.ff.net.2"),
             )
 
-        ones = self._place(torch.ones(h.width), torch.float32)
+        ones = self.place(torch.ones(h.width), torch.float32)
         return HeadWeights(
-            vl_norm=self._norm(f"{HEAD}vlln", eps) if h.vl_norm else None,
+            vl_norm=self.norm(f"{HEAD}vlln", eps) if h.vl_norm else None,
             refinement=tuple(refinement(index) for index in range(h.vl_layers)),
             blocks=tuple(block(index) for index in range(h.layers)),
             plain=Norm(ones, torch.zeros_like(ones), eps),
             tail_norms=modulation("model.proj_out_1", 1, TAIL_NORM_EPS),
-            tail=self._linear(f"{HEAD}model.proj_out_2"),
+            tail=self.linear(f"{HEAD}model.proj_out_2"),
             projectors={slot: self._projector(slot) for slot in embodiments},
         )
 
@@ -326,7 +315,7 @@ class _Packer:
         prefix = f"{HEAD}model.timestep_encoder.timestep_embedder."
         parts: list[Callable[[Tensor], Tensor]] = []
         for name in ("linear_1", "linear_2"):
-            weight, bias = (self._tensors[f"{prefix}{name}.{part}"].float() for part in ("weight", "bias"))
+            weight, bias = (self.tensors[f"{prefix}{name}.{part}"].float() for part in ("weight", "bias"))
             parts.append(lambda x, weight=weight, bias=bias: functional.linear(x, weight, bias))  # type: ignore[misc]
         return parts[1](functional.silu(parts[0](waves)))
 
@@ -339,26 +328,26 @@ class _Packer:
         h = self._a.head
 
         def linear(name: str) -> Linear:
-            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"][slot] for part in ("W", "b"))
-            return Linear(self._place(weight.t()), self._place(bias))
+            weight, bias = (self.tensors[f"{HEAD}{name}.{part}"][slot] for part in ("W", "b"))
+            return Linear(self.place(weight.t()), self.place(bias))
 
         half = h.width // 2
         frequencies = torch.exp(-math.log(10_000.0) * torch.arange(half, dtype=torch.float64) / half)
         angles = self.times().double()[:, None] * frequencies
         waves = torch.cat((angles.sin(), angles.cos()), dim=1).float()
-        second, bias = (self._tensors[f"{HEAD}action_encoder.W2.{part}"][slot].float() for part in ("W", "b"))
-        last = self._tensors[f"{HEAD}action_encoder.W3.b"][slot].float().expand(h.horizon, -1)
+        second, bias = (self.tensors[f"{HEAD}action_encoder.W2.{part}"][slot].float() for part in ("W", "b"))
+        last = self.tensors[f"{HEAD}action_encoder.W3.b"][slot].float().expand(h.horizon, -1)
         if h.position_embedding:
-            last = last + self._tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
+            last = last + self.tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
         third = linear("action_encoder.W3")
         return Projector(
             state1=linear("state_encoder.layer1"),
             state2=linear("state_encoder.layer2"),
             action1=linear("action_encoder.W1"),
-            action2=Linear(self._place(second[: h.width].t()), None),
-            action_time=self._place(waves @ second[h.width :] + bias, torch.float32),
+            action2=Linear(self.place(second[: h.width].t()), None),
+            action_time=self.place(waves @ second[h.width :] + bias, torch.float32),
             action3=Linear(third.weight, None),
-            offset=self._place(last, torch.float32),
+            offset=self.place(last, torch.float32),
             decode1=linear("action_decoder.layer1"),
             decode2=linear("action_decoder.layer2"),
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.checkpoint import TensorFiles
-from taktline_worker.layers import Linear, Norm
+from taktline_worker.layers import Linear, Norm, Packer
 from taktline_worker.models.minicpm_robot.config import (
     BLOCK_EPS,
     BUCKETS,
@@ -193,65 +193,52 @@ def pack_weights(
     return _Packer(tensors, a, dtype, device).pack(embodiments)
 
 
-class _Packer:
+class _Packer(Packer):
     def __init__(
         self, tensors: Mapping[str, Tensor], a: MiniCpmArchitecture, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._tensors, self._a, self._dtype, self._device = tensors, a, dtype, device
+        super().__init__(tensors, dtype, device)
+        self._a = a
 
     def pack(self, embodiments: list[int]) -> MiniCpmWeights:
-        return MiniCpmWeights(self._vision(), self._text(), self._head(embodiments), self._dtype)
-
-    def _place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return tensor.to(device=self._device, dtype=dtype or self._dtype, copy=True).contiguous()
-
-    def _wide(self, name: str) -> Tensor:
-        return self._place(self._tensors[name], torch.float32)
-
-    def _linear(self, *names: str, dtype: torch.dtype | None = None) -> Linear:
-        weight = torch.cat([self._tensors[f"{name}.weight"] for name in names])
-        biases = [self._tensors[f"{name}.bias"] for name in names if f"{name}.bias" in self._tensors]
-        return Linear(self._place(weight, dtype), self._place(torch.cat(biases), dtype) if biases else None)
-
-    def _norm(self, name: str) -> Norm:
-        return Norm(self._wide(f"{name}.weight"), self._wide(f"{name}.bias"), VISION_EPS)
+        return MiniCpmWeights(self._vision(), self._text(), self._head(embodiments), self.dtype)
 
     def _vision(self) -> VisionWeights:
         v, tower = self._a.vision, f"{self._a.prefix}vision_tower."
 
         def attention(name: str) -> tuple[Linear, Linear]:
-            return self._linear(*(f"{name}.{part}_proj" for part in "qkv")), self._linear(f"{name}.out_proj")
+            return self.linear(*(f"{name}.{part}_proj" for part in "qkv")), self.linear(f"{name}.out_proj")
 
         def block(index: int) -> VisionBlock:
             prefix = f"{tower}encoder.layers.{index}"
             return VisionBlock(
-                self._norm(f"{prefix}.layer_norm1"),
+                self.norm(f"{prefix}.layer_norm1", VISION_EPS),
                 *attention(f"{prefix}.self_attn"),
-                self._norm(f"{prefix}.layer_norm2"),
-                self._linear(f"{prefix}.mlp.fc1"),
-                self._linear(f"{prefix}.mlp.fc2"),
+                self.norm(f"{prefix}.layer_norm2", VISION_EPS),
+                self.linear(f"{prefix}.mlp.fc1"),
+                self.linear(f"{prefix}.mlp.fc2"),
             )
 
-        conv = self._tensors[f"{tower}embeddings.patch_embedding.weight"]
-        table = self._tensors[f"{tower}embeddings.position_embedding.weight"]
+        conv = self.tensors[f"{tower}embeddings.patch_embedding.weight"]
+        table = self.tensors[f"{tower}embeddings.position_embedding.weight"]
         merger = f"{self._a.prefix}merger.mlp.0."
         return VisionWeights(
             patch=Linear(
-                self._place(conv.flatten(1)), self._place(self._tensors[f"{tower}embeddings.patch_embedding.bias"])
+                self.place(conv.flatten(1)), self.place(self.tensors[f"{tower}embeddings.patch_embedding.bias"])
             ),
-            positions=self._place(table[nearest_positions(v.grid, round(v.positions**0.5))]),
+            positions=self.place(table[nearest_positions(v.grid, round(v.positions**0.5))]),
             blocks=tuple(block(index) for index in range(v.depth)),
             window=WindowMerger(
-                self._norm(f"{tower}vit_merger.layer_norm1"),
+                self.norm(f"{tower}vit_merger.layer_norm1", VISION_EPS),
                 *attention(f"{tower}vit_merger.self_attn"),
-                self._norm(f"{tower}vit_merger.pre_norm"),
-                self._linear(f"{tower}vit_merger.linear_1"),
-                self._linear(f"{tower}vit_merger.linear_2"),
+                self.norm(f"{tower}vit_merger.pre_norm", VISION_EPS),
+                self.linear(f"{tower}vit_merger.linear_1"),
+                self.linear(f"{tower}vit_merger.linear_2"),
             ),
-            norm=self._norm(f"{tower}post_layernorm"),
-            merge_norm=self._norm(f"{merger}pre_norm"),
-            merge1=self._linear(f"{merger}linear_1"),
-            merge2=self._linear(f"{merger}linear_2"),
+            norm=self.norm(f"{tower}post_layernorm", VISION_EPS),
+            merge_norm=self.norm(f"{merger}pre_norm", VISION_EPS),
+            merge1=self.linear(f"{merger}linear_1"),
+            merge2=self.linear(f"{merger}linear_2"),
         )
 
     def _text(self) -> TextWeights:
@@ -259,35 +246,35 @@ class _Packer:
 
         def full(prefix: str) -> FullAttention:
             return FullAttention(
-                self._linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
-                self._wide(f"{prefix}.self_attn.q_norm.weight"),
-                self._wide(f"{prefix}.self_attn.k_norm.weight"),
-                self._linear(f"{prefix}.self_attn.o_proj"),
+                self.linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
+                self.wide(f"{prefix}.self_attn.q_norm.weight"),
+                self.wide(f"{prefix}.self_attn.k_norm.weight"),
+                self.linear(f"{prefix}.self_attn.o_proj"),
             )
 
         def delta(prefix: str) -> DeltaNet:
             own = f"{prefix}.linear_attn."
             return DeltaNet(
-                inputs=self._linear(*(f"{own}in_proj_{name}" for name in ("qkv", "z", "a", "b"))),
-                conv=self._place(self._tensors[f"{own}conv1d.weight"][:, 0]),
-                rate=-self._wide(f"{own}A_log").exp(),
-                dt_bias=self._wide(f"{own}dt_bias"),
-                norm=self._wide(f"{own}norm.weight"),
-                out=self._linear(f"{own}out_proj"),
+                inputs=self.linear(*(f"{own}in_proj_{name}" for name in ("qkv", "z", "a", "b"))),
+                conv=self.place(self.tensors[f"{own}conv1d.weight"][:, 0]),
+                rate=-self.wide(f"{own}A_log").exp(),
+                dt_bias=self.wide(f"{own}dt_bias"),
+                norm=self.wide(f"{own}norm.weight"),
+                out=self.linear(f"{own}out_proj"),
             )
 
         def layer(index: int) -> TextLayer:
             prefix = f"{text}layers.{index}"
             return TextLayer(
-                norm1=self._wide(f"{prefix}.input_layernorm.weight"),
+                norm1=self.wide(f"{prefix}.input_layernorm.weight"),
                 mixer=full(prefix) if index in t.full else delta(prefix),
-                norm2=self._wide(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
-                down=self._linear(f"{prefix}.mlp.down_proj"),
+                norm2=self.wide(f"{prefix}.post_attention_layernorm.weight"),
+                gate_up=self.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+                down=self.linear(f"{prefix}.mlp.down_proj"),
             )
 
-        embedding = self._place(self._tensors[f"{text}embed_tokens.weight"])
-        return TextWeights(embedding, tuple(layer(i) for i in range(t.layers)), self._wide(f"{text}norm.weight"))
+        embedding = self.place(self.tensors[f"{text}embed_tokens.weight"])
+        return TextWeights(embedding, tuple(layer(i) for i in range(t.layers)), self.wide(f"{text}norm.weight"))
 
     def _head(self, embodiments: list[int]) -> HeadWeights:
         wide = torch.float32
@@ -295,13 +282,13 @@ class _Packer:
 
         def modulation(name: str) -> tuple[Tensor, Tensor]:
             """The two halves (steps, width) of a linear layer of silu(time)."""
-            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
+            weight, bias = (self.tensors[f"{HEAD}{name}.{part}"].float() for part in ("weight", "bias"))
             first, second = functional.linear(functional.silu(times), weight, bias).chunk(2, dim=1)
             return first, second
 
         def norms(scale: Tensor, shift: Tensor, eps: float) -> tuple[Norm, ...]:
             rows = zip(scale, shift, strict=True)
-            return tuple(Norm(self._place(1.0 + one, wide), self._place(other, wide), eps) for one, other in rows)
+            return tuple(Norm(self.place(1.0 + one, wide), self.place(other, wide), eps) for one, other in rows)
 
         def block(index: int) -> ActionBlock:
             prefix = f"model.transformer_blocks.{index}"
@@ -309,21 +296,21 @@ class _Packer:
             own = f"{HEAD}{prefix}"
             return ActionBlock(
                 norms(scale, shift, BLOCK_EPS),
-                self._linear(f"{own}.attn1.to_q", dtype=wide),
-                self._linear(f"{own}.attn1.to_k", f"{own}.attn1.to_v", dtype=wide),
-                self._linear(f"{own}.attn1.to_out.0", dtype=wide),
-                self._linear(f"{own}.ff.net.0.proj", dtype=wide),
-                self._linear(f"{own}.ff.net.2", dtype=wide),
+                self.linear(f"{own}.attn1.to_q", dtype=wide),
+                self.linear(f"{own}.attn1.to_k", f"{own}.attn1.to_v", dtype=wide),
+                self.linear(f"{own}.attn1.to_out.0", dtype=wide),
+                self.linear(f"{own}.ff.net.0.proj", dtype=wide),
+                self.linear(f"{own}.ff.net.2", dtype=wide),
             )
 
         tail_shift, tail_scale = modulation("model.proj_out_1")
-        ones = torch.ones(self._a.head.width, dtype=wide, device=self._device)
+        ones = torch.ones(self._a.head.width, dtype=wide, device=self.device)
         return HeadWeights(
-            future=self._wide(f"{HEAD}future_tokens.weight"),
+            future=self.wide(f"{HEAD}future_tokens.weight"),
             blocks=tuple(block(index) for index in range(self._a.head.layers)),
             plain=Norm(ones, torch.zeros_like(ones), BLOCK_EPS),
             tail_norms=norms(tail_scale, tail_shift, TAIL_EPS),
-            tail=self._linear(f"{HEAD}model.proj_out_2", dtype=wide),
+            tail=self.linear(f"{HEAD}model.proj_out_2", dtype=wide),
             banks={slot: self._bank(slot) for slot in embodiments},
         )
 
@@ -338,19 +325,19 @@ class _Packer:
         return x
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        return self._tensors[f"{name}.weight"].float(), self._tensors[f"{name}.bias"].float()
+        return self.tensors[f"{name}.weight"].float(), self.tensors[f"{name}.bias"].float()
 
     def _bank(self, slot: int) -> Bank:
         h, wide = self._a.head, torch.float32
 
         def own(name: str) -> tuple[Tensor, Tensor]:
             """The stored (in, out) matrix as (out, in), and its bias."""
-            weight, bias = (self._tensors[f"{HEAD}{name}.{part}"][slot].float() for part in ("W", "b"))
+            weight, bias = (self.tensors[f"{HEAD}{name}.{part}"][slot].float() for part in ("W", "b"))
             return weight.t(), bias
 
         def linear(name: str) -> Linear:
             weight, bias = own(name)
-            return Linear(self._place(weight, wide), self._place(bias, wide))
+            return Linear(self.place(weight, wide), self.place(bias, wide))
 
         first, first_bias = own("action_encoder.W1")
         second, second_bias = own("action_encoder.W2")
@@ -358,14 +345,14 @@ class _Packer:
         half = h.width // 2
         waves = _waves(half, half)
         time = torch.cat((waves.sin(), waves.cos()), dim=1).float()  # sines first, unlike the embedder's
-        positions = self._tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
+        positions = self.tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
         return Bank(
-            action=Linear(self._place(first[:, : h.action_width], wide), self._place(first_bias, wide)),
-            state=Linear(self._place(first[:, h.action_width :], wide), None),
-            second=Linear(self._place(second[:, : h.width], wide), None),
-            time=self._place(time @ second[:, h.width :].t() + second_bias, wide),
-            third=Linear(self._place(third, wide), None),
-            offset=self._place(positions + third_bias, wide),
+            action=Linear(self.place(first[:, : h.action_width], wide), self.place(first_bias, wide)),
+            state=Linear(self.place(first[:, h.action_width :], wide), None),
+            second=Linear(self.place(second[:, : h.width], wide), None),
+            time=self.place(time @ second[:, h.width :].t() + second_bias, wide),
+            third=Linear(self.place(third, wide), None),
+            offset=self.place(positions + third_bias, wide),
             decode1=linear("action_decoder.layer1"),
             decode2=linear("action_decoder.layer2"),
         )
