@@ -1,8 +1,9 @@
 """Several GPUs of one host, each figure beside that of one GPU of the same run.
 
-    python benchmarks/multi_gpu.py [--gpus N] [--only planner,replicas] [--quick] [--out DIR]
+    python benchmarks/multi_gpu.py [--gpus N] [--only planner,replicas,cosmos3] [--quick] [--out DIR]
 
 planner: a V-JEPA 2-AC plan on 1, 2, 4, ... ranks of one mesh; all plans must be the same bytes; the latency model.
+cosmos3: Cosmos3-Nano, official and published shape, on every form of mesh (mesh_cosmos3.py under torchrun).
 replicas: π0.5 with one replica a GPU behind one port; 32 clients, batches of up to 4, formed within 20 ms.
 
 Random weights of the published size, through the product's own worker and loader. Without a GPU the same runs on this
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -213,7 +216,28 @@ def replicas(setting: Setting) -> Iterator[Row]:
         yield Row("replicas", size, found.pop("median_ms"), found["per_s"], found.pop("per_s") / alone, found)
 
 
-PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {"planner": planner, "replicas": replicas}
+def cosmos3(setting: Setting) -> Iterator[Row]:
+    """The denoising loop of both shapes, split by guidance branch, by matrices and by tokens."""
+    tiny = setting.device.type == "cpu"
+    for size in setting.sizes[1:]:
+        out = setting.folder / f"cosmos3-{size}"
+        flags = ["--only", "cosmos3-nano,cosmos3-nano-paper", "--out", str(out)]
+        flags += ["--tiny"] if tiny else ["--quick"] if setting.quick else []
+        script = str(Path(__file__).with_name("mesh_cosmos3.py"))
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), script)
+        subprocess.run([sys.executable, *launch, *flags], check=True)
+        for row in json.loads((out / f"mesh_cosmos3_{size}.json").read_text()):
+            form = row["details"]
+            name = f"{row['policy'].removeprefix('cosmos3-')} {form['cfg']}x{form['tp']} {form['split']}"
+            assert form["ranks_hold_the_same_bits"], f"the ranks of {name} went apart"
+            yield Row(name, size, row["median_ms"], 1e3 / row["median_ms"], row["ratio"], form)
+
+
+PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "planner": planner,
+    "replicas": replicas,
+    "cosmos3": cosmos3,
+}
 
 
 def main() -> None:
@@ -251,9 +275,9 @@ def main() -> None:
     }
     target = options.out / f"multi_gpu_x{setting.gpus}.json"
     target.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\n{'part':<18} {'GPUs':>4} {'median ms':>10} {'per s':>9} {'x one':>6}   on {device_name}")
+    print(f"\n{'part':<24} {'GPUs':>4} {'median ms':>10} {'per s':>9} {'x one':>6}   on {device_name}")
     for row in rows:
-        print(f"{row.part:<18} {row.gpus:>4} {row.median_ms:>10.1f} {row.per_s:>9.2f} {row.scale:>6.2f}")
+        print(f"{row.part:<24} {row.gpus:>4} {row.median_ms:>10.1f} {row.per_s:>9.2f} {row.scale:>6.2f}")
     say(f"wrote {target}")
 
 
