@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="5 runs instead of 30")
     parser.add_argument("--tiny", action="store_true", help="tiny models on this machine's cores")
     options = parser.parse_args()
+    if options.tiny and options.out == parser.get_default("out"):
+        parser.error("--tiny needs an --out of its own: its times are no results")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.tiny:
         shrink()
