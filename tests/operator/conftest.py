@@ -134,6 +134,10 @@ class ApiDouble:
             and all(found["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
         ]
 
+    async def group_versions(self) -> frozenset[str]:
+        self._call()
+        return frozenset(self.installed) | (frozenset({"monitoring.coreos.com/v1"}) if self.monitoring else frozenset())
+
     async def kinds(self, group_version: str) -> frozenset[str]:
         self._call()
         if group_version == "monitoring.coreos.com/v1":

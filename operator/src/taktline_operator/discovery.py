@@ -39,6 +39,8 @@ KINDS: dict[str, Optional] = {
 class Api(Protocol):
     """The part of `kube.KubeApi` that is asked."""
 
+    async def group_versions(self) -> frozenset[str]: ...  # noqa: D102
+
     async def kinds(self, group_version: str) -> frozenset[str]: ...  # noqa: D102
 
     async def get(self, kind: str, namespace: str, name: str) -> Json | None: ...  # noqa: D102
@@ -53,13 +55,13 @@ async def usable(api: Api, namespace: str) -> frozenset[str]:
     Raises:
         ApiError: the API server refused for another reason than missing rights, or gave no answer.
     """
-    served: dict[str, frozenset[str]] = {}
+    known = await api.group_versions()
+    wanted = {version for optional in KINDS.values() for version in optional.versions}
+    served = {version: await api.kinds(version) for version in sorted(wanted & known)}
     found = set()
     for kind, optional in KINDS.items():
-        for version in optional.versions:
-            if version not in served:
-                served[version] = await api.kinds(version)
-        if any(kind in served[version] for version in optional.versions) and await _may_use(api, kind, namespace):
+        is_served = any(kind in served.get(version, ()) for version in optional.versions)
+        if is_served and await _may_use(api, kind, namespace):
             found.add(kind)
     return frozenset(found)
 

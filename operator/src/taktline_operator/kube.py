@@ -217,6 +217,11 @@ class KubeApi:
             raise
         return frozenset(str(resource["kind"]) for resource in found["resources"])
 
+    async def group_versions(self) -> frozenset[str]:
+        """All groups and versions that the cluster serves beside the core, as `group/version`."""
+        found = await self._request("GET", "/apis")
+        return frozenset(str(version["groupVersion"]) for group in found["groups"] for version in group["versions"])
+
     async def apply(self, desired: Json, subresource: str = "") -> Json:
         """Server-side apply with our field manager: our fields win, all others stay."""
         metadata = desired["metadata"]

@@ -55,6 +55,8 @@ class Api(Protocol):
         self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
     ) -> list[Json]: ...
 
+    async def group_versions(self) -> frozenset[str]: ...  # noqa: D102
+
     async def kinds(self, group_version: str) -> frozenset[str]: ...  # noqa: D102
 
     async def raw(self, path: str) -> Json | None: ...  # noqa: D102
