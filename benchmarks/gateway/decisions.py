@@ -1,6 +1,6 @@
 """CPU time of the scheduler's operations with many observations queued: what each costs, and how it grows.
 
-python -m benchmarks.gateway.decisions [--output FILE] [--rounds N] [--repeats N]
+python -m benchmarks.gateway.decisions [--output FILE] [--rounds N] [--repeats N] [--workers N]
 
 The queue is kept at its size while observations come, batches start and end, and some are cancelled, superseded or
 refused, as in a gateway under heavy load. `decision` is one poll divided by the batches that it starts, its refusals
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=5, help="runs of the same operations")
+    parser.add_argument("--workers", type=int, action="append", help="how many; 1 and 8 where absent")
     arguments = parser.parse_args()
     rows = []
     print(
@@ -172,7 +173,7 @@ def main() -> None:
     )
     for queued in (100, 1_000, 10_000):
         for mix in MIXES:
-            for workers in (1, 8):
+            for workers in arguments.workers or (1, 8):
                 runs = [run(queued, mix, workers, arguments.rounds) for _ in range(arguments.repeats)]
                 for name in sorted(runs[0]):
                     spent = [min(times) for times in zip(*(one[name] for one in runs), strict=True)]
