@@ -75,6 +75,21 @@ def test_a_cache_that_cannot_be_written_says_how_to_make_one(tmp_path, capfd):
     assert "install -d -o 10001" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["list"], ["verify"], ["prune", "--limit=1G"]])
+def test_a_folder_that_is_no_cache_is_refused_and_left_as_it_is(tmp_path, capfd, arguments):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    for folder in (tmp_path / "absent", tmp_path / "other"):
+        assert command.main([*arguments, f"--cache={folder}"]) == 2
+        assert f"{folder} is no model cache (name it with --cache" in capfd.readouterr().err
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["other", "notes.txt"]
+
+
+def test_an_empty_cache_is_said_to_be_empty(tmp_path, capfd):
+    assert command.main(["verify", f"--cache={tmp_path}"]) == 0
+    assert "there is no checkpoint in" in capfd.readouterr().out
+
+
 def test_fetching_loads_no_torch():
     script = "import sys; from taktline_worker.delivery import command, fetch; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -110,9 +111,12 @@ def verify(
     """Read checkpoints again and compare every file with its digest; exit 1 where one differs."""
     from taktline_worker.delivery.cache import Cache
 
-    place = Cache(cache)
+    place = Cache(_known(cache))
     bad = 0
-    for record in _chosen(place.records(), keys):
+    records = _chosen(place.records(), keys)
+    if not records:
+        typer.echo(f"there is no checkpoint in {cache}")
+    for record in records:
         for file in record.files:
             path = place.model(record.key) / file.name
             actual = _digest(path) if path.is_file() else "nothing"
@@ -138,7 +142,7 @@ def list_models(
     from taktline_worker.delivery.cache import Cache
     from taktline_worker.delivery.prune import in_use, used_at
 
-    place = Cache(cache)
+    place = Cache(_known(cache))
     records = sorted(place.records(), key=lambda record: used_at(place, record.key))
     if as_json:
         rows = [
@@ -167,7 +171,8 @@ def prune(
     from taktline_worker.delivery.cache import Cache
     from taktline_worker.delivery.prune import prune as remove
 
-    result = remove(Cache(cache), _bytes(limit), min_age_s=min_age_s, dry_run=dry_run)
+    limit_bytes = _bytes(limit)
+    result = remove(Cache(_known(cache)), limit_bytes, min_age_s=min_age_s, dry_run=dry_run)
     for record in result.removed:
         verb = "would remove" if dry_run else "removed"
         typer.echo(f"{verb} {record.key} {_human(record.size)} {record.policy or '-'} {record.revision or '-'}")
@@ -258,6 +263,19 @@ def _human(size: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def _known(folder: Path) -> Path:
+    """The folder, unless it is absent or another's: a mistyped name is no empty cache, and gets no subfolders."""
+    from taktline_protocol.delivery import MODELS_FOLDER
+
+    with contextlib.suppress(OSError):  # `Cache` says what is wrong with a folder that cannot be read
+        if not folder.exists() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MODELS_FOLDER).is_dir()):
+            _invalid(
+                f"{folder} is no model cache",
+                "name it with --cache or TAKTLINE_MODEL_CACHE; `taktline model fetch` makes one",
+            )
+    return folder
 
 
 def _chosen(records: list[Record], keys: list[str] | None) -> list[Record]:
