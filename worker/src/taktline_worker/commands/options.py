@@ -15,8 +15,9 @@ PolicyArgument = Annotated[
     str,
     typer.Argument(
         metavar="POLICY",
-        help="A checkpoint folder, a worker's engine.json, or random:FAMILY (pi05, pi0, gr00t-n1.7, cosmos3-nano, "
-        "cosmos3-edge; of the last two also -paper, a benchmark's shape) for a full-size policy with random weights.",
+        help="A checkpoint folder, a worker's engine.json, or random:FAMILY (pi05, pi0, gr00t-n1.7, minicpm-robot, "
+        "cosmos3-nano, cosmos3-edge; of the last two also -paper, a benchmark's shape) for a full-size policy with random "
+        "weights.",
     ),
 ]
 BatchesOption = Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")]
