@@ -15,9 +15,9 @@ PolicyArgument = Annotated[
     str,
     typer.Argument(
         metavar="POLICY",
-        help="A checkpoint folder, a worker's engine.json, or random:FAMILY (pi05, pi0, gr00t-n1.7, minicpm-robot, "
-        "cosmos3-nano, cosmos3-edge; of the last two also -paper, a benchmark's shape) for a full-size policy with random "
-        "weights.",
+        help="A checkpoint folder, a worker's engine.json, or a policy of full size with random weights: random:FAMILY "
+        "(pi05, pi0, gr00t-n1.7, minicpm-robot, cosmos3-nano, cosmos3-edge; of the last two also -paper, a benchmark's "
+        "shape).",
     ),
 ]
 BatchesOption = Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")]
