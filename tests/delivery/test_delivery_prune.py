@@ -11,6 +11,7 @@ import pytest
 from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource
 from taktline_protocol.deployment import EngineConfig, ModelConfig
 from taktline_protocol.errors import TaktlineError
+from taktline_worker.delivery.cache import Cache
 from taktline_worker.delivery.fetch import fetch
 from taktline_worker.delivery.prune import prune
 from taktline_worker.models.registry import load_adapter
@@ -98,3 +99,53 @@ def test_what_dead_fetches_left_goes_and_what_a_live_one_has_stays(cache):
     with cache.lock("file-" + "b" * 32, time.monotonic() + 5):
         assert prune(cache, 1 << 40).freed_bytes == 2000
     assert [path.name[0] for path in cache.partial(".").glob("*.part")] == ["b"]
+
+
+def test_links_that_a_killed_prune_or_publish_left_keep_no_file(mirror, cache):
+    first, second, third = three(mirror, cache)
+    cache.model(first.key).rename(cache.partial(f"trash-{first.key}"))
+    cache.model(second.key).rename(cache.partial(f"build-{second.key}"))
+    cache.partial(f"unpack-{third.key}").write_bytes(bytes(10))
+    with cache.lock(f"model-{second.key}", time.monotonic() + 5):  # it is being built
+        assert prune(cache, 1 << 40).freed_bytes == 20_000
+    assert prune(cache, 1 << 40).freed_bytes == 20_000
+    assert not list(cache.partial(".").iterdir())
+    assert cache.complete(third.key)
+
+
+def test_what_another_prune_takes_meanwhile_is_no_failure(mirror, cache, monkeypatch):
+    first, second, third = three(mirror, cache)
+    listed = cache.records()
+    prune(cache, 50_000, min_age_s=60)
+    monkeypatch.setattr(cache, "records", lambda: listed)
+    result = prune(cache, 30_000, min_age_s=60)
+    assert ([record.key for record in result.removed], result.in_use) == ([second.key], [])
+    assert cache.complete(third.key)
+
+
+@pytest.mark.parametrize("folder", ["blobs", "partial", "quarantine"])
+def test_a_file_that_goes_while_it_is_listed_is_no_failure(cache, monkeypatch, folder):
+    name = {"blobs": "a" * 64, "partial": "a" * 64 + ".part", "quarantine": "a" * 64 + ".bin"}[folder]
+    path = cache.folder / folder / name
+    path.write_bytes(bytes(1000))
+    os.utime(path, (0, 0))
+    stat = type(path).stat
+
+    def gone(asked, **how):
+        if asked.name == name:
+            path.unlink(missing_ok=True)
+        return stat(asked, **how)
+
+    monkeypatch.setattr(type(path), "stat", gone)
+    assert prune(cache, 0).freed_bytes == 0
+
+
+def test_processes_with_one_number_may_open_a_cache_at_the_same_instant(tmp_path, monkeypatch):
+    touch = type(tmp_path).touch
+
+    def taken(path, *arguments, **how):
+        touch(path, *arguments, **how)
+        path.unlink()
+
+    monkeypatch.setattr(type(tmp_path), "touch", taken)
+    assert Cache(tmp_path / "cache").records() == []

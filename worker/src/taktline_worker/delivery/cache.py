@@ -78,7 +78,7 @@ class Cache:
                 (folder / name).mkdir(parents=True, exist_ok=True)
             probe = folder / "locks" / f".probe-{os.getpid()}"
             probe.touch()
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # in containers all have one process id: another one's may be ours
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise disk_full(folder, 0, "nothing can be written there") from error

@@ -82,7 +82,7 @@ def prune(cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, dry_run: bo
             continue
         with _claimed(cache, record.key) as free:
             if not free:
-                result.in_use.append(record.key)
+                result.in_use += [record.key] if cache.model(record.key).exists() else []
                 continue
             own = _own_bytes(cache, record)
             if not dry_run:
@@ -100,7 +100,8 @@ def prune(cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, dry_run: bo
 def _claimed(cache: Cache, key: str) -> Iterator[bool]:
     """Whether nobody fetches, looks for, or uses a checkpoint; while this is entered nobody begins to."""
     with cache.try_lock(f"model-{key}") as alone:
-        if not alone:
+        # Another prune may have taken it away since it was listed.
+        if not alone or not (cache.model(key) / RECORD_FILE).exists():
             yield False
             return
         with try_flock(cache.model(key) / RECORD_FILE) as free:
@@ -108,7 +109,7 @@ def _claimed(cache: Cache, key: str) -> Iterator[bool]:
 
 
 def _size(cache: Cache) -> int:
-    return sum(path.stat().st_size for path in (cache.folder / "blobs").iterdir())
+    return sum(found.st_size for path in (cache.folder / "blobs").iterdir() if (found := _stat(path)) is not None)
 
 
 def _own_bytes(cache: Cache, record: Record) -> int:
@@ -122,20 +123,26 @@ def _times(record: Record, sha256: str) -> int:
 
 
 def _links(path: Path) -> int:
+    found = _stat(path)
+    return 0 if found is None else found.st_nlink
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """What is known of a file; None where another process of the node has taken it away since it was listed."""
     try:
-        return path.stat().st_nlink
+        return path.stat()
     except FileNotFoundError:
-        return 0
+        return None
 
 
 def _remove_orphans(cache: Cache) -> int:
     """Deletes files that neither a checkpoint nor a fetch holds."""
     freed = 0
     for path in (cache.folder / "blobs").iterdir():
-        found = path.stat()
-        if found.st_nlink == 1:
+        found = _stat(path)
+        if found is not None and found.st_nlink == 1:
             freed += found.st_size
-            path.unlink()
+            path.unlink(missing_ok=True)
     return freed
 
 
@@ -145,13 +152,21 @@ def _remove_leftovers(cache: Cache, min_age_s: float) -> int:
     freed = 0
     for held in (cache.folder / "partial").glob("hold-*"):
         with cache.try_lock(f"model-{held.name.removeprefix('hold-')}") as free:
-            if free and held.stat().st_mtime < before:
+            if free and (found := _stat(held)) is not None and found.st_mtime < before:
                 shutil.rmtree(held, ignore_errors=True)
+    # Made and gone under one lock: where that is free, its process was killed, and links in there keep files for ever.
+    for kind in ("build", "trash", "unpack"):
+        for left in (cache.folder / "partial").glob(f"{kind}-*"):
+            with cache.try_lock(f"model-{left.name.removeprefix(f'{kind}-')}") as free:
+                if free and left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                elif free:
+                    left.unlink(missing_ok=True)
     for path in (cache.folder / "partial").glob("*.part"):
         name = path.name.removesuffix(".part")
         with cache.try_lock(f"file-{name[:32]}") as free:
-            if free and path.stat().st_mtime < before:
-                freed += path.stat().st_size
-                path.unlink()
+            if free and (found := _stat(path)) is not None and found.st_mtime < before:
+                freed += found.st_size
+                path.unlink(missing_ok=True)
                 cache.partial(f"{name}.json").unlink(missing_ok=True)
     return freed + _remove_orphans(cache)

@@ -296,6 +296,8 @@ def remove_quarantined(folder: Path) -> int:
     """Deletes what was set aside; returns the bytes that became free. What is known of it stays."""
     freed = 0
     for path in folder.glob("*.bin"):
-        freed += path.stat().st_size
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process of the node does the same
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
     return freed
