@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from taktline_operator import scaling
 from taktline_operator.demand import DemandTracker
-from taktline_operator.spec import Scaling, Shift
+from taktline_operator.scaling_spec import Scaling, Shift
 from taktline_protocol.measurements import Demand as Counted
 from taktline_protocol.measurements import GatewayMeasurements, Outcomes, PolicyMeasurement
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taktline_operator.spec import Scaling
+from taktline_operator.scaling_spec import Scaling
 
 from benchmarks.operator.day import COLD_START_S, robots_at, simulate
 from benchmarks.operator.scaling import CALENDAR, operator_scaler

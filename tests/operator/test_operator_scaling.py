@@ -10,7 +10,8 @@ from taktline_operator import capacity, placement, scaling, sizing
 from taktline_operator.capacity import Load
 from taktline_operator.demand import DemandTracker
 from taktline_operator.scaling import Demand, Room, State
-from taktline_operator.spec import Placement, Pool, Scaling, Shift, ToZero
+from taktline_operator.scaling_spec import Placement, Scaling, Shift, ToZero
+from taktline_operator.spec import Pool
 from taktline_protocol.measurements import Demand as Counted
 from taktline_protocol.measurements import GatewayMeasurements, Outcomes, PolicyMeasurement, PoolTimes
 from taktline_protocol.messages import BucketTime

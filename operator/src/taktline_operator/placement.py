@@ -17,7 +17,8 @@ from taktline_protocol.messages import BucketTime
 from taktline_operator.capacity import OVERHEAD_SHARE as OVERHEAD_SHARE
 from taktline_operator.capacity import Load, meets, workers_for
 from taktline_operator.rollout import seconds_between
-from taktline_operator.spec import Placement, Pool
+from taktline_operator.scaling_spec import Placement
+from taktline_operator.spec import Pool
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

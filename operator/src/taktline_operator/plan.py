@@ -42,6 +42,7 @@ from taktline_operator import (
 from taktline_operator.gangs import Gang
 from taktline_operator.healing import NodeFault, Removal
 from taktline_operator.lineup import Line, Lineup
+from taktline_operator.ownership import ownership_of
 from taktline_operator.scaling import Demand
 from taktline_operator.spec import PolicyDeployment, Pool, WorkerTls
 
@@ -237,7 +238,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     )
     scaled = keda.scaled_object(policy) if keda.KIND in (observed.kinds or ()) else None
     desired += (diff.stamped(scaled),) if scaled is not None else ()
-    ownership = {ref_of(found): _ownership(policy, observed.children.get(ref_of(found))) for found in desired}
+    ownership = {ref_of(found): ownership_of(policy, observed.children.get(ref_of(found))) for found in desired}
     foreign = [ref for ref, owned in ownership.items() if owned == "foreign"]
     if foreign:
         names = ", ".join(f"{ref.kind} {ref.name}" for ref in foreign)
@@ -337,24 +338,6 @@ def ref_of(found: Json) -> Ref:
     return Ref(found["kind"], found["metadata"]["name"])
 
 
-def _ownership(policy: PolicyDeployment, live: Json | None) -> str:
-    """`ours`, `foreign`, or `stale`: left by an earlier PolicyDeployment of this name and about to be collected."""
-    if live is None or not policy.uid:
-        return "ours"
-    metadata = live["metadata"]
-    controllers = [owner for owner in metadata.get("ownerReferences", []) if owner.get("controller")]
-    if controllers:
-        owner = controllers[0]
-        if owner["uid"] == policy.uid:
-            return "ours"
-        same_name = owner["kind"] == "PolicyDeployment" and owner["name"] == policy.name
-        return "stale" if same_name else "foreign"
-    # Without an owner our labels decide: a removed owner reference is drift, a hand-made object is not ours.
-    labels = metadata.get("labels", {})
-    ours = labels.get(naming.LABEL_MANAGED_BY) == naming.MANAGER and labels.get(naming.LABEL_POLICY) == policy.name
-    return "ours" if ours else "foreign"
-
-
 def _deletions(
     policy: PolicyDeployment,
     observed: Observed,
@@ -365,7 +348,8 @@ def _deletions(
 ) -> tuple[Ref, ...]:
     """Children that are wanted no longer: only once what replaces them serves, and nothing running refers to them.
 
-    A candidate that was taken back goes at once: nothing waits for it. Groups go as their line decides.
+    A candidate that was taken back goes at once: nothing waits for it. Groups go as their line decides, and what sets
+    the number of workers as soon as nobody asks for it: people may want to set it because nothing settles.
     """
     settled = all(count.settled for count in counts)
     kept = {ref_of(found) for found in desired} | {Ref("Deployment", name) for name in trial.lines.left_alone}
@@ -389,9 +373,9 @@ def _deletions(
         ref
         for ref, live in observed.children.items()
         if ref not in kept
-        and _ownership(policy, live) == "ours"
+        and ownership_of(policy, live) == "ours"
         and not live["metadata"].get("deletionTimestamp")
-        and (settled or ref in replaced or (trial.progressive and _was_tried(live, pools)))
+        and (settled or ref in replaced or ref.kind == keda.KIND or (trial.progressive and _was_tried(live, pools)))
         and (ref.kind != "ControllerRevision" or ref.name in trial.obsolete)
         and not (ref.kind == "ConfigMap" and ref.name in mounted)
     ]

@@ -17,7 +17,8 @@ from taktline_protocol.messages import BucketTime
 
 from taktline_operator.capacity import Load, workers_for
 from taktline_operator.rollout import seconds_between
-from taktline_operator.spec import Pool, Scaling, Shift
+from taktline_operator.scaling_spec import Scaling, Shift
+from taktline_operator.spec import Pool
 
 DOWN_ROOM = 1.1
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
