@@ -6,6 +6,7 @@ The cluster is the double that the operator's own tests use; what Prometheus rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from .prometheus_run import free_port
 _VERBS = {
     "get": "GET",
     "kinds": "GET",
+    "group_versions": "GET",
     "list": "GET",
     "apply": "PATCH",
     "annotate": "PATCH",
@@ -29,7 +31,7 @@ _VERBS = {
     "delete": "DELETE",
 }
 
-# The cluster's time runs fast; Prometheus, which scrapes each second and is asked in steps of two, must see a candidate.
+# The cluster runs fast; Prometheus, which scrapes each second and is asked in steps of two, must see a candidate.
 SCRAPES_OF_A_CANDIDATE = 3
 
 ROLLOUT = {"strategy": "Progressive", "stepSeconds": 60, "shadow": {"percent": 50, "minObservations": 100}}
@@ -48,8 +50,9 @@ class _Counted:
         async def counted(*arguments, **named):
             began = time.monotonic()
             result = await call(*arguments, **named)
-            kind = arguments[0] if isinstance(arguments[0], str) else arguments[0]["kind"]
-            kind = "other" if name == "kinds" else kind
+            kind = "other"
+            if name not in ("kinds", "group_versions"):
+                kind = arguments[0] if isinstance(arguments[0], str) else arguments[0]["kind"]
             self._telemetry.requested(_VERBS[name], kind, 200, time.monotonic() - began)
             return result
 
@@ -97,11 +100,11 @@ class OperatorRun:
             },
             lambda: list(cluster.controller.statuses.values()),
         )
-        scraped = []
+        scraped = asyncio.Semaphore(0)
 
         def exposition() -> bytes:
-            scraped.append(telemetry.exposition())
-            return scraped[-1]
+            scraped.release()
+            return telemetry.exposition()
 
         runner = await health.serve(self.address, lambda: "", lambda: "", exposition)
         self._started.set()
@@ -116,7 +119,10 @@ class OperatorRun:
             telemetry.reconciled("done", time.monotonic() - began)
             await asyncio.sleep(0.2)
             if b'track="candidate"' in telemetry.exposition():
-                seen = len(scraped) + SCRAPES_OF_A_CANDIDATE
-                while len(scraped) < seen and not self._stop.is_set():
-                    await asyncio.sleep(0.1)
+                while not scraped.locked():  # those before this one
+                    await scraped.acquire()
+                for _ in range(SCRAPES_OF_A_CANDIDATE):
+                    # None comes any more once Prometheus has been stopped.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(scraped.acquire(), 5.0)
         await runner.cleanup()

@@ -353,7 +353,7 @@ OPERATOR_METRICS = (
         POLICY_DELIVERY,
         "gauge",
         _OWNED,
-        "Percent of the checkpoint's bytes that are on the node furthest behind, of PolicyDeployments that fetch theirs.",
+        "Percent of the checkpoint's bytes on the node that is furthest behind, of policies that fetch theirs.",
     ),
 )
 
