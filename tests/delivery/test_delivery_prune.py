@@ -114,7 +114,7 @@ def test_links_that_a_killed_prune_or_publish_left_keep_no_file(mirror, cache):
 
 
 def test_what_another_prune_takes_meanwhile_is_no_failure(mirror, cache, monkeypatch):
-    first, second, third = three(mirror, cache)
+    _, second, third = three(mirror, cache)
     listed = cache.records()
     prune(cache, 50_000, min_age_s=60)
     monkeypatch.setattr(cache, "records", lambda: listed)

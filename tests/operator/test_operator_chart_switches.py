@@ -157,6 +157,14 @@ def test_the_operator_takes_the_certificates_by_flag_and_refuses_half_of_them(ca
     assert "--worker-tls-client-auth needs --worker-tls-secret" in capsys.readouterr().err
 
 
+def test_what_is_scraped_keeps_the_namespace_of_the_policy(render: Any) -> None:
+    # KEDA's query, dashboards and alerts ask for the policy's namespace; the pod's own would take its place.
+    objects = render("--set", "monitoring.enabled=true")
+    for name in ("taktline-gateway", "taktline-operator"):
+        (endpoint,) = find(objects, "PodMonitor", name)["spec"]["podMetricsEndpoints"]
+        assert endpoint["honorLabels"] is True
+
+
 def test_alerts_link_to_the_factorys_own_runbooks(render: Any, make: Any) -> None:
     objects = render("--set", "monitoring.enabled=true,monitoring.runbookUrl=https://wiki.example/runbooks/")
     rules = find(objects, "PrometheusRule", "taktline-platform")["spec"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from taktline_operator import advice, delivery_polling, delivery_status, model_source, plan, workload
 from taktline_operator.plan import Ref
 from taktline_operator.telemetry import Telemetry
@@ -285,6 +286,37 @@ async def test_pods_that_fetch_are_asked_and_no_others(make: Any, monkeypatch: p
         await poller.close()
     assert list(found) == ["reach-0"]
     assert (found["reach-0"].percent, found["reach-0"].total_files) == (42, 2)
+
+
+@pytest.mark.parametrize("answer", ["redirect", "flood"])
+async def test_a_pod_can_neither_flood_the_operator_nor_send_it_elsewhere(
+    make: Any, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    asked: list[str] = []
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        if request.path == "/progress" and answer == "redirect":
+            return web.HTTPFound("/elsewhere")
+        return web.Response(body=b'{"state": "downloading"}' + bytes([32]) * delivery_polling.MOST_BYTES)
+
+    application = web.Application()
+    application.router.add_get("/{rest:.*}", reply)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    monkeypatch.setattr(delivery_status, "PROGRESS_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(delivery_polling, "TIMEOUT_S", 60.0)
+    (pod,) = pods(make, fetched(make), {"state": RUNNING})
+    pod["status"]["podIP"] = "127.0.0.1"
+    poller = delivery_polling.DeliveryPoller()
+    try:
+        assert await poller.of([pod]) == {}
+    finally:
+        await poller.close()
+        await runner.cleanup()
+    assert asked == ["/progress"]
 
 
 def test_the_percentage_is_a_metric() -> None:

@@ -128,6 +128,22 @@ def test_a_mesh_larger_than_a_node_is_a_group_that_finds_itself(make: Any) -> No
     assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
+def test_another_topology_key_is_another_group(make: Any) -> None:
+    # In place, pods that run would keep the old one: a group is never updated.
+    names = set()
+    for key in ("rack", "zone"):
+        policy = planner(make, pool={"gpusPerNode": 8, "mesh": {"topologyKey": key}})
+        (found,) = sets_of(make.plan(policy, make.Observed(live=make.body(), now=make.now), make.settings).desired)
+        term = found["spec"]["template"]["spec"]["affinity"]["podAffinity"]
+        (close,) = term["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert close["podAffinityTerm"]["labelSelector"]["matchLabels"] == {
+            naming.LABEL_GROUP: found["metadata"]["name"]
+        }
+        assert close["podAffinityTerm"]["topologyKey"] == key
+        names.add(found["metadata"]["name"])
+    assert len(names) == 2
+
+
 def test_where_leader_worker_sets_are_installed_one_holds_all_groups(make: Any) -> None:
     policy = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3})
     result = make.plan(policy, observed(make, policy, kinds=frozenset({groups.LWS_KIND})), make.settings)

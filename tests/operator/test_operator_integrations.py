@@ -155,6 +155,9 @@ def test_keda_sets_the_number_that_scaling_recommends(make: Any) -> None:
     pods = [make.pod(pool, owner=plain, pool=pool) for pool in ("a", "b")]
     later = make.plan(plain, observed(make, desired, pods), make.settings)
     assert keda.KIND in [ref.kind for ref in later.deletions]
+    # Also where no worker serves: people take the number into their own hands because nothing settles.
+    broken = make.plan(plain, observed(make, desired), make.settings)
+    assert [ref.kind for ref in broken.deletions] == [keda.KIND]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 TIMEOUT_S = 1.0
 MOST_PODS = 32  # asked at a time of one policy
+MOST_BYTES = 64 << 10  # of an answer; who can make pods in the namespace can answer anything
 
 
 class DeliveryPoller:
@@ -47,8 +48,15 @@ class DeliveryPoller:
 
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> DeliveryProgress | None:
         try:
-            async with session.get(f"http://{address}/progress") as reply:
-                return msgspec.json.decode(await reply.read(), type=DeliveryProgress) if reply.status == 200 else None
+            async with session.get(f"http://{address}/progress", allow_redirects=False) as reply:
+                if reply.status != 200:
+                    return None
+                content = bytearray()
+                async for block in reply.content.iter_any():
+                    content += block
+                    if len(content) > MOST_BYTES:
+                        return None
+                return msgspec.json.decode(content, type=DeliveryProgress)
         except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
             # A network policy may keep us out; the delivery itself does not depend on it.
             logger.debug("no word of a delivery", extra={"address": address, "cause": str(error) or repr(error)})

@@ -47,8 +47,8 @@ def template(line: Line, image: str, shape: Shape, *, lws: bool) -> Json:
     container["env"] += _rendezvous(policy, pool, shape, lws=lws)
     container["ports"].append({"name": "mesh", "containerPort": pool.mesh.port, "protocol": "TCP"})
     container["resources"] = accelerators.resources(pool.accelerator, pool.resources.requests, pool.limits, shape.ranks)
-    if pool.mesh.topology_key and lws:
-        spec["affinity"]["podAffinity"] = _close(pool, {"matchLabelKeys": [LWS_KEY_LABEL]}, policy)
+    if pool.mesh.topology_key:  # `stateful_set` names the group; here already, so that another key is another group
+        spec["affinity"]["podAffinity"] = _close(pool, {"matchLabelKeys": [LWS_KEY_LABEL]} if lws else {}, policy)
     made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)
     return made
 
@@ -113,10 +113,8 @@ def stateful_set(line: Line, made: Json, number: int, shape: Shape) -> Json:
     pods = copy.deepcopy(made)
     pods["metadata"]["labels"] |= {naming.LABEL_GROUP: name}
     if pool.mesh.topology_key:
-        close = _close(pool, {}, policy)
-        term = close["preferredDuringSchedulingIgnoredDuringExecution"][0]["podAffinityTerm"]
-        term["labelSelector"]["matchLabels"] = {naming.LABEL_GROUP: name}
-        pods["spec"]["affinity"]["podAffinity"] = close
+        (close,) = pods["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        close["podAffinityTerm"]["labelSelector"]["matchLabels"] = {naming.LABEL_GROUP: name}
     about = metadata(line, name)
     about["labels"] |= {naming.LABEL_GROUP: name}
     about["annotations"] |= {naming.ANNOTATION_TEMPLATE: hash_}
