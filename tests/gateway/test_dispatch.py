@@ -61,6 +61,68 @@ def world(level: int):
     return dispatch, pending, Batch("w", (pending,), now + 0.01, now + 0.02, now + 5.0, level)
 
 
+def numbered(seed: int):
+    def answer(result) -> None:
+        result.actions.CopyFrom(to_tensor(np.full((10, 6), seed, np.float32)))
+
+    return answer
+
+
+class NumberingLink(Link):
+    """Answers the items with 1, 2, 3, ... in an order, or not at all."""
+
+    def __init__(self, order) -> None:
+        self._order = order
+
+    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+        response = worker_pb2.InferResponse(revision="r1", bucket=4)
+        for index in self._order:
+            numbered(index + 1)(response.results.add(request_id=members[index][0].request_id))
+        return response
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "got"),
+    [
+        (("a", "a", "b"), (0, 1, 2), (1, 2, 3)),
+        (("a", "a", "b"), (2, 0, 1), (1, 2, 3)),
+        (("a", "a", "b"), (1, 2), (None, None, 3)),  # whose it is, nobody can say
+        (("a", "b", "c"), (2, 1, 0), (1, 2, 3)),
+    ],
+)
+def test_robots_that_name_their_requests_alike_get_their_own_actions(names, order, got):
+    async def run():
+        dispatch, _, _ = world(level=0)
+        now = time.monotonic()
+        members = []
+        for index, name in enumerate(names):
+            pending = Pending(f"arm-{index}", 1, now + 10.0, now, policy="p", request_id=name)
+            pending.item.request_id, pending.flights, pending.attempts = name, 1, 1
+            members.append(pending)
+        batch = Batch("w", tuple(members), now + 0.01, now + 0.02, now + 5.0, 0)
+        await dispatch._run(NumberingLink(order), batch, now, 0)
+        return [member.result for member in members]
+
+    for result, number in zip(asyncio.run(run()), got, strict=True):
+        if number is None:
+            assert result.exception().code is ErrorCode.WORKER_FAILED
+        else:
+            assert np.frombuffer(result.result().actions.data, "<f4")[0] == number
+
+
+def test_a_fault_on_the_way_to_the_worker_answers_every_member():
+    def fault() -> None:
+        raise RuntimeError("the channel is closed")
+
+    async def run():
+        dispatch, pending, batch = world(level=0)
+        pending.attempts = 1
+        await dispatch._run(Link(actions, fault), batch, time.monotonic(), 0)
+        return pending.result
+
+    assert asyncio.run(run()).exception().code is ErrorCode.WORKER_FAILED
+
+
 def test_a_level_that_is_withdrawn_while_its_batch_runs_costs_no_answer():
     async def run():
         dispatch, pending, batch = world(level=1)

@@ -15,7 +15,7 @@ from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
-from taktline_gateway.pending import Pending, Served, read_result
+from taktline_gateway.pending import Pending, Served, read_result, results_of
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.refusals import SHED, advised, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
@@ -129,6 +129,11 @@ class Dispatch:
             trace.end("CANCELLED")
             self._batch_failed(link, batch, members, "the channel was closed")
             raise
+        except Exception as error:  # a fault of ours must not leave robots without an answer, nor its worker busy
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
+            trace.end("INTERNAL")
+            self._batch_failed(link, batch, members, f"the gateway failed on it: {type(error).__name__}")
+            return
         finally:
             self.in_flight -= size
         trace.end()
@@ -161,14 +166,13 @@ class Dispatch:
         batch: Batch,
         steps: int,
     ) -> None:
-        results = {result.request_id: result for result in response.results}
         returned_at = time.monotonic()
-        for member in members:
+        for member, result in zip(members, results_of(members, response.results), strict=True):
             member.flights -= 1
             if member.result.done():
                 continue
             try:
-                actions, plan, rtc, imagined = read_result(results.get(member.request_id), link.name)
+                actions, plan, rtc, imagined = read_result(result, link.name)
             except TaktlineError as error:
                 if error.code in RETRIED and self._again(member, returned_at):
                     continue

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -101,6 +102,24 @@ def read_result(
     rtc = from_rtc(result.rtc) if result.HasField("rtc") else None
     imagined = from_imagined(result.imagined) if result.HasField("imagined") else None
     return actions, plan, rtc, imagined
+
+
+def results_of(
+    members: Sequence[Pending], results: Sequence[worker_pb2.InferResult]
+) -> list[worker_pb2.InferResult | None]:
+    """The result of each member, in their order; None where there is none that is certainly its own.
+
+    Robots name their own requests, so two members may have one name. Their results come in the order of the members;
+    where there are not as many results as members of a name, nobody can say whose they are.
+    """
+    names = [member.request_id for member in members]
+    if [result.request_id for result in results] == names:
+        return list(results)
+    found: dict[str, deque[worker_pb2.InferResult]] = {}
+    for result in results:
+        found.setdefault(result.request_id, deque()).append(result)
+    certain = {name for name, count in Counter(names).items() if len(found.get(name, ())) == count}
+    return [found[name].popleft() if name in certain else None for name in names]
 
 
 def _finite(actions: Array) -> bool:
