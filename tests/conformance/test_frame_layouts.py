@@ -164,6 +164,16 @@ def test_keys_that_come_twice_have_no_layout():
     assert studied(body).read(body, INFO, MAPPING) is None
 
 
+def test_a_key_that_comes_twice_does_not_exchange_two_cameras():
+    """A decoded map keeps the place of a key's first value and the content of its last."""
+    head, cameras = frame(1)[:1], {name: packed(np.full((6, 7, 3), 9, np.uint8)) for name in ("wrist", "front")}
+    rest = msgspec.msgpack.encode({**cameras, "state": packed(np.arange(8.0)), "prompt": "go"})[1:]
+    body = b"\x85" + msgspec.msgpack.encode("front") + b"\x00" + rest
+    assert head == b"\x84"
+    assert list(in_full(body)[1].images) == ["front", "wrist"]
+    assert studied(body).read(body, INFO, MAPPING) is None
+
+
 def test_a_client_that_never_repeats_itself_is_not_studied_for_ever():
     layouts = FrameLayouts()
     for seed in range(PATIENCE + 3):

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 from taktline_protocol import Array, Image, PolicyInfo
 from taktline_protocol.deployment import ClientMapping
@@ -107,8 +108,8 @@ def layout_of(
     check_structure_msgpack(frame, limits, spans)
     spans = [(begin, end) for begin, end in spans if end - begin >= MIN_PAYLOAD]
     contents = list(_contents(value))
-    if len(spans) != len(contents):
-        return None  # a key that came twice, say
+    if len(spans) != len(contents) or msgspec.msgpack.encode(value) != frame:
+        return None  # a key that came twice, say, whose contents would be taken for one another
     places = {id(content): span for span, content in zip(spans, contents, strict=True)}
     images = []
     for camera, image in read.images.items():
