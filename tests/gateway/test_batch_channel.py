@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import threading
 
 import grpc
 import numpy as np
 import pytest
 from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
 from taktline_protocol import Image, worker_pb2
-from taktline_protocol.batch_frames import PREFIX, Answer, Call, Cancel, FrameProtocol, ImageHead, Open, frame
-from taktline_worker.batch_port import listen
+from taktline_protocol.batch_frames import (
+    PREFIX,
+    VERSION,
+    Answer,
+    Call,
+    Cancel,
+    FrameProtocol,
+    ImageHead,
+    Open,
+    frame,
+)
+from taktline_worker.batch_port import BatchConnection, BatchPort, listen
 
 from tests.gateway.conftest import FRAME, Stack
 
@@ -206,6 +218,108 @@ def test_a_port_that_is_another_workers_by_now_is_left():
         await port.close(0.0)
 
     run(body)
+
+
+def test_whoever_has_not_opened_makes_the_worker_reserve_nothing():
+    async def infer(request, frames, context):
+        raise AssertionError("this is no worker's caller")
+
+    connection, transport = BatchConnection(b"t", infer, set()), Transport()
+    connection.transport = transport
+    feed(connection, PREFIX.pack(1, 1 << 29) + b"\x90", iter(lambda: 1 << 20, None))
+    assert transport.aborted
+
+    connection, transport = BatchConnection(b"t", infer, set()), Transport()
+    connection.transport = transport
+    opening = b"".join(frame(Open(VERSION, b"t")))
+    head = frame(Call(1, 1.0, 0, [[]]))[0][PREFIX.size :]
+    feed(connection, opening + PREFIX.pack(len(head), 1 << 20) + head, iter(lambda: 1 << 20, None))
+    assert not transport.aborted
+
+
+def test_a_port_that_closes_at_once_cannot_be_reached(monkeypatch):
+    """The connection may go between its being made and the first word on it."""
+
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("nothing is sent")
+
+        port = await listen("127.0.0.1", infer)
+        monkeypatch.setattr(BatchChannel, "connection_made", closing)
+        with pytest.raises(OSError, match="closed the connection"):
+            await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        await port.close(0.0)
+
+    def closing(channel, transport) -> None:
+        channel.transport = transport
+        transport.close()
+
+    run(body)
+
+
+def test_a_channel_that_is_being_closed_takes_no_calls():
+    async def body():
+        async def infer(request, frames, context):
+            return worker_pb2.InferResponse()
+
+        port, channel = await serve(infer)
+        assert channel.open
+        channel.transport.close()  # as it does itself where the worker's end has come
+        assert not channel.open
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_a_long_answer_is_sent_whole_before_the_port_is_closed():
+    """A slow reader gets all of it; a new call is refused meanwhile."""
+    size = 32 << 20
+
+    async def body():
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def infer(request, frames, context):
+            entered.set()
+            await leave.wait()
+            result = worker_pb2.InferResult(imagined=worker_pb2.ImaginedVideo(parts=[bytes(size)]))
+            return worker_pb2.InferResponse(results=[result])
+
+        port, channel = await serve(infer)
+        call = asyncio.create_task(channel.infer(*batch("a"), 60.0, ()))
+        await entered.wait()
+        closing = asyncio.create_task(port.close(60.0))
+        await asyncio.sleep(0)
+        with pytest.raises(WorkerCallError, match="going away"):
+            await channel.infer(*batch("b"), 30.0, ())
+        leave.set()
+        await closing
+        assert not port._connections
+        assert len((await call).results[0].imagined.parts[0]) == size
+
+    run(body)
+
+
+def test_a_port_with_a_loop_of_its_own_stops_it_only_after_the_last_answer():
+    size, entered = 32 << 20, threading.Event()
+
+    def infer(request, frames, context):
+        entered.set()
+        return worker_pb2.InferResponse(results=[{"imagined": {"parts": [bytes(size)]}}])
+
+    port = BatchPort("127.0.0.1", infer, 1)
+    closing = threading.Thread(target=port.close, args=(120.0,))
+    with socket.create_connection(("127.0.0.1", port.port), timeout=120.0) as robot:
+        small = worker_pb2.InferRequest(items=[worker_pb2.InferItem()]).SerializeToString()
+        for head, body in ((Open(VERSION, port.token), b""), (Call(1, 60.0, len(small), [[]]), small)):
+            robot.sendall(b"".join(frame(head, (body,))))
+        assert entered.wait(120.0)
+        closing.start()
+        closing.join(0.1)  # nothing has been read so far: it cannot be done
+        came = 0
+        while part := robot.recv(1 << 20):
+            came += len(part)
+    closing.join(120.0)
+    assert came > size
 
 
 @pytest.mark.parametrize(

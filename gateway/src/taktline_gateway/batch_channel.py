@@ -49,7 +49,7 @@ class BatchChannel(FrameProtocol):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open = False
+        self._opened = False
         self._number = 0
         self._calls: dict[int, asyncio.Future[bytes]] = {}
 
@@ -62,10 +62,19 @@ class BatchChannel(FrameProtocol):
                 transport, channel = await loop.create_connection(cls, host, port)
         except TimeoutError as error:
             raise OSError("the batch port does not answer") from error
-        _watch_for_silence(as_socket(transport))
-        channel._write(Open(VERSION, token))
-        channel.open = True
+        try:
+            _watch_for_silence(as_socket(transport))
+            channel._write(Open(VERSION, token))
+        except (OSError, WorkerCallError) as error:  # it was closed in the same moment
+            transport.abort()
+            raise OSError("the batch port closed the connection") from error
+        channel._opened = True
         return channel
+
+    @property
+    def open(self) -> bool:
+        """Whether calls may be made; false as soon as the other side has closed."""
+        return self._opened and self.transport is not None and not self.transport.is_closing()
 
     async def infer(
         self,
@@ -112,7 +121,7 @@ class BatchChannel(FrameProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """What is under way gets no answer."""
-        self.open = False
+        self._opened = False
         for number in list(self._calls):
             self._fail(number, "UNAVAILABLE", "the connection to the worker was lost")
 

@@ -232,7 +232,8 @@ class WorkerLink:
                             port=port[1],
                             reason=str(error),
                         )
-                tried.set()
+                finally:
+                    tried.set()
             await asyncio.sleep(RECONNECT_S)
 
 

@@ -13,6 +13,7 @@ and the receiver reads the socket into the buffer that the engine decodes from.
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -22,6 +23,8 @@ import numpy as np
 
 from taktline_protocol.messages import Image
 from taktline_protocol.rpc import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_HEAD_BYTES = 1 << 20
@@ -111,6 +114,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
+        self.most_bytes = MAX_MESSAGE_BYTES
+        """The longest body that is taken."""
         self._small = bytearray(_SMALL)
         self._start = self._end = 0
         self._head: Head | None = None
@@ -143,14 +148,15 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 head, body = self._head, self._body
                 self._head, self._body = None, memoryview(b"")
                 self.frame_received(head, body)
-        except WireError:
+        except WireError as error:
+            logger.warning("a batch connection is closed: %s", error)
             if self.transport is not None:
                 self.transport.abort()
 
     def _read_heads(self) -> None:
         while self._end - self._start >= PREFIX.size:
             head_size, body_size = PREFIX.unpack_from(self._small, self._start)
-            if head_size > MAX_HEAD_BYTES or body_size > MAX_MESSAGE_BYTES:
+            if head_size > MAX_HEAD_BYTES or body_size > self.most_bytes:
                 raise WireError(f"a frame of {head_size} + {body_size} bytes")
             begin = self._start + PREFIX.size
             if self._end < begin + head_size:

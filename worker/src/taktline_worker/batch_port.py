@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import logging
 import os
 import socket
@@ -30,6 +32,7 @@ from taktline_protocol.batch_frames import (
     frame,
     images_of,
 )
+from taktline_protocol.rpc import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +85,13 @@ class BatchConnection(FrameProtocol):
 
     def __init__(self, token: bytes, infer: Infer, connections: set[BatchConnection]) -> None:
         super().__init__()
+        self.most_bytes = 0  # whoever has not opened has nothing to send but an opening
         self._token = token
         self._infer = infer
         self._connections = connections
         self._opened = False
+        self._leaving = False
+        self.gone = asyncio.Event()
         self._calls: dict[int, tuple[asyncio.Task[None], CallContext]] = {}
 
     def running(self) -> list[asyncio.Task[None]]:
@@ -101,20 +107,31 @@ class BatchConnection(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody waits for what runs."""
         self._connections.discard(self)
+        self.gone.set()
         for _, context in self._calls.values():
             context.cancelled = True
 
+    def leave(self) -> None:
+        """Refuses calls from now on."""
+        self._leaving = True
+
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection once all that was written has been sent."""
         if self.transport is not None:
             self.transport.close()
+
+    def abort(self) -> None:
+        """Ends the connection."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def frame_received(self, head: Head, body: Body) -> None:
         """The opening, a batch, or word that nobody waits for one."""
         if isinstance(head, Open):
-            if head.version != VERSION or head.token != self._token:
+            if head.version != VERSION or not hmac.compare_digest(head.token, self._token):
                 raise WireError("another version, or a port that was another worker's")
             self._opened = True
+            self.most_bytes = MAX_MESSAGE_BYTES
         elif not self._opened:
             raise WireError("no opening")
         elif isinstance(head, Call):
@@ -133,6 +150,9 @@ class BatchConnection(FrameProtocol):
             raise WireError("an unreadable request") from error
         if len(message.items) != len(images):
             raise WireError("frames of another number of items")
+        if self._leaving:
+            self._write(Failure(call.number, "UNAVAILABLE", "the worker is going away"))
+            return
         context = CallContext(call)
         task = asyncio.get_running_loop().create_task(self._run(call.number, message, images, context))
         self._calls[call.number] = (task, context)
@@ -159,7 +179,12 @@ async def listen(host: str, infer: Infer) -> BatchListener:
     connections: set[BatchConnection] = set()
     token = os.urandom(TOKEN_BYTES)
     loop = asyncio.get_running_loop()
-    bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    six = ":" in host
+    bound = socket.create_server(
+        (host, 0),
+        family=socket.AF_INET6 if six else socket.AF_INET,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),  # as gRPC listens there
+    )
     server = await loop.create_server(lambda: BatchConnection(token, infer, connections), sock=bound)
     return BatchListener(server, token, connections)
 
@@ -174,13 +199,22 @@ class BatchListener:
         self.port: int = server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
 
     async def close(self, grace_s: float) -> None:
-        """Takes no more connections, lets running calls finish for so long, and closes."""
+        """Takes no more connections and calls, lets what runs finish and be sent for so long, and closes."""
+        ends_at = time.monotonic() + grace_s
         self._server.close()
+        for connection in self._connections:
+            connection.leave()
         running = [task for connection in self._connections for task in connection.running()]
         if running:
             await asyncio.wait(running, timeout=grace_s)
         for connection in list(self._connections):
             connection.close()
+        with contextlib.suppress(TimeoutError):  # a gateway that reads nothing
+            async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
+                for connection in list(self._connections):
+                    await connection.gone.wait()
+        for connection in list(self._connections):
+            connection.abort()
 
 
 class BatchPort:
