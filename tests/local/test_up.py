@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from taktline_local import up
-from taktline_local.stack import split_next_step
+from taktline_local.stack import planned_pods, split_next_step
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "pi05_tiny" / "lerobot_folder"
@@ -243,3 +243,11 @@ async def test_interrupt_ends_the_stand_in_fleet(stand_in_fleet: Path, monkeypat
     interrupted = asyncio.Event()
     asyncio.get_running_loop().call_later(0.5, interrupted.set)
     assert await up.run_fleet("http://gateway", "tiny", 3, [], interrupted) == 130
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "LeaderWorkerSet", "RayService"])
+def test_a_worker_of_several_pods_is_refused_with_what_to_leave_out(kind: str) -> None:
+    group = {"kind": kind, "metadata": {"name": "planner-mesh-0"}, "spec": {}}
+    with pytest.raises(TaktlineError, match="is several pods") as caught:
+        planned_pods([group], None)
+    assert "gpusPerNode" in caught.value.next_step

@@ -117,9 +117,20 @@ def split_next_step(text: str) -> tuple[str, str]:
 
 
 def planned_pods(items: list[Object], workers: int | None) -> list[Object]:
-    """The Pods that the plan's Deployments would have, `workers` of each where given."""
+    """The Pods that the plan's Deployments would have, `workers` of each where given.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID; a worker is a group of pods, which needs an API server's controllers.
+    """
     pods = []
     for deployment in items:
+        if deployment["kind"] in ("StatefulSet", "LeaderWorkerSet", "RayService"):
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"a worker of {deployment['metadata']['name']} is several pods ({deployment['kind']}), and one machine"
+                " runs workers of one pod",
+                "leave pools[].gpusPerNode and engine.runtime out here: all ranks then run in one pod",
+            )
         if deployment["kind"] != "Deployment":
             continue
         template = deployment["spec"]["template"]
