@@ -297,8 +297,8 @@ async def test_a_pod_can_neither_flood_the_operator_nor_send_it_elsewhere(
     async def reply(request: web.Request) -> web.StreamResponse:
         asked.append(request.path)
         if request.path == "/progress" and answer == "redirect":
-            return web.HTTPFound("/elsewhere")
-        return web.Response(body=b'{"state": "downloading"}' + bytes([32]) * delivery_polling.MOST_BYTES)
+            return web.Response(status=302, headers={"location": "/elsewhere"})
+        return web.Response(body=b'{"state": "downloading"}' + bytes([32]) * (1 << 20))
 
     application = web.Application()
     application.router.add_get("/{rest:.*}", reply)
