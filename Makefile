@@ -54,10 +54,11 @@ images-check: setup ## lint the container files and write a bill of materials fo
 IMAGE_PREFIX ?= taktline
 IMAGE_VERSION ?= 0.1.0
 PLATFORMS ?= linux/amd64,linux/arm64
+export WORKER_EXTRAS ?=
 .PHONY: images
 images: images-check ## build all images for PLATFORMS with docker buildx and push them to IMAGE_PREFIX
 	for name in operator gateway worker; do \
-		docker buildx build --platform $(PLATFORMS) --build-arg VERSION=$(IMAGE_VERSION) --push \
+		docker buildx build --platform $(PLATFORMS) --build-arg VERSION=$(IMAGE_VERSION) --build-arg WORKER_EXTRAS="$(WORKER_EXTRAS)" --push \
 			-f deploy/containers/$$name.Dockerfile -t $(IMAGE_PREFIX)/$$name:$(IMAGE_VERSION) . || exit 1; \
 	done
 

@@ -25,11 +25,15 @@ COPY operator/pyproject.toml operator/pyproject.toml
 COPY demo/pyproject.toml demo/pyproject.toml
 COPY deploy/local-cluster/pyproject.toml deploy/local-cluster/pyproject.toml
 COPY dashboards/pyproject.toml dashboards/pyproject.toml
-RUN uv sync --frozen --no-dev --no-install-workspace --package taktline-worker
+# Extras of taktline-worker that the image brings: "--extra=video", "--extra=ray", or both.
+ARG WORKER_EXTRAS=""
+# hadolint ignore=SC2086
+RUN uv sync ${WORKER_EXTRAS} --frozen --no-dev --no-install-workspace --package taktline-worker
 COPY protocol/src protocol/src
 COPY kernels/src kernels/src
 COPY worker/src worker/src
-RUN uv sync --frozen --no-dev --no-editable --package taktline-worker
+# hadolint ignore=SC2086
+RUN uv sync ${WORKER_EXTRAS} --frozen --no-dev --no-editable --package taktline-worker
 
 FROM ${PYTHON_IMAGE}
 ARG VERSION=0.1.0

@@ -74,6 +74,20 @@ def test_an_image_takes_the_locked_packages_and_every_members_project_file(path)
     assert re.search(r"RUN pip install uv==\d+\.\d+\.\d+$", build, re.MULTILINE)
 
 
+def test_the_workers_extras_reach_its_packages_and_its_bill(tmp_path):
+    build = stages(FOLDER / "worker.Dockerfile")[0]
+    assert build.index('ARG WORKER_EXTRAS=""') < build.index("RUN uv sync ${WORKER_EXTRAS} ")
+    assert build.count("RUN uv sync ${WORKER_EXTRAS} ") == 2
+    settings = {**os.environ, "WORKER_EXTRAS": "--extra=video"}
+    subprocess.run([ROOT / "tools/sbom", tmp_path], check=True, capture_output=True, env=settings)
+    with_video = {
+        name: "av"
+        in {part["name"] for part in json.loads((tmp_path / f"taktline-{name}.cdx.json").read_text())["components"]}
+        for name in NAMES
+    }
+    assert with_video == {"gateway": False, "operator": False, "worker": True}
+
+
 def test_what_is_sent_to_the_engine_is_what_the_files_copy():
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     assert allowed[1] == "*"
