@@ -111,6 +111,19 @@ def test_misuse_exits_with_2(stack):
     assert taktline("act", "--policy", "p", "--instruction", "i", "--camera", "nofile", url=stack.url).returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--state", "1,b"], "'1,b' is no list of numbers"),
+        (["--imagine", "/nowhere/a.mp4"], "there is no folder /nowhere"),
+    ],
+)
+def test_act_says_what_is_wrong_with_an_option_before_it_asks(arguments, said):
+    done = taktline("act", "--policy", "p", "--instruction", "go", *arguments, url="http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("mode", [[], ["--rate", "40"], ["--stream"], ["--stream", "--still", "--rate", "40"]])
 def test_bench_http_accounts_for_every_request(stack, tmp_path, mode):
     output = tmp_path / "figures.json"

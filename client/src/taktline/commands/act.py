@@ -38,6 +38,8 @@ def act(
     from taktline.chunk import Chunk
     from taktline.robot import ANSWER_TIMEOUT_S, Robot
 
+    if imagine is not None and not imagine.parent.is_dir():  # said before a worker has made the video
+        raise typer.BadParameter(f"there is no folder {imagine.parent}", param_hint="--imagine")
     images = dict(_camera(text) for text in camera or [])
     access = Access(api_key_file=api_key_file, ca_file=ca_file, client_cert=client_cert)
     wanted = Imagine(format="mp4") if imagine is not None else None
@@ -93,4 +95,4 @@ def _state(text: str) -> list[float]:
     try:
         return [float(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
-        raise typer.BadParameter(f"{error}", param_hint="--state") from error
+        raise typer.BadParameter(f"{text!r} is no list of numbers; write 0.1,-0.2", param_hint="--state") from error

@@ -173,8 +173,8 @@ class Remote:
         return TaktlineError(
             ErrorCode.MODEL_UNREACHABLE,
             f"{what} did not come before the deadline" + (f"; the last failure: {words}" if words else ""),
-            "what came is kept and the next attempt goes on from there; check the source, or raise"
-            " spec.delivery.deadlineSeconds",
+            "what came is kept and the next attempt goes on from there; check the source, or allow more time"
+            " (spec.delivery.deadlineSeconds, on the command line --deadline-s)",
         )
 
     def head(self, origin: Origin, name: str) -> Head:
