@@ -226,7 +226,8 @@ def test_whoever_has_not_opened_makes_the_worker_reserve_nothing():
 
     connection, transport = BatchConnection(b"t", infer, set()), Transport()
     connection.transport = transport
-    feed(connection, PREFIX.pack(1, 1 << 29) + b"\x90", iter(lambda: 1 << 20, None))
+    head = frame(Open(VERSION, b"t"))[0][PREFIX.size :]
+    feed(connection, PREFIX.pack(len(head), 1 << 29) + head, iter(lambda: 1 << 20, None))
     assert transport.aborted
 
     connection, transport = BatchConnection(b"t", infer, set()), Transport()
