@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, ParallelOptions
+from taktline_worker.checkpoint import TensorFiles
 from taktline_worker.inspection import inspect
 from taktline_worker.models.cosmos3.composition import VIEWS
 from taktline_worker.models.registry import load_adapter
@@ -249,3 +250,12 @@ def test_an_edge_export_without_its_newer_fields_is_recognised_by_its_tensors(pu
 )
 def test_a_deployment_that_does_not_fit_is_refused(published, options, said):
     assert said in refused(published / "nano", ErrorCode.CONFIG_INVALID, **options).message
+
+
+def test_a_part_without_tensors_is_named_and_not_taken_for_another_source(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    with pytest.raises(TaktlineError) as caught:
+        TensorFiles(tmp_path / "transformer", "diffusion_pytorch_model")
+    assert "transformer holds no diffusion_pytorch_model.safetensors" in caught.value.message
+    assert "belongs into transformer/" in caught.value.next_step
+    assert "model.source" not in caught.value.next_step

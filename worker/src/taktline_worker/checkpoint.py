@@ -162,8 +162,11 @@ def read_small_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _weight_paths(folder: Path, file: str, index: str) -> list[Path]:
+    advice = f"set model.source to the folder that holds {file}"
+    if file != "model.safetensors":  # diffusers' files lie in folders of the checkpoint
+        advice = f"complete the checkpoint: {file}, or the parts that an index lists, belongs into {folder.name}/"
     if not folder.is_dir():
-        raise refuse(f"{folder} is no folder", f"set model.source to the folder that holds {file}")
+        raise refuse(f"{folder} is no folder", advice)
     single = folder / file
     if single.is_file():
         return [single]
@@ -173,7 +176,7 @@ def _weight_paths(folder: Path, file: str, index: str) -> list[Path]:
         if missing or not names:
             raise refuse(f"{folder / index} lists files that are absent: {missing}", "complete the checkpoint")
         return [folder / name for name in names]
-    raise refuse(f"{folder} holds no {file}", f"set model.source to the folder that holds {file}")
+    raise refuse(f"{folder} holds no {file}", advice)
 
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
