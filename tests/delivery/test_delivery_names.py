@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
+import lzma
 import tarfile
 
 import pytest
@@ -63,6 +65,30 @@ def archive(mirror, data: bytes, **more) -> DeliveryConfig:
     mirror.files["/m.tar.gz"] = data
     pin = hashlib.sha256(data).hexdigest()
     return DeliveryConfig(source=HttpSource(url=f"{mirror.url}/m.tar.gz", layout="Archive", sha256=pin), **more)
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+@pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
+def test_an_archive_that_was_packed_badly_is_refused_in_words(mirror, cache, mode, where):
+    text = [content(50_000, seed).hex().encode() for seed in (0, 1)]  # what does not compress is stored as it is
+    data = bytearray(packed((member("a.txt"), text[0]), (member("b.txt"), text[1]), mode=mode))
+    at = int(where * len(data))
+    data[at : at + 64] = bytes(64)
+    with pytest.raises(TaktlineError) as caught:
+        fetch(archive(mirror, bytes(data)), cache, patience=HASTE, spare_bytes=0)
+    assert caught.value.code is ErrorCode.MODEL_UNSAFE
+    assert not cache.records()
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_an_archive_that_was_cut_between_two_files_publishes_no_half(mirror, cache, mode):
+    whole = packed((member("a.bin"), content(1024)), (member("b.bin"), content(1024, 1)), mode="w")
+    data = {"w": bytes, "w:gz": gzip.compress, "w:xz": lzma.compress}[mode](whole[: 512 + 1024])
+    with pytest.raises(TaktlineError) as caught:
+        fetch(archive(mirror, data), cache, patience=HASTE, spare_bytes=0)
+    assert caught.value.code is ErrorCode.MODEL_UNSAFE
+    assert "cut" in caught.value.message
+    assert not cache.records()
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])

@@ -109,6 +109,20 @@ def test_killed_in_the_middle_it_goes_on_and_nobody_waits_for_the_dead(mirror, d
     assert whole(tmp_path / "cache" / "models" / record["key"])
 
 
+def test_told_to_end_it_ends_at_once_also_as_the_first_process_of_a_container(mirror, delivery, tmp_path, ended):
+    mirror.fault = lambda asked: (
+        {"cut": 300_000, "stall": True} if asked.method == "GET" and "safetensors" in asked.path else None
+    )
+    ended.append(start(delivery, tmp_path / "cache"))
+    wait_until(lambda: mirror.served_bytes >= 600_000, "both files are on their way")
+    os.kill(ended[0].pid, signal.SIGTERM)
+    assert ended[0].wait(timeout=60) == 128 + signal.SIGTERM, "a handler of its own; the first process has no other"
+    mirror.fault = lambda asked: None
+    mirror.released.set()
+    ended.append(start(delivery, tmp_path / "cache"))
+    assert ended[1].wait(timeout=120) == 0
+
+
 def test_a_reader_never_sees_a_half(mirror, delivery, cache):
     config = msgspec.json.decode(delivery.read_bytes(), type=DeliveryConfig)
     mirror.pace_s = 0.002

@@ -352,6 +352,23 @@ async def test_a_mesh_that_no_pod_can_hold_is_refused_as_it_is_applied(make: Any
     assert "engine.parallel" in response["status"]["message"]
 
 
+async def test_a_mesh_that_spans_nodes_is_let_through_as_reconciliation_takes_it(make: Any) -> None:
+    model = {"family": "vjepa2-ac", "source": {"path": "/srv/policies/planner"}, "revision": "a"}
+    pool = H100 | {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    body = make.body(model=model, pools=[pool], engine={"parallel": {"search": 8}})
+    fours = NODE | {"status": {"allocatable": {"nvidia.com/gpu": "4"}}}
+    world = World(fours)
+    surveyor = surveying.Surveyor(world, ())
+    for _ in range(3):
+        reply = await admission.reviewed(request(body), surveyor)
+        assert reply["response"]["allowed"]
+    assert world.asked.count("Node") == 2, "once for labels, once for GPUs"
+    eights = NODE | {"status": {"allocatable": {"nvidia.com/gpu": "8"}}}
+    for known in (World(eights), World(forbidden=("Node",))):
+        refused = await answer(known, body)
+        assert "8 ranks" in refused["status"]["message"]
+
+
 async def test_a_review_repeats_no_check_of_the_api_servers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CRD's rules take most of the time of a parse; a burst of edits must not hold up reconciliation."""
 

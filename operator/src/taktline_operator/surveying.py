@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from taktline_operator import advice, grouping, routing, schema, sizing
+from taktline_operator import advice, grouping, meshes, routing, schema, sizing
 from taktline_operator.kube import ApiError
 from taktline_operator.spec import PolicyDeployment
 
@@ -68,7 +68,8 @@ class Surveyor:
         self._existence = Existence(api)
         self._monotonic = monotonic
         self._nodes: Sequence[Mapping[str, str]] | None = None
-        self._nodes_at = -float("inf")
+        self._nodes_at = self._gpus_at = -float("inf")
+        self._gpus: Sequence[meshes.NodeGpus] = ()
 
     async def around(self, policy: PolicyDeployment, live: Json) -> advice.Surroundings:
         """What is known around `policy`.
@@ -79,8 +80,8 @@ class Surveyor:
         Raises:
             ApiError: the API server could not be asked.
         """
-        owner, absent, nodes = await asyncio.gather(
-            self._owner(policy), self._existence.absent(policy), self._node_labels()
+        owner, absent, nodes, gpus = await asyncio.gather(
+            self._owner(policy), self._existence.absent(policy), self._node_labels(), self._node_gpus(policy)
         )
         status = live.get("status") or {}
         return advice.Surroundings(
@@ -88,7 +89,7 @@ class Surveyor:
             absent=absent,
             nodes=nodes,
             tables=sizing.known_times(status, {}),
-            gpus_per_node=grouping.per_node(policy, status, ()),
+            gpus_per_node=grouping.per_node(policy, status, gpus),
         )
 
     async def _owner(self, policy: PolicyDeployment) -> tuple[str, str] | None:
@@ -117,3 +118,18 @@ class Surveyor:
             self._nodes = [node["metadata"].get("labels", {}) for node in found]
         self._nodes_at = now
         return self._nodes
+
+    async def _node_gpus(self, policy: PolicyDeployment) -> Sequence[meshes.NodeGpus]:
+        """What reconciliation knows of GPUs, where it matters: nodes as a whole are ten times their labels."""
+        if policy.spec.engine.gpus == 1 or all(pool.gpus_per_node is not None for pool in policy.spec.pools):
+            return ()
+        now = self._monotonic()
+        if now - self._gpus_at >= NODES_S:
+            try:
+                self._gpus = meshes.of_nodes(await self._api.list("Node", None))
+            except ApiError as error:
+                if error.status != 403:
+                    raise
+                self._gpus = ()
+            self._gpus_at = now
+        return self._gpus

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import tarfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -14,6 +16,8 @@ from taktline_worker.delivery.cache import Cache, FileRecord, disk_full, is_no_r
 from taktline_worker.delivery.names import MAX_FILES, checked_name, unsafe
 from taktline_worker.delivery.progress import Progress
 from taktline_worker.delivery.transfer import BLOCK
+
+_MOST_PADDING = 16 << 20  # zeros behind the end of an archive, in bytes; tools write up to a record of 10 KiB or so
 
 
 def unpack(
@@ -51,7 +55,8 @@ def unpack(
                 stream = tar.extractfile(member)
                 assert stream is not None, "a regular file"
                 found.append(_take(cache, staged, key, checked_name(name), stream))
-    except (tarfile.TarError, EOFError, OSError) as error:
+            _require_end(tar)
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
         if isinstance(error, OSError) and is_no_room(error):
             raise disk_full(cache.folder, limit - room, f"unpacking {archive.name[:12]}… failed") from None
         if isinstance(error, OSError) and error.errno:
@@ -62,6 +67,22 @@ def unpack(
     files = _without_common_folder(found)
     _check(files, expected)
     return files
+
+
+def _require_end(tar: tarfile.TarFile) -> None:
+    """Refuses an archive that stops in the middle: `tarfile` takes a header that it cannot read for the end of it.
+
+    Behind the first block of zeros, which is read, comes a second one, and nothing but zeros. Reading on has a packer's
+    checksum looked at, too.
+    """
+    assert tar.fileobj is not None, "open for reading"
+    count = 0
+    while block := tar.fileobj.read(BLOCK):
+        count += len(block)
+        if block.count(0) != len(block) or count > _MOST_PADDING:
+            raise unsafe("the archive goes on behind what can be read of it: it is damaged")
+    if count < tarfile.BLOCKSIZE:
+        raise unsafe("the archive has no end: it was cut")
 
 
 def _take(cache: Cache, staged: Path, key: str, name: str, stream: IO[bytes]) -> FileRecord:

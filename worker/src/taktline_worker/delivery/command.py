@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,6 +186,8 @@ def main(arguments: Sequence[str]) -> int:
     """The same for `taktline-worker model ...`; returns the exit code."""
     from taktline_protocol import TaktlineError
 
+    # The first process of a container ignores what it does not handle, and would fetch on until it is killed.
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         app(args=list(arguments), prog_name="taktline-worker model")
     except TaktlineError as error:
@@ -192,7 +195,15 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_REFUSED
     except SystemExit as done:
         return int(done.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """Ends at once: what came is kept, and the kernel lets go of the locks."""
+    del frame
+    os._exit(128 + number)
 
 
 def _digest(path: Path) -> str:
