@@ -6,6 +6,7 @@ import shlex
 
 from taktline_demo.cli import app
 from taktline_demo.jpeg import decode_jpeg
+from taktline_protocol import TaktlineError
 from typer.testing import CliRunner
 
 
@@ -19,3 +20,10 @@ def test_snapshot_writes_both_frames_and_a_command_with_as_many_joints(tmp_path)
         assert decode_jpeg((tmp_path / f"{camera}.jpg").read_bytes()).std() > 1
     state = next(word for word in words if word.startswith("--state="))
     assert len(state.split(",")) == 4
+
+
+def test_snapshot_says_where_it_may_not_write(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["snapshot", "--out", str(tmp_path / "file")])
+    assert isinstance(result.exception, TaktlineError)
+    assert "--out" in result.exception.next_step

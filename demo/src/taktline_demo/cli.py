@@ -145,9 +145,14 @@ def snapshot(
     from taktline_demo.environment import ReachEnvironment
     from taktline_demo.jpeg import encode_jpeg
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _usage(
+            f"{out} cannot be made: {error.strerror}", "name a folder that you may write to with --out"
+        ) from error
     environment = ReachEnvironment()
     environment.reset(seed)
-    out.mkdir(parents=True, exist_ok=True)
     cameras = ""
     for name, frame in environment.frames().items():
         path = out / f"{name}.jpg"
