@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from taktline_operator import delivery
 from taktline_operator.cli import _parser
 from test_operator_chart import container_of, find, helm, render
 
@@ -125,6 +126,12 @@ def test_a_tenant_gets_the_limits_that_are_named_and_no_others(render: Any) -> N
     }
     policies = [found for found in objects if found["kind"] == "NetworkPolicy"]
     assert [found["metadata"]["namespace"] for found in policies] == ["b"]
+    ways = [rule for rule in policies[0]["spec"]["ingress"] if "ports" in rule]
+    (progress,) = [rule for rule in ways if rule["ports"] == [{"port": delivery.PROGRESS_PORT, "protocol": "TCP"}]]
+    operator = find(objects, "Deployment", "taktline-operator")["spec"]["template"]["metadata"]["labels"]
+    (who,) = progress["from"]
+    assert who["podSelector"]["matchLabels"].items() <= operator.items()
+    assert who["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "factory"}
 
 
 @pytest.mark.parametrize(
