@@ -10,11 +10,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import taktline
+from taktline.access import Access
+from taktline.robot_metrics import RobotMetrics
+from taktline.stream_client import StreamClient
+from taktline.stream_link import NoStream
+from taktline_protocol import Array, Observation
 from taktline_protocol.codecs import MediaType, encode
+from taktline_protocol.limits import DEFAULT_LIMITS
+from taktline_protocol.stream import Observe
+from taktline_protocol.stream_codec import decode_from_robot
+from websockets.exceptions import ConnectionClosedError
 
 from tests.client.cut_proxy import CutProxy
 from tests.client.test_robot import OneShotServer, _http
@@ -316,6 +326,103 @@ def test_where_only_the_stream_will_do_its_absence_is_an_error():
         robot.act(IMAGES, STATE, "go", BUDGET_MS)
     assert caught.value.code is taktline.ErrorCode.GATEWAY_UNREACHABLE
     assert "transport" in caught.value.next_step
+
+
+class ScriptedLink:
+    """A connection whose sends wait until it is `cut`, and then fail."""
+
+    def __init__(self, *, sends: bool) -> None:
+        self.welcome = SimpleNamespace(resumed=False, token=b"t", held={}, pending=())
+        self.gone = self.leaving = False
+        self.goodbye = None
+        self.heard_at = time.monotonic()
+        self.sent: list[int] = []
+        self.put = asyncio.Event()
+        self._sends = sends
+        self._cut = asyncio.Event()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    async def send(self, body: bytes) -> None:
+        frame = decode_from_robot(body, DEFAULT_LIMITS)
+        if isinstance(frame, Observe):
+            self.sent.append(frame.seq)
+            self.put.set()
+            if not self._sends:
+                await self._cut.wait()
+                raise ConnectionClosedError(None, None)
+
+    async def receive(self) -> bytes:
+        await self._cut.wait()
+        raise ConnectionClosedError(None, None)
+
+    async def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.cut()
+
+
+async def asked(monkeypatch, *outcomes):
+    """A client whose attempts to connect end so, and the task of its first observation."""
+    left = list(outcomes)
+
+    async def open_link(uri, access, hello):
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("taktline.stream_client.open_link", open_link)
+    client = StreamClient("http://nowhere", "p", "arm", "s", Access(), RobotMetrics())
+    observation = Observation(
+        robot_id="arm",
+        session_id="s",
+        seq=1,
+        captured_at=1.0,
+        budget_ms=60_000.0,
+        images={},
+        state=Array("float64", (1,), bytes(8)),
+        instruction="go",
+    )
+    return client, asyncio.create_task(client.ask(observation, {}, 60.0))
+
+
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize(
+    "refusal", [taktline.TaktlineError(taktline.ErrorCode.UNAUTHENTICATED, "no", "ask for a key"), NoStream("gone")]
+)
+def test_where_no_new_connection_is_had_what_the_lost_one_carried_is_told_why(monkeypatch, sends, refusal):
+    async def scene():
+        first = ScriptedLink(sends=sends)
+        client, answer = await asked(monkeypatch, first, refusal)
+        await first.put.wait()
+        first.cut()
+        with pytest.raises(type(refusal)) as caught:
+            await answer
+        assert caught.value is refusal
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_a_leaving_connection_still_owed_when_it_went_is_asked_over_the_open_one(monkeypatch, sends):
+    async def scene():
+        first, second = ScriptedLink(sends=sends), ScriptedLink(sends=True)
+        client, answer = await asked(monkeypatch, first, second)
+        await first.put.wait()
+        client._leave(first)
+        while client._link is not second:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        first.cut()
+        await second.put.wait()
+        assert second.sent == [1]
+        answer.cancel()
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
 
 
 def test_a_policy_that_does_not_exist_is_named(stack):

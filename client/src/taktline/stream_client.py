@@ -238,6 +238,7 @@ class StreamClient:
                 except TaktlineError as error:
                     self._failure = error
                     if error.code not in _RETRIED:
+                        self._fail_lost(error)
                         return
                     hint_s = (error.retry_after_ms or 0.0) / 1e3
                     # Many robots lose one gateway at one moment; they must not come back at one moment.
@@ -245,6 +246,7 @@ class StreamClient:
                     backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
                 except NoStream as error:
                     self._failure = error
+                    self._fail_lost(error)
                     return
                 else:
                     self._failure = None
@@ -273,7 +275,12 @@ class StreamClient:
         for waiting in lost:
             if waiting.seq in welcome.pending:
                 waiting.link = link
-        again = [w for w in lost if w.link is not link]
+        self._send_again([w for w in lost if w.link is not link])
+        self._spawn(self._read(link))
+        self._spawn(self._ping(link))
+
+    def _send_again(self, again: list[Waiting]) -> None:
+        """Sends the newest of what a lost connection carried over the one that is open; the others are superseded."""
         newest = max((w.seq for w in again), default=0)
         for waiting in again:
             if waiting.seq == newest:
@@ -286,8 +293,12 @@ class StreamClient:
                         "use the chunk of the newer observation",
                     )
                 )
-        self._spawn(self._read(link))
-        self._spawn(self._ping(link))
+
+    def _fail_lost(self, error: Exception) -> None:
+        """No connection will come: what the lost one carried is told why."""
+        for waiting in self._waiting.values():
+            if waiting.sends and (waiting.link is None or waiting.link.gone) and not waiting.answer.done():
+                waiting.answer.set_exception(error)
 
     async def _resend(self, waiting: Waiting) -> None:
         try:
@@ -326,6 +337,8 @@ class StreamClient:
         # Also where nothing waits: the next observation should find a connection.
         if self._link is None:
             self._reconnect()
+        else:  # it was leaving, and another is open
+            self._send_again([w for w in self._waiting.values() if w.link is link and not w.answer.done()])
 
     async def _ping(self, link: Link) -> None:
         sent = 0

@@ -27,8 +27,9 @@ _logger = logging.getLogger(__name__)
 _NO_MAPPING = ClientMapping()
 
 Withdraw = Callable[[TaktlineError | None], bool]
-UnderWay = Callable[[], bool]
 """Takes an observation out of the queue, answering it with the error, or with nothing; False where a batch has it."""
+UnderWay = Callable[[], bool]
+"""Whether a worker has an observation."""
 
 
 class GatewayService:
