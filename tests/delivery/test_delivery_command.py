@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from taktline_worker.delivery import command
 
 from tests.delivery.conftest import content
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """The command sends the process's log to its stderr, which ends with the test: others are not to log there."""
+    root, quiet = logging.getLogger(), logging.getLogger("httpx")
+    handlers, levels = list(root.handlers), (root.level, quiet.level)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+    root.setLevel(levels[0])
+    quiet.setLevel(levels[1])
 
 
 @pytest.fixture
