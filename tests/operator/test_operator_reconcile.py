@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -279,6 +280,45 @@ async def test_changes_queue_the_table_once(make: Any) -> None:
     await asyncio.sleep(0.1)
     keys = [await controller.queue.get() for _ in range(controller.queue.depth)]
     assert sorted(keys) == [ROUTES, KEY]
+
+
+@pytest.mark.parametrize(
+    ("status", "causes", "told"),
+    [
+        (403, frozenset(), True),
+        (400, frozenset(), True),
+        (422, frozenset(), True),
+        (409, frozenset(), False),
+        (503, frozenset(), False),
+        (403, frozenset({"NamespaceTerminating"}), False),
+    ],
+)
+async def test_an_object_that_the_api_server_refuses_is_a_condition_written_once(
+    make: Any, status: int, causes: frozenset[str], told: bool
+) -> None:
+    api = make.Api(make.body())
+    applied, stored = api.apply, []
+
+    async def refused(desired: Json, subresource: str = "") -> Json:
+        if desired["kind"] == "Deployment":
+            raise ApiError(status, "", 'admission webhook "policy.example" denied the request: no', causes=causes)
+        stored.extend([subresource] if subresource else [])
+        found: Json = await applied(desired, subresource)
+        return found
+
+    api.apply = refused
+    controller = Controller(api, make.settings, clock=lambda: make.now)
+    await controller.resync(everything=True)
+    for _ in range(2):
+        with contextlib.suppress(ApiError):
+            await controller.handle(KEY)
+    assert stored == (["status"] if told else [])
+    conditions = api.objects["PolicyDeployment", "line-1", "reach"].get("status", {}).get("conditions", [])
+    words = [
+        (found["status"], found["reason"], found["message"]) for found in conditions if found["type"] == "Degraded"
+    ]
+    assert [found[:2] for found in words] == ([("True", "ApplyRefused")] if told else [])
+    assert all("Deployment/reach-cpu" in found[2] and "policy.example" in found[2] for found in words)
 
 
 async def test_an_object_that_a_quota_refuses_is_a_condition_and_is_tried_again(make: Any) -> None:

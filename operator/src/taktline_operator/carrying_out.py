@@ -41,7 +41,7 @@ async def carry_out(api: Api, live: Json, result: Plan, clock: Callable[[], str]
         try:
             await api.apply(found)
         except ApiError as error:
-            fault = faults.of_quota(error.message, "/".join(ref_of(found)))
+            fault = faults.of_refusal(error, "/".join(ref_of(found)))
             if fault is None:
                 raise
             # People see it before it is tried again, ever later.

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from taktline_operator import kueue
+from taktline_operator.kube import ApiError
 
 Json = dict[str, Any]
 
@@ -19,6 +20,8 @@ class Fault(NamedTuple):
     reason: str
     message: str
 
+
+_REFUSALS = (400, 403, 422)
 
 # Kubernetes alternates between the attempt and its back-off; one name for both keeps the condition still.
 _WAITING = {
@@ -63,6 +66,18 @@ def of_quota(refusal: str, what: str) -> Fault | None:
         return None
     step = "ask for a larger ResourceQuota, or for fewer workers"
     return Fault("QuotaExceeded", f"{what}: exceeded quota: {_trimmed(said)} ({step})")
+
+
+def of_refusal(error: ApiError, what: str) -> Fault | None:
+    """The fault behind an object that the API server takes no better when it is sent again.
+
+    A quota, a missing right, an admission policy, a value that it refuses; None where trying again may help, and where
+    the namespace is going.
+    """
+    found = of_quota(error.message, what)
+    if found is not None or error.status not in _REFUSALS or "NamespaceTerminating" in error.causes:
+        return found
+    return Fault("ApplyRefused", f"{what}: the API server refuses it: {_trimmed(error.message)}")
 
 
 def of_pod(pod: Json) -> Fault | None:
