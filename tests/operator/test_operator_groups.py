@@ -352,3 +352,19 @@ def test_plain_workers_are_units_by_themselves(make: Any) -> None:
     assert group_pods.leaders(pods) == pods
     assert list(group_pods.units(pods)) == ["a", "b"]
     assert group_pods.index_of(pods[0]) is None
+
+
+def test_groups_of_a_revision_that_is_stored_no_more_are_left_alone(make: Any) -> None:
+    rollout = {"strategy": "Progressive"}
+    old = planner(make, pool={"gpusPerNode": 8}, rollout=rollout)
+    before = make.plan(old, observed(make, old), make.settings)
+    (group,) = sets_of(before.desired)
+    pods = pods_of(group)
+    first = make.plan(old, observed(make, old, before.desired, pods, before.status), make.settings)
+    new = planner(make, pool={"gpusPerNode": 8, "image": "registry.example/worker:2"}, rollout=rollout)
+    lost = [found for found in before.desired if found["kind"] != "ControllerRevision"]
+    later = make.plan(new, observed(make, new, lost, pods, first.status), make.settings)
+    gone = {(ref.kind, ref.name) for ref in later.deletions}
+    assert ("StatefulSet", group["metadata"]["name"]) not in gone
+    assert ("Service", naming.ranks_name("reach")) not in gone, "its pods find each other by it"
+    assert len(later.route.targets) == 1

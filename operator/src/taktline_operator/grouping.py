@@ -62,6 +62,17 @@ def budget(policy: PolicyDeployment, pool: Pool, lines: Lineup, gang_of: Mapping
     return workload.disruption_budget(policy, pool)
 
 
+def left_alone(policy: PolicyDeployment, lines: Lineup, children: Sequence[Json]) -> set[tuple[str, str]]:
+    """(kind, name) of what runs workers of lines that stay as they are, and of the Service by which groups meet."""
+    found = {("Deployment", name) for name in lines.left_alone}
+    for child in children:
+        labels = child["metadata"].get("labels", {})
+        line = naming.workload_name(policy.name, labels.get(naming.LABEL_POOL, ""), labels.get(naming.LABEL_TRACK, ""))
+        if child["kind"] in KINDS and line in lines.left_alone:
+            found |= {(child["kind"], child["metadata"]["name"]), ("Service", naming.ranks_name(policy.name))}
+    return found
+
+
 def tell(
     status: Json,
     policy: PolicyDeployment,

@@ -352,8 +352,9 @@ def _deletions(
     the number of workers as soon as nobody asks for it: people may want to set it because nothing settles.
     """
     settled = all(count.settled for count in counts)
-    kept = {ref_of(found) for found in desired} | {Ref("Deployment", name) for name in trial.lines.left_alone}
     children = list(observed.children.values())
+    kept = {ref_of(found) for found in desired}
+    kept |= {Ref(*found) for found in grouping.left_alone(policy, trial.lines, children)}
     replaced: set[Ref] = set()
     for line in (*trial.lines.stable, *trial.lines.candidate):
         gang = gang_of.get(line.name)
