@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
+from taktline_gateway.worker_link import WorkerLink
 from taktline_protocol import Image, worker_pb2
 from taktline_protocol.batch_frames import (
     PREFIX,
@@ -23,6 +24,7 @@ from taktline_protocol.batch_frames import (
     Open,
     frame,
 )
+from taktline_protocol.deployment import Target
 from taktline_worker.batch_port import BatchConnection, BatchPort, listen
 
 from tests.gateway.conftest import FRAME, Stack
@@ -343,6 +345,36 @@ def test_a_call_that_contradicts_itself_ends_the_connection(call):
             await channel.infer(*batch("after it"), 30.0, ())
         assert not channel.open
         await port.close(0.0)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("median_ms", "p99_ms", "batch", "usable"),
+    [
+        (5.0, 6.0, 1, True),
+        (0.0, 6.0, 1, False),
+        (float("nan"), 6.0, 1, False),
+        (5.0, 0.0, 1, True),
+        (5.0, float("inf"), 1, False),
+        (5.0, 6.0, 0, False),
+    ],
+)
+def test_a_worker_whose_times_are_none_is_not_used(median_ms, p99_ms, batch, usable):
+    """A decision divides by them: one such worker would end those of its whole policy."""
+
+    class Telling:
+        async def Info(self, request, **options):
+            times = [worker_pb2.BucketTime(batch=batch, median_ms=median_ms, p99_ms=p99_ms)]
+            return worker_pb2.InfoResponse(policy="p", revision="r", t_sync=times)
+
+    async def body():
+        up = []
+        link = WorkerLink("p", Target(address="127.0.0.1:1"), up.append, lambda _: None)
+        link._worker = Telling()
+        await link._come_up()
+        assert bool(up) is usable
+        await link.close()
 
     run(body)
 

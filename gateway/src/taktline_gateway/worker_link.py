@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import Target
-from taktline_protocol.messages import PolicyInfo
+from taktline_protocol.messages import BucketTime, PolicyInfo
 from taktline_protocol.rpc import CHANNEL_OPTIONS, SERVICE_NAME, policy_info
 from taktline_protocol.rpc_encoding import encode_request, image_chunks
 
@@ -169,6 +170,8 @@ class WorkerLink:
             reason = f"it serves revision {info.revision!r}, the route says {self.target.revision!r}"
         elif not info.t_sync:
             reason = "it reports no calibrated batch times"
+        elif not all(map(_timed, (*info.t_sync, *(time for level in info.cheaper for time in level.t_sync)))):
+            reason = "it reports batch times that are no durations"
         if reason is not None:
             self._go_down(reason)
             log(_logger, logging.ERROR, "worker_refused", policy=self.policy, worker=self.name, reason=reason)
@@ -235,6 +238,11 @@ class WorkerLink:
                 finally:
                     tried.set()
             await asyncio.sleep(RECONNECT_S)
+
+
+def _timed(time: BucketTime) -> bool:
+    """Whether a batch of this size can be predicted: nothing takes no time."""
+    return time.batch > 0 and 0.0 < time.median_ms < math.inf and 0.0 <= time.p99_ms < math.inf
 
 
 def _tcp_host(address: str) -> str:
