@@ -76,6 +76,7 @@ def test_a_planner_on_ray_is_a_ray_service_whose_head_takes_the_robots(make: Any
     pods = ray_pods(service, "reach-line-0-abc")
     waiting = make.plan(policy, observed(make, first.desired, pods), make.settings)
     assert waiting.status["readyReplicas"] == 0, "ready pods of a cluster that does not serve yet"
+    assert waiting.again_s == ray_services.STARTING_LOOK_S, "no event tells of the application"
     running = {"activeServiceStatus": {"rayClusterName": "reach-line-0-abc"}}
     running["activeServiceStatus"]["applicationStatuses"] = {"planner": {"status": "RUNNING"}}
     children = [found if found is not service else service | {"status": running} for found in first.desired]
@@ -85,6 +86,7 @@ def test_a_planner_on_ray_is_a_ray_service_whose_head_takes_the_robots(make: Any
     assert target.address == f"10.2.0.1:{naming.WORKER_PORT}"
     assert serving.status["selector"].endswith("ray.io/node-type notin (worker)")
     assert not serving.writes
+    assert serving.again_s == ray_services.SERVING_LOOK_S
 
 
 def test_ray_without_kuberay_is_refused_and_served_once_it_is_there(make: Any) -> None:

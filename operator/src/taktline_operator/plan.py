@@ -326,7 +326,8 @@ def _earliest(again_s: float | None, policy: PolicyDeployment, observed: Observe
     """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
     fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
     starting = stuck.look_again_s(observed.pods, policy.spec.pools, observed.now)
-    return min((found for found in (again_s, fetching, starting) if found is not None), default=None)
+    on_ray = ray_services.look_again_s(policy, observed.children.values())
+    return min((found for found in (again_s, fetching, starting, on_ray) if found is not None), default=None)
 
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:

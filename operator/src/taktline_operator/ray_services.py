@@ -24,6 +24,8 @@ KIND = "RayService"
 APPLICATION = "planner"
 IMPORT_PATH = "taktline_worker.ray:app"
 RAY_FOLDER = "/tmp/ray"  # noqa: S108 - where Ray keeps sockets and logs; a mount of the pod
+STARTING_LOOK_S = 5.0
+SERVING_LOOK_S = 30.0
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -59,6 +61,18 @@ def serving_cluster(service: Json) -> str:
 def serving_clusters(children: Iterable[Json]) -> frozenset[str]:
     """The Ray clusters that serve, of all RayServices among `children`."""
     return frozenset(name for child in children if child["kind"] == KIND and (name := serving_cluster(child)))
+
+
+def look_again_s(policy: PolicyDeployment, children: Iterable[Json]) -> float | None:
+    """When to look again, in s; None where nothing runs on Ray.
+
+    RayServices are not watched, for a cluster may have none, and their pods change nothing when the application begins
+    or ceases to run.
+    """
+    services = [child for child in children if child["kind"] == KIND]
+    if policy.spec.engine.runtime != "ray" and not services:
+        return None
+    return SERVING_LOOK_S if all(map(is_serving, services)) else STARTING_LOOK_S
 
 
 def disruption_budget(policy: PolicyDeployment, pool: Pool, replicas: int) -> Json:
