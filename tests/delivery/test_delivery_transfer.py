@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 
+import httpx
+import msgspec
 import pytest
 from taktline_local.pki import Authority
-from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource, StatisticsFile
+from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource, HubSource, StatisticsFile
 from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_worker.delivery import catalogue
 from taktline_worker.delivery.fetch import fetch
 from taktline_worker.delivery.progress import Progress
 from taktline_worker.delivery.remote import Patience
@@ -313,6 +316,27 @@ def test_statistics_may_come_from_elsewhere_and_weights_are_not_fetched_again_fo
     record = fetch(changed, cache, patience=HASTE)
     assert read(cache, record) == FILES | {"assets/x/norm_stats.json": own}
     assert mirror.served_bytes - served == len(own) + len(mirror.files["/m/SHA256SUMS"])
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_the_token_of_the_checkpoint_is_not_shown_to_whoever_has_the_statistics(mirror, cache, monkeypatch, hub):
+    monkeypatch.setenv("TAKTLINE_MODEL_TOKEN", "sesame")
+    with serving(Mirror()) as elsewhere:
+        for place in (mirror, elsewhere):
+            place.files["/line-7.json"] = b"[7]"
+        config = manifest(mirror)
+        if hub:
+            config = msgspec.structs.replace(
+                config, source=HubSource(repo="a/b", revision="0" * 40, endpoint=mirror.url)
+            )
+        shown = []
+        for place in (mirror, elsewhere):
+            statistics = HttpSource(url=f"{place.url}/line-7.json")
+            file = StatisticsFile(source=statistics, sha256=digest(b"[7]"), path="norm_stats.json")
+            found = catalogue.statistics_of(msgspec.structs.replace(config, statistics_file=file))
+            assert found is not None
+            shown.append(dict(found.origin.headers("GET", httpx.URL(found.url))))
+        assert shown == [{"authorization": "Bearer sesame"}, {}]
 
 
 def test_pinned_content_is_known_again_at_another_address(mirror, cache):

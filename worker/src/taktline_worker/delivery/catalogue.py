@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+import httpx
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.delivery import DeliveryConfig, HttpSource, HubSource, S3Source
+from taktline_protocol.delivery import DeliveryConfig, HttpSource, HubSource, S3Source, Source
 
 from taktline_worker.delivery import hub, origins
 from taktline_worker.delivery.names import checked_name, checked_names, unsafe
-from taktline_worker.delivery.remote import Origin, Remote
+from taktline_worker.delivery.remote import Origin, Remote, place
 from taktline_worker.delivery.transfer import RemoteFile
 
 MANIFEST_FILE = "SHA256SUMS"
@@ -56,7 +57,16 @@ def statistics_of(config: DeliveryConfig) -> RemoteFile | None:
     wanted = config.statistics_file
     if wanted is None:
         return None
-    return RemoteFile(checked_name(wanted.path), origins.of(wanted.source), "", sha256=wanted.sha256)
+    credentials: Mapping[str, str] | None = None if _is_home(wanted.source, config.source) else {}
+    return RemoteFile(checked_name(wanted.path), origins.of(wanted.source, credentials), "", sha256=wanted.sha256)
+
+
+def _is_home(found: HttpSource | S3Source, home: Source) -> bool:
+    """Whether a file comes from where the checkpoint does: the token of one place is not shown to another."""
+    if isinstance(found, S3Source) or isinstance(home, S3Source):
+        return isinstance(found, S3Source)
+    base = hub.address(home) if isinstance(home, HubSource) else home.url
+    return place(httpx.URL(found.url)) == place(httpx.URL(base))
 
 
 def _of_layout(

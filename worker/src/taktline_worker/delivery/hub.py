@@ -33,7 +33,7 @@ def files_of(source: HubSource, remote: Remote) -> list[RemoteFile]:
         TaktlineError: MODEL_ABSENT, MODEL_DENIED, MODEL_UNREACHABLE; MODEL_UNSAFE where the answer is no listing.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
-    endpoint = (source.endpoint or os.environ.get("HF_ENDPOINT", "") or PUBLIC_HUB).rstrip("/")
+    endpoint = address(source)
     repo = quote(source.repo)
     files = HttpOrigin(f"{endpoint}/{repo}/resolve/{source.revision}", token)
     listing = f"{endpoint}/api/models/{repo}/tree/{source.revision}?recursive=true"
@@ -55,6 +55,11 @@ def files_of(source: HubSource, remote: Remote) -> list[RemoteFile]:
             "correct repo and revision; for a repository with terms accept them, and give a token of that account in"
             " hub.tokenSecret",
         ) from error
+
+
+def address(source: HubSource) -> str:
+    """Base URL of the hub."""
+    return (source.endpoint or os.environ.get("HF_ENDPOINT", "") or PUBLIC_HUB).rstrip("/")
 
 
 def _pages(url: str, token: str, remote: Remote) -> Iterator[list[dict[str, object]]]:

@@ -225,7 +225,7 @@ class Remote:
         """
         home = current = httpx.URL(url)
         for _ in range(MAX_REDIRECTS):
-            let_in = origin.headers(method, current) if _place(current) == _place(home) else {}
+            let_in = origin.headers(method, current) if place(current) == place(home) else {}
             # As it lies there: a compressed answer has other sizes and ranges.
             wanted = {"accept-encoding": "identity", **headers, **let_in}
             reply = self._client.send(self._client.build_request(method, current, headers=wanted), stream=True)
@@ -259,7 +259,8 @@ def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationEr
     return None
 
 
-def _place(url: httpx.URL) -> tuple[str, str, int | None]:
+def place(url: httpx.URL) -> tuple[str, str, int | None]:
+    """Whose address it is: credentials are for one place only."""
     return url.scheme, url.host, url.port
 
 
