@@ -288,6 +288,35 @@ async def test_pods_that_fetch_are_asked_and_no_others(make: Any, monkeypatch: p
     assert (found["reach-0"].percent, found["reach-0"].total_files) == (42, 2)
 
 
+async def test_an_answer_holds_until_the_next_look(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A status that changes has the policy looked at at once: with a new answer each time that would never end.
+    counted = telling.Progress()
+    counted.begin(files=2, total_bytes=100)
+    monkeypatch.setattr(delivery_status, "PROGRESS_PORT", telling.serve(counted, "127.0.0.1", 0))
+    monkeypatch.setattr(delivery_polling, "TIMEOUT_S", 60.0)
+    (pod,) = pods(make, fetched(make), {"state": RUNNING})
+    pod["status"]["podIP"] = "127.0.0.1"
+    now_s = 0.0
+    poller = delivery_polling.DeliveryPoller(lambda: now_s)
+
+    async def percent() -> int:
+        (found,) = (await poller.of([pod])).values()
+        return found.percent
+
+    try:
+        assert await percent() == 0
+        counted.received(42)
+        now_s = delivery_status.LOOK_S - 0.1
+        assert await percent() == 0
+        now_s = delivery_status.LOOK_S
+        assert await percent() == 42
+        counted.received(8)
+        pod["metadata"]["uid"] = "of another one of this name"
+        assert await percent() == 50
+    finally:
+        await poller.close()
+
+
 @pytest.mark.parametrize("answer", ["redirect", "flood"])
 async def test_a_pod_can_neither_flood_the_operator_nor_send_it_elsewhere(
     make: Any, monkeypatch: pytest.MonkeyPatch, answer: str
