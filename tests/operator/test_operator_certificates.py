@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
+import ssl
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from taktline_operator import certificates, certifying
 from taktline_operator.kube import ApiError
 
@@ -200,6 +203,21 @@ async def test_what_is_missing_is_named() -> None:
     assert "Secret n/s does not exist" in await managed(api, [NOW]).look(context)
 
 
+def shown(context: certifying.Context) -> bytes:
+    """The certificate (PEM) that a client gets to see; it trusts any, for those of the tests are of another time."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server)
+    server = context.ssl.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    der = client.getpeercert(binary_form=True)
+    assert der is not None
+    return x509.load_der_x509_certificate(der).public_bytes(serialization.Encoding.PEM)
+
+
 async def test_files_that_somebody_else_renews_are_followed_and_a_broken_pair_keeps_the_last(tmp_path: Any) -> None:
     context, source = certifying.Context(), certifying.FromFiles(tmp_path)
     assert "no usable certificate" in await source.look(context)
@@ -210,9 +228,11 @@ async def test_files_that_somebody_else_renews_are_followed_and_a_broken_pair_ke
     (tmp_path / "tls.crt").write_bytes(second.certificate)  # its key is not there yet
     assert "no usable certificate" in await source.look(context)
     assert context.certificate == first.certificate
+    assert shown(context) == first.certificate, "it still answers"
     (tmp_path / "tls.key").write_bytes(second.key)
     assert await source.look(context) == ""
     assert context.certificate == second.certificate
+    assert shown(context) == second.certificate
 
 
 class Killed(BaseException):

@@ -60,6 +60,8 @@ class Context:
             os.chmod(file.name, 0o600)
             file.write(certificate + b"\n" + key)
             file.flush()
+            # Where key and certificate are no pair, OpenSSL has taken the one and thrown the other away by then.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(file.name)
             self.ssl.load_cert_chain(file.name)
         self.certificate = certificate
         return True
