@@ -165,6 +165,28 @@ async def test_a_stored_spec_that_no_longer_fits_keeps_serving_and_says_so(make:
     assert table(api) == {"reach": []}
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_edit_that_is_refused_takes_no_robot_its_policy(make: Any, restarted: bool) -> None:
+    api = make.Api(make.body(), make.pod("p"))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    stored = api.objects["PolicyDeployment", "line-1", "reach"]
+    stored["spec"]["pools"][0]["resources"] = {"requests": {"cpu": 2}, "limits": {"cpu": 1}}  # the CRD takes it
+    stored["metadata"]["generation"] = 2
+    if restarted:
+        controller = controller_of(make, api)
+    await settle(controller, KEY)
+    accepted = api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"][0]
+    assert (accepted["status"], accepted["reason"], accepted["observedGeneration"]) == ("False", "InvalidSpec", 2)
+    assert table(api) == {"reach": ["10.0.0.1:50051"]}
+    api.objects["Pod", "line-1", "p"]["metadata"]["deletionTimestamp"] = make.now
+    await settle(controller, KEY)
+    assert table(api) == {"reach": []}
+    del api.objects["PolicyDeployment", "line-1", "reach"]
+    await settle(controller, KEY)
+    assert table(api) == {}
+
+
 async def test_of_two_policies_with_one_name_the_older_is_served_until_it_goes(make: Any) -> None:
     younger = make.body(namespace="line-2", uid="uid-2")
     younger["metadata"]["creationTimestamp"] = "2026-02-02T00:00:00Z"

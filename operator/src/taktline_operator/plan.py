@@ -139,6 +139,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         status_changed: whether `status` differs from the live one.
         again_s: when to look again though nothing happens in the cluster; None for never.
         route: this policy's part of the routing table; None when it must not be served.
+        refused: whether it cannot be served as it is written: what runs stays, and with it the route that it had.
     """
 
     desired: tuple[Json, ...] = ()
@@ -148,6 +149,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     status: Json
     status_changed: bool
     route: Route | None = None
+    refused: bool = False
     again_s: float | None = None
 
 
@@ -312,7 +314,7 @@ def _count(line: Line, workers: Sequence[Json], settings: Settings, gang: Gang |
 def refuse(live: Json, reason: str, message: str, now: str) -> Plan:
     """The plan for a PolicyDeployment that cannot be served: say so, and touch nothing that runs."""
     new_status = status.refused(live, live["metadata"].get("generation", 1), reason, message, now)
-    return Plan(status=new_status, status_changed=new_status != live.get("status"))
+    return Plan(status=new_status, status_changed=new_status != live.get("status"), refused=True)
 
 
 def _removals(policy: PolicyDeployment, observed: Observed) -> tuple[Removal, ...]:

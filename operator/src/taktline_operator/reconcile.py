@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -196,15 +196,15 @@ class Controller:
         except TaktlineError as error:
             result = refuse(live, "InvalidSpec", f"{error.message} ({error.next_step})", self._clock())
             pods = await self._api.list("Pod", namespace, naming.selector_text(naming.worker_selector(name)))
-            known = self._table.get(name)
             ray = ray_services.KIND in (self.kinds or ())
             services = await self._api.list(ray_services.KIND, namespace, naming.own_selector(name)) if ray else []
-            found = routing.targets(group_pods.leaders(pods, ray_services.serving_clusters(services)))
-            route = msgspec.structs.replace(known, targets=found) if known else None
+            route = self._kept_route(key, pods, services)
         else:
             observed = await self._observe(policy, live)
             result = plan(policy, observed, self._settings)
             route = result.route
+            if result.refused and observed.name_owner is None:
+                route = self._kept_route(key, observed.pods, observed.children.values())
             self._sized.pop(key, None)
             if policy.spec.scaling is not None or policy.spec.placement.mode != "Ordered":
                 self._sized[key] = (policy, observed)
@@ -216,6 +216,19 @@ class Controller:
         await carrying_out.carry_out(self._api, live, result, self._clock)
         if result.again_s is not None:
             self.queue.add(key, result.again_s)
+
+    def _kept_route(self, key: Key, pods: Sequence[Json], children: Iterable[Json]) -> Route | None:
+        """What a refused policy keeps: the route that it had, to those of its workers that serve now."""
+        known = self._routes.get(key) or self._table.get(key[1])
+        if known is None:
+            return None
+        found = routing.targets(group_pods.leaders(pods, ray_services.serving_clusters(children)))
+        trying = known.candidate
+        if trying is None:
+            return msgspec.structs.replace(known, targets=found)
+        candidate = msgspec.structs.replace(trying, targets=tuple(one for one in trying.targets if one in found))
+        serving = tuple(one for one in found if one not in trying.targets)
+        return msgspec.structs.replace(known, targets=serving, candidate=candidate)
 
     def _parse(self, live: Json) -> spec.PolicyDeployment:
         """Parse once per generation: the CEL rules are the slow part."""
