@@ -339,6 +339,17 @@ def test_the_token_of_the_checkpoint_is_not_shown_to_whoever_has_the_statistics(
         assert shown == [{"authorization": "Bearer sesame"}, {}]
 
 
+def test_a_file_that_fails_ends_the_wait_for_one_that_another_process_fetches(mirror, cache):
+    config = listed(mirror, {"big.bin": b"big", "gone.bin": b"gone"}, deadline_s=40.0)
+    del mirror.files["/m/gone.bin"]
+    mirror.fault = lambda asked: {"status": 405} if asked.method == "HEAD" else None
+    begun = time.monotonic()
+    with cache.lock(f"file-{digest(b'big')[:32]}", begun + 5), pytest.raises(TaktlineError) as caught:
+        fetch(config, cache, patience=HASTE, spare_bytes=0)
+    assert caught.value.code is ErrorCode.MODEL_ABSENT
+    assert time.monotonic() - begun < config.deadline_s
+
+
 def test_pinned_content_is_known_again_at_another_address(mirror, cache):
     config = manifest(mirror)
     fetch(config, cache, patience=HASTE)

@@ -166,6 +166,14 @@ class Remote:
         """
         if time.monotonic() >= self.deadline:
             raise self._late(what, words)
+        self.require_go_on()
+
+    def require_go_on(self) -> None:
+        """Goes on only while no other file failed for good.
+
+        Raises:
+            StoppedError: one did.
+        """
         if self.stop.is_set():
             raise StoppedError
 

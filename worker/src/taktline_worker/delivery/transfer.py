@@ -98,7 +98,7 @@ class Transfer:
             TaktlineError: MODEL_MISMATCH with both digests; MODEL_ABSENT, MODEL_DENIED, MODEL_UNREACHABLE,
                 MODEL_UNSAFE, DISK_FULL.
         """
-        with self._cache.lock(f"file-{self._name[:32]}", self._remote.deadline):
+        with self._cache.lock(f"file-{self._name[:32]}", self._remote.deadline, self._remote.require_go_on):
             known = self._known()
             if known is not None:
                 self._progress.had(known.size)
