@@ -187,6 +187,36 @@ async def test_an_edit_that_is_refused_takes_no_robot_its_policy(make: Any, rest
     assert table(api) == {}
 
 
+async def test_a_mesh_is_looked_at_again_once_nodes_that_hold_it_are_there(make: Any) -> None:
+    model = {"family": "vjepa2-ac", "source": {"path": "/srv/policies/planner"}, "revision": "a"}
+    pool = {"name": "line", "accelerator": "h100", "resources": {"limits": {"nvidia.com/gpu": 4}}}
+    api = make.Api(make.body(model=model, pools=[pool], engine={"parallel": {"search": 8}}))
+    controller = controller_of(make, api)
+    await settle(controller, KEY)
+    while controller.queue._timers or controller.queue.depth:
+        controller.queue.done(await controller.queue.get())
+
+    def accepted() -> str:
+        return str(api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"][0]["status"])
+
+    assert accepted() == "False", "no node is known, and one pod has too few GPUs"
+    labels = {"taktline.dev/accelerator": "h100"}
+    api.objects["Node", "", "n1"] = {
+        "kind": "Node",
+        "metadata": {"name": "n1", "namespace": "", "labels": labels},
+        "status": {"allocatable": {"nvidia.com/gpu": "4"}},
+    }
+    await controller.look_at_nodes()
+    assert await asyncio.wait_for(controller.queue.get(), timeout=30) == KEY
+    await controller.handle(KEY)
+    controller.queue.done(KEY)
+    assert accepted() == "True"
+    while controller.queue._timers or controller.queue.depth:
+        controller.queue.done(await controller.queue.get())
+    await controller.look_at_nodes()
+    assert not controller.queue._timers, "the same nodes are no news"
+
+
 async def test_of_two_policies_with_one_name_the_older_is_served_until_it_goes(make: Any) -> None:
     younger = make.body(namespace="line-2", uid="uid-2")
     younger["metadata"]["creationTimestamp"] = "2026-02-02T00:00:00Z"

@@ -318,13 +318,17 @@ class Controller:
         return None if answers is None else tuple(found.trial for found in answers if found.trial is not None)
 
     async def look_at_nodes(self) -> None:
-        """List the nodes, and queue every policy that has a worker on one that is not well.
+        """List the nodes; queue each policy with a worker on one that is not well, or whose mesh other nodes may hold.
 
         Raises:
             ApiError: nodes could not be listed; 403 where the operator has no rights on them.
         """
         nodes = await self._api.list("Node", None)
-        self._node_gpus = meshes.of_nodes(nodes)
+        before_gpus, self._node_gpus = self._node_gpus, meshes.of_nodes(nodes)
+        if self._node_gpus != before_gpus:  # what was refused for want of them, or seen before they were, fits now
+            for key, (_, policy) in self._parsed.items():
+                if policy.spec.engine.gpus > 1:
+                    self.queue.add(key)
         self._node_labels = [node["metadata"].get("labels", {}) for node in nodes]
         found = [fault for node in nodes if (fault := healing.node_fault(node))]
         before, self._nodes = self._nodes, {fault.node: fault for fault in found}
