@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taktline_operator import kueue
-from taktline_operator.kube import ApiError
+
+if TYPE_CHECKING:
+    from taktline_operator.kube import ApiError
 
 Json = dict[str, Any]
 
