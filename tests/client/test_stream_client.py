@@ -22,7 +22,7 @@ from taktline.stream_link import NoStream
 from taktline_protocol import Array, Observation
 from taktline_protocol.codecs import MediaType, encode
 from taktline_protocol.limits import DEFAULT_LIMITS
-from taktline_protocol.stream import Observe
+from taktline_protocol.stream import Observe, Refusal
 from taktline_protocol.stream_codec import decode_from_robot
 from websockets.exceptions import ConnectionClosedError
 
@@ -439,3 +439,32 @@ def test_a_blocking_robot_on_its_own_loop_says_so(robot):
 
     with pytest.raises(RuntimeError, match="AsyncRobot"):
         robot._loop.run(wrong())
+
+
+def test_what_a_leaving_gateway_refuses_and_loses_is_sent_again_once(monkeypatch):
+    """The second of two copies would be told that it came after itself."""
+
+    async def scene():
+        first, second = ScriptedLink(sends=True), ScriptedLink(sends=True)
+        client, answer = await asked(monkeypatch, first, second)
+        await first.put.wait()
+        refusal = Refusal(1, 0.0, 0.0, taktline.ErrorCode.DRAINING.value, "it leaves", "ask the next one", held=False)
+        connected, connect = asyncio.Event(), client._connect
+
+        async def connect_later():
+            await connected.wait()
+            await connect()
+
+        monkeypatch.setattr(client, "_connect", connect_later)
+        client._hear(first, refusal, time.monotonic())
+        first.cut()
+        while not first.gone:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        connected.set()
+        await second.put.wait()
+        await asyncio.sleep(0.05)
+        assert second.sent == [1]
+        answer.cancel()
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))

@@ -284,7 +284,7 @@ class StreamClient:
         newest = max((w.seq for w in again), default=0)
         for waiting in again:
             if waiting.seq == newest:
-                self._spawn(self._resend(waiting))
+                self._resend_soon(waiting)
             else:
                 waiting.answer.set_exception(
                     TaktlineError(
@@ -300,6 +300,12 @@ class StreamClient:
             if waiting.sends and (waiting.link is None or waiting.link.gone) and not waiting.answer.done():
                 waiting.answer.set_exception(error)
 
+    def _resend_soon(self, waiting: Waiting) -> None:
+        """Once, however many say so: a gateway that leaves refuses what it holds, and its connection goes, too."""
+        if not waiting.resending:
+            waiting.resending = True
+            self._spawn(self._resend(waiting))
+
     async def _resend(self, waiting: Waiting) -> None:
         try:
             if waiting.sends > MAX_RESENDS:
@@ -308,6 +314,8 @@ class StreamClient:
         except (TaktlineError, NoStream) as error:
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)
+        finally:
+            waiting.resending = False
 
     async def _read(self, link: Link) -> None:
         try:
@@ -426,7 +434,7 @@ class StreamClient:
             self._leave(link)
         again = (ErrorCode.KEYFRAME_NEEDED, ErrorCode.DRAINING)
         if error.code in again and waiting.sends < MAX_RESENDS and waiting.left_s(now) > 0:
-            self._spawn(self._resend(waiting))
+            self._resend_soon(waiting)
             return
         self._answered = max(self._answered, frame.seq)
         waiting.answer.set_exception(error)

@@ -20,6 +20,7 @@ class Waiting:
         stamped: as it was last sent, with what was left of its budget then.
         answer: the chunk, and the part of the round trip that was spent outside the gateway, in ms.
         link: the connection over which it was last sent, or over which its answer will come.
+        resending: it is about to be sent again; whoever finds one more reason to leaves it at that.
     """
 
     observation: Observation
@@ -29,6 +30,7 @@ class Waiting:
     link: Link | None = None
     sends: int = 0
     sent_at: float = 0.0
+    resending: bool = False
 
     @property
     def seq(self) -> int:
