@@ -43,9 +43,8 @@ def test_plans_are_those_of_one_process_also_with_a_replica_killed(ray_python: s
     command = [ray_python, str(ROOT / "benchmarks" / "planner_ray.py"), str(tmp_path / "engine.json")]
     command += ["--plans", "2", "--kill", "--object-store-mb", "100", "--out", str(tmp_path / "found.json")]
     with (tmp_path / "log").open("w") as log:
-        done = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}, stdout=log, stderr=log
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=400)
     if done.returncode == 75:
         pytest.skip("Ray gives its own processes 30 s to start, and this machine is too busy for that")
     assert done.returncode == 0, (tmp_path / "log").read_text()[-5000:]

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+# Below a `uv run`, Ray would start its processes by `uv run`, too, in an environment that has neither it nor us.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 
 def app(args: dict[str, Any]) -> Any:
