@@ -107,7 +107,11 @@ class StreamClient:
         self._seq = max(self._seq, waiting.seq)
         self._waiting[waiting.seq] = waiting
         try:
-            await self._send(waiting, timeout_s)
+            waiting.sending = True
+            try:
+                await self._send(waiting, timeout_s)
+            finally:
+                waiting.sending = False
             chunk, outside_ms = await asyncio.wait_for(waiting.answer, timeout_s)
         except (Timeout, asyncio.CancelledError) as error:
             self._cancel(waiting)
@@ -159,6 +163,8 @@ class StreamClient:
         reserved_s = (waiting.observation.actuate_ms + waiting.observation.network_ms) / 1e3
         while True:
             link = await self._wait_linked(min(timeout_s, max(0.05, waiting.left_s(time.monotonic()))))
+            if waiting.pending_on is link:
+                return
             now = time.monotonic()
             left_s = waiting.left_s(now)
             if waiting.sends and left_s <= reserved_s:
@@ -179,12 +185,8 @@ class StreamClient:
                 await self._tell_clock(link, now)
                 await self._put(link, to_observe(stamped, whole, unchanged, instruction=say))
             except (ConnectionClosed, OSError):
-                noticed, link.gone = link.gone, True
-                if not noticed and self._link is not link:
-                    continue  # it was leaving, and another is open
-                if not noticed:
-                    self._reconnect()
-                return  # what a lost connection carried is sent again over the next
+                link.gone = True  # the reader notices, too, but may have had no turn yet
+                continue
             self._count(waiting, whole, unchanged)
             return
 
@@ -274,13 +276,13 @@ class StreamClient:
         ]
         for waiting in lost:
             if waiting.seq in welcome.pending:
-                waiting.link = link
+                waiting.link = waiting.pending_on = link
         self._send_again([w for w in lost if w.link is not link])
         self._spawn(self._read(link))
         self._spawn(self._ping(link))
 
     def _send_again(self, again: list[Waiting]) -> None:
-        """Sends the newest of what a lost connection carried over the one that is open; the others are superseded."""
+        """Sends the newest of what a lost connection carried, over the next one; the others are superseded."""
         newest = max((w.seq for w in again), default=0)
         for waiting in again:
             if waiting.seq == newest:
@@ -302,12 +304,14 @@ class StreamClient:
 
     def _resend_soon(self, waiting: Waiting) -> None:
         """Once, however many say so: a gateway that leaves refuses what it holds, and its connection goes, too."""
-        if not waiting.resending:
-            waiting.resending = True
+        if not waiting.sending:
+            waiting.sending = True
             self._spawn(self._resend(waiting))
 
     async def _resend(self, waiting: Waiting) -> None:
         try:
+            if waiting.answer.done():
+                return
             if waiting.sends > MAX_RESENDS:
                 raise unreachable(self._uri, "lost its connection again and again")
             await self._send(waiting, BACKOFF_MAX_S + max(0.0, waiting.left_s(time.monotonic())))
@@ -315,7 +319,7 @@ class StreamClient:
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)
         finally:
-            waiting.resending = False
+            waiting.sending = False
 
     async def _read(self, link: Link) -> None:
         try:
@@ -345,8 +349,7 @@ class StreamClient:
         # Also where nothing waits: the next observation should find a connection.
         if self._link is None:
             self._reconnect()
-        else:  # it was leaving, and another is open
-            self._send_again([w for w in self._waiting.values() if w.link is link and not w.answer.done()])
+        self._send_again([w for w in self._waiting.values() if w.link is link and not w.answer.done()])
 
     async def _ping(self, link: Link) -> None:
         sent = 0
@@ -429,6 +432,7 @@ class StreamClient:
         if waiting is None or waiting.answer.done():
             return
         self._note_trip(waiting, frame, now)
+        waiting.pending_on = None
         error = typed(frame)
         if error.code is ErrorCode.DRAINING:  # may come ahead of the goodbye
             self._leave(link)

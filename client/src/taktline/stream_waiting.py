@@ -20,7 +20,8 @@ class Waiting:
         stamped: as it was last sent, with what was left of its budget then.
         answer: the chunk, and the part of the round trip that was spent outside the gateway, in ms.
         link: the connection over which it was last sent, or over which its answer will come.
-        resending: it is about to be sent again; whoever finds one more reason to leaves it at that.
+        sending: it is about to be sent; whoever finds one more reason to send it leaves it at that.
+        pending_on: the connection whose welcome said that the gateway still has it.
     """
 
     observation: Observation
@@ -30,7 +31,8 @@ class Waiting:
     link: Link | None = None
     sends: int = 0
     sent_at: float = 0.0
-    resending: bool = False
+    sending: bool = False
+    pending_on: Link | None = None
 
     @property
     def seq(self) -> int:
