@@ -94,8 +94,8 @@ class Stack:
 
         until(healthy, "the gateway answering /healthz")
 
-    def wait_workers(self, count: int) -> None:
-        until(lambda: self.policy().get("workers", 0) == count, f"{count} workers up")
+    def wait_workers(self, count: int, policy: str = "scripted") -> None:
+        until(lambda: self.policy(policy).get("workers", 0) == count, f"{count} workers of {policy} up")
 
     def policy(self, name: str = "scripted") -> dict:
         return self.http.get(f"{self.url}/v1/policies/{name}").json()

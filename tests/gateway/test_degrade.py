@@ -173,6 +173,7 @@ def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):
     stack.routes.write_text(json.dumps(table))
     stack.start_gateway()
     stack.wait_workers(1)
+    stack.wait_workers(1, "small")
     status, chunk = stack.act(robot="a", budget_ms=600.0)
     assert (status, chunk.policy, chunk.degraded) == (200, "scripted", Degraded(policy="small"))
     assert chunk.worker == small

@@ -60,6 +60,7 @@ def start(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]
     return subprocess.Popen(
         [sys.executable, SCRIPT, *arguments],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
     )  # fmt: skip
 
 
