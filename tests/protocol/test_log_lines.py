@@ -223,3 +223,16 @@ def test_every_service_writes_this_form_and_nothing_else(service, configure):
     (line,) = [json.loads(text) for text in done.stderr.splitlines()]
     assert (line["service"], line["message"], line["level"], line["policy"]) == (service, "said", "error", "reach")
     assert list(line)[:5] == ["time", "level", "service", "logger", "message"]
+
+
+def test_a_closed_stderr_ends_no_thread_that_logs():
+    script = (
+        "import logging, sys\n"
+        "from taktline_protocol.logs import configure\n"
+        "configure('test')\n"
+        "sys.stderr.close()\n"
+        "logging.getLogger('a').error('nobody hears it')\n"
+        "print('went on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "went on\n"

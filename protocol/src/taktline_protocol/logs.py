@@ -103,6 +103,7 @@ def configure(
     handler.setFormatter(JsonFormatter(service, context, hidden))
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    logging.raiseExceptions = False  # stderr that is closed or full must not end the thread that has something to say
     root.setLevel(level.upper() if isinstance(level, str) else level)
     for name, least in (quieter or {}).items():
         logging.getLogger(name).setLevel(least)
