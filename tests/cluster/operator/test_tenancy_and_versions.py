@@ -89,8 +89,15 @@ def test_isolated_workers_are_reached_by_gateways_only(policies: Any, node: Any,
     gateways = found["ingress"][0]["from"][0]
     assert gateways["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "taktline-system"}
     assert gateways["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "taktline-gateway"}
-    ports = {port["port"] for rule in found["ingress"] for port in rule.get("ports", [])}
-    assert ports == {9464}
+    ports = {
+        frozenset(port["port"] for port in rule["ports"]): [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
+        if "from" in rule
+        else "everyone"
+        for rule in found["ingress"]
+        if "ports" in rule
+    }
+    operators = [{"app.kubernetes.io/name": "taktline-operator"}]
+    assert ports == {frozenset({9464}): "everyone", frozenset({9465}): operators}
 
 
 @pytest.fixture
