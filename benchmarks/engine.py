@@ -22,9 +22,9 @@ import torch
 import triton
 from floors import H200, phase_floors_ms
 from plain_pi05 import PlainPi05, official_dtypes
-from random_pi05 import PI0, PI05, conventions, random_tensors
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
 from taktline_worker.models.pi.runner import PiBatch, PiRunner
+from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
 from taktline_worker.models.pi.weights import BF16_VISION, FP32, pack_weights
 
 HORIZON, STEPS = 50, 10

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from fused_reference import FusedReference
 from numpy.typing import NDArray
-from random_pi05 import conventions as plain_conventions
 from safetensors.torch import load_file
 from taktline_demo.arm import COLOURS
 from taktline_demo.lockstep import run_episodes
@@ -33,6 +32,7 @@ from taktline_worker.models.pi.config import ArchitectureHints, read_architectur
 from taktline_worker.models.pi.folder import open_folder
 from taktline_worker.models.pi.keys import canonical_names, family_of
 from taktline_worker.models.pi.runner import PiRow, collate
+from taktline_worker.models.pi.synthetic import conventions as plain_conventions
 from taktline_worker.models.pi.weights import BF16_VISION, pack_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import quote, urlsplit
@@ -113,7 +114,7 @@ async def _run(load: Load) -> Outcome:
     return outcome
 
 
-class _Robot:
+class _Robot(ABC):
     """One robot with one request at a time; how it asks is the transport's."""
 
     def __init__(self, load: Load, index: int, outcome: Outcome) -> None:
@@ -132,13 +133,13 @@ class _Robot:
         self._state = np.zeros(load.info.state_dim)
         self._asked = 0
 
+    @abstractmethod
     async def open(self) -> None:
         """Connects."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def close(self) -> None:
         """Leaves."""
-        raise NotImplementedError
 
     async def run(self, began: float) -> None:
         """Asks until the time is over."""
@@ -154,8 +155,9 @@ class _Robot:
             await self._ask(due)
             number += 1
 
+    @abstractmethod
     async def _ask(self, due: float) -> None:
-        raise NotImplementedError
+        """One observation, due at an instant of the monotonic clock."""
 
     def _images(self) -> dict[str, Frame]:
         self._asked += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -106,7 +107,7 @@ class WireError(Exception):
     """What came is no frame of this wire; the connection is of no use any more."""
 
 
-class FrameProtocol(asyncio.BufferedProtocol):
+class FrameProtocol(asyncio.BufferedProtocol, ABC):
     """Reads frames: heads through a small buffer, a large body from the socket right into its own.
 
     A body is a writable memoryview that nobody else holds.
@@ -122,9 +123,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._body = memoryview(b"")
         self._got = 0
 
+    @abstractmethod
     def frame_received(self, head: Head, body: Body) -> None:
         """One whole frame. Raises WireError where it has no business here."""
-        raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""

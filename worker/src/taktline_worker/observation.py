@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,3 +166,22 @@ def _corrupt(name: str, reason: str) -> TaktlineError:
         f"camera {name!r} sent a frame that cannot be decoded: {reason}",
         "send the frame again",
     )
+
+
+def check_cameras(given: Collection[str], wanted: Sequence[str]) -> None:
+    """Whether exactly the wanted cameras were sent.
+
+    Raises:
+        TaktlineError: CAMERA_UNKNOWN or CAMERA_MISSING.
+    """
+    named = ", ".join(wanted)
+    unknown = sorted(set(given) - set(wanted))
+    if unknown:
+        raise TaktlineError(
+            ErrorCode.CAMERA_UNKNOWN,
+            f"the policy has no camera {', '.join(repr(name[:64]) for name in unknown[:4])}",
+            f"send {named}; model.cameras maps names",
+        )
+    missing = [name for name in wanted if name not in given]
+    if missing:
+        raise TaktlineError(ErrorCode.CAMERA_MISSING, f"cameras are missing: {', '.join(missing)}", f"send {named}")

@@ -23,7 +23,7 @@ from taktline_worker.models.groot.config import GrootArchitecture
 from taktline_worker.models.groot.embodiment import TOKENIZER_FILE, Embodiment, find
 from taktline_worker.models.groot.images import scaled, to_patches
 from taktline_worker.models.groot.rtc import RtcRow, read_row
-from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
+from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, check_cameras, decode_image
 
 IMAGE_TOKEN = "<|image_pad|>"  # noqa: S105 (a token of text)
 MAX_INSTRUCTION_CHARACTERS = 4096
@@ -98,7 +98,7 @@ class GrootProcessor:
         Raises:
             TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, INSTRUCTION_INVALID or RTC_INVALID.
         """
-        self._check_cameras(observation.images)
+        check_cameras(observation.images, self.cameras)
         state = self._state(observation.state)
         text = self.text(observation.instruction)
         rtc = None
@@ -217,21 +217,6 @@ class GrootProcessor:
         v = self.architecture.vision
         frame = scaled(decode_image(name, image, self._max_pixels), self.embodiment.transform)
         return to_patches(frame, v.patch, v.merge, v.temporal)
-
-    def _check_cameras(self, images: Mapping[str, EncodedImage]) -> None:
-        wanted = ", ".join(self.cameras)
-        unknown = sorted(images.keys() - set(self.cameras))
-        if unknown:
-            raise TaktlineError(
-                ErrorCode.CAMERA_UNKNOWN,
-                f"the policy has no camera {', '.join(repr(name[:64]) for name in unknown[:4])}",
-                f"send {wanted}; model.cameras maps names",
-            )
-        missing = [name for name in self.cameras if name not in images]
-        if missing:
-            raise TaktlineError(
-                ErrorCode.CAMERA_MISSING, f"cameras are missing: {', '.join(missing)}", f"send {wanted}"
-            )
 
     def _state(self, state: NDArray[np.generic]) -> NDArray[np.float64]:
         e = self.embodiment

@@ -19,7 +19,7 @@ from torch import Tensor
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
 from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture, Stated
 from taktline_worker.models.minicpm_robot.prompt import Prompt
-from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
+from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, check_cameras, decode_image
 
 MAX_CAMERAS = 8
 
@@ -122,7 +122,7 @@ class MiniCpmProcessor:
         Raises:
             TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or INSTRUCTION_INVALID.
         """
-        self._check_cameras(observation.images)
+        check_cameras(observation.images, self.cameras)
         finish = self._finish(observation)
         images = tuple(pool.submit(self.patches, name, observation.images[name]) for name in self.cameras)
         return PendingRow(images, finish)
@@ -186,21 +186,6 @@ class MiniCpmProcessor:
         full = torch.zeros(self.architecture.head.state_width)
         full[self._state] = torch.from_numpy(values)
         return full
-
-    def _check_cameras(self, images: Mapping[str, EncodedImage]) -> None:
-        wanted = ", ".join(self.cameras)
-        unknown = sorted(images.keys() - set(self.cameras))
-        if unknown:
-            raise TaktlineError(
-                ErrorCode.CAMERA_UNKNOWN,
-                f"the policy has no camera {', '.join(repr(name[:64]) for name in unknown[:4])}",
-                f"send {wanted}; model.cameras maps names",
-            )
-        missing = [name for name in self.cameras if name not in images]
-        if missing:
-            raise TaktlineError(
-                ErrorCode.CAMERA_MISSING, f"cameras are missing: {', '.join(missing)}", f"send {wanted}"
-            )
 
 
 def _channels(field: str, stated: tuple[tuple[int, int], ...] | None, width: int) -> list[int]:
