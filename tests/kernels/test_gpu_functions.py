@@ -50,7 +50,7 @@ def same(name: str, *args: Any, **options: Any) -> None:
 
 
 def test_every_function_has_a_reference() -> None:
-    assert set(gpu.__all__) - {"CACHE_MARGIN", "Fp8Rows"} == set(gpu_reference.__all__)
+    assert set(gpu.__all__) - {"CACHE_MARGIN", "ByteWeight", "Fp8Rows"} == set(gpu_reference.__all__)
 
 
 def test_products() -> None:
@@ -58,6 +58,15 @@ def test_products() -> None:
     same("linear", x, weight, bias)
     same("linear", x, weight)
     same("linear_geglu", x, gpu.pack_gate_up(weight))
+
+
+@pytest.mark.parametrize("number_format", ["fp8", "int8"])
+@pytest.mark.parametrize("channels", [48, 96])
+def test_products_with_weights_of_a_byte(number_format: Any, channels: int) -> None:
+    x = rand(2, 7, 520)
+    weight = gpu.byte_weight(rand(channels, 520) * wide(channels, 1).to(DTYPE), number_format)
+    same("linear_bytes", x, weight)
+    same("linear_geglu_bytes", x, weight)
 
 
 @pytest.mark.gpu

@@ -1,14 +1,21 @@
-"""FP8 matrices with a scale a row, and the layouts of weights that the fused operations read; no GPU is needed."""
+"""Matrices of one byte a number with a scale a row, and the layouts of weights that the fused operations read.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 LARGEST = 448.0
 """Largest finite value of e4m3."""
+
+ByteFormat = Literal["fp8", "int8"]
+"""e4m3, or whole numbers from -127 to 127. A bf16 number holds each value of either exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,34 @@ class Fp8Rows:
     def from_row(self, first: int) -> Fp8Rows:
         """The rows from `first` on, of a two-dimensional matrix."""
         return Fp8Rows(self.values[first:], self.scales[first:])
+
+
+@dataclass(frozen=True, slots=True)
+class ByteWeight:
+    """A weight stored in a byte a number, for activations that stay bf16.
+
+    Attributes:
+        values: (n, k) e4m3 or int8.
+        scales: (n,) fp32, one an output channel; values * scales is the weight.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Memory of values and scales."""
+        return self.values.numel() * self.values.element_size() + self.scales.numel() * self.scales.element_size()
+
+
+def byte_weight(weight: Tensor, number_format: ByteFormat) -> ByteWeight:
+    """(n, k) -> a byte a number, rounded to the nearest; the largest of each row is kept as it is."""
+    if number_format == "fp8":
+        rows = quantise_weight(weight)
+        return ByteWeight(rows.values, rows.scales[:, 0].contiguous())
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1).clamp_min(1e-30) / 127.0
+    return ByteWeight((wide / scales[:, None]).round().to(torch.int8), scales)
 
 
 def quantise_weight(weight: Tensor, rows: int = 0, columns: int = 0) -> Fp8Rows:

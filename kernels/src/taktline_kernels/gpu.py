@@ -7,26 +7,30 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from taktline_kernels.fp8_rows import Fp8Rows, pack_gate_up, quantise_weight
+from taktline_kernels.fp8_rows import ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
 from taktline_kernels.guidance import Guidance
 from taktline_kernels.selector import default_selector
 from taktline_kernels.triton_impl import action_head as action_head_module
-from taktline_kernels.triton_impl import activations, attention, fp8, norms, prefix_rows, rope
+from taktline_kernels.triton_impl import activations, attention, byte_weights, fp8, norms, prefix_rows, rope
 
 __all__ = [
     "CACHE_MARGIN",
+    "ByteWeight",
     "Fp8Rows",
     "action_head",
     "assemble",
     "attention_cached",
     "attention_cached_fp8",
+    "byte_weight",
     "geglu_fp8",
     "gelu_fp8",
     "layer_norm",
     "layer_norm_fp8",
     "linear",
+    "linear_bytes",
     "linear_fp8",
     "linear_geglu",
+    "linear_geglu_bytes",
     "linear_gelu",
     "pack_gate_up",
     "quantise_rows",
@@ -157,6 +161,44 @@ def linear_geglu(x: Tensor, packed: Tensor) -> Tensor:
 
         return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12))
     return activations.geglu(torch.nn.functional.linear(x, packed), {}, paired=True)
+
+
+def linear_bytes(x: Tensor, weight: ByteWeight) -> Tensor:
+    """x @ weight.T, for few rows.
+
+    Args:
+        x: (..., k) bf16.
+        weight: (n, k).
+
+    Returns:
+        (..., n) bf16; products are summed in fp32 and scaled then.
+    """
+    return byte_weights.linear(x, weight, _byte_config(x, weight, gated=False))
+
+
+def linear_geglu_bytes(x: Tensor, gate_up: ByteWeight) -> Tensor:
+    """gelu(x @ gate.T) * (x @ up.T), tanh form, for few rows.
+
+    Args:
+        x: (..., k) bf16.
+        gate_up: (2n, k), the gates first, then the ups.
+
+    Returns:
+        (..., n) bf16.
+    """
+    return byte_weights.linear(x, gate_up, _byte_config(x, gate_up, gated=True), gated=True)
+
+
+def _byte_config(x: Tensor, weight: ByteWeight, *, gated: bool) -> Mapping[str, int]:
+    n, k = weight.values.shape
+    shape = {
+        "m": x.numel() // x.shape[-1],
+        "n": n,
+        "k": k,
+        "gated": int(gated),
+        "integers": int(weight.values.dtype == torch.int8),
+    }
+    return default_selector().choose("byte_product", shape, x.dtype, x.device).config
 
 
 def layer_norm(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from taktline_kernels.fp8_rows import LARGEST, Fp8Rows, pack_gate_up, quantise_weight
+from taktline_kernels.fp8_rows import LARGEST, ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
 from taktline_kernels.guidance import Guidance
 from taktline_kernels.ops.dispatch import REGISTRY
 
@@ -20,13 +20,16 @@ __all__ = [
     "assemble",
     "attention_cached",
     "attention_cached_fp8",
+    "byte_weight",
     "geglu_fp8",
     "gelu_fp8",
     "layer_norm",
     "layer_norm_fp8",
     "linear",
+    "linear_bytes",
     "linear_fp8",
     "linear_geglu",
+    "linear_geglu_bytes",
     "linear_gelu",
     "pack_gate_up",
     "quantise_rows",
@@ -113,6 +116,21 @@ def linear_geglu(x: Tensor, packed: Tensor) -> Tensor:
     pairs = product.view(*x.shape[:-1], -1, 2, 8)
     hidden: Tensor = functional.gelu(pairs[..., 0, :], approximate="tanh") * pairs[..., 1, :]
     return hidden.flatten(-2).to(x.dtype)
+
+
+def linear_bytes(x: Tensor, weight: ByteWeight) -> Tensor:
+    """See `gpu.linear_bytes`."""
+    return _byte_product(x, weight).to(x.dtype)
+
+
+def linear_geglu_bytes(x: Tensor, gate_up: ByteWeight) -> Tensor:
+    """See `gpu.linear_geglu_bytes`."""
+    gate, up = _byte_product(x, gate_up).chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def _byte_product(x: Tensor, weight: ByteWeight) -> Tensor:
+    return functional.linear(x.float(), weight.values.float()) * weight.scales
 
 
 def assemble(images: Tensor, embedding: Tensor, tokens: Tensor, source: Tensor) -> Tensor:

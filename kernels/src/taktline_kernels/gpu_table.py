@@ -1,7 +1,11 @@
-"""Kernels that a table may name for the operations that exist on a GPU only (`taktline_kernels.gpu`)."""
+"""Kernels that a table may name for the operations that exist on a GPU only (`taktline_kernels.gpu`).
+
+The last one of each runs where no table says anything.
+"""
 
 GPU_KERNELS: dict[str, tuple[str, ...]] = {
     "attention_cached": ("triton",),
     "linear_geglu": ("hopper", "cublas"),
     "product": ("cublaslt", "cublas"),
+    "byte_product": ("triton",),
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from taktline_kernels.gpu_table import GPU_KERNELS
+
 logger = logging.getLogger(__name__)
 
 REFERENCE = "torch"
@@ -106,6 +108,10 @@ class KernelSelector:
             choice = self._choices[key] = self._decide(op, shape, dtype, device)
         return choice
 
+    def note(self, op: str, shape: Shape, dtype: torch.dtype, device: torch.device, choice: Choice) -> None:
+        """Keep what the caller has decided by itself, for `explain`: where a setting leaves no choice."""
+        self._choices[(op, tuple(sorted(shape.items())), dtype, device.type, device.index)] = choice
+
     def explain(self) -> list[tuple[str, str, str, Choice]]:
         """List what was chosen so far: op, shape, dtype, choice."""
         rows = []
@@ -121,6 +127,8 @@ class KernelSelector:
         for rule in rules:
             if rule.op == op and rule.matches(shape, dtype):
                 return Choice(rule.kernel, f"table {name}: {rule.measured or 'rule without a figure'}", rule.config)
+        if op in GPU_KERNELS:  # there is no reference on a GPU
+            return Choice(GPU_KERNELS[op][-1], f"no rule of table {name} covers it; it has its default settings")
         self._say(f"{name}/{op}", "no rule covers this call; it runs the torch reference", op, name)
         return Choice(REFERENCE, f"no rule of table {name} covers it")
 
