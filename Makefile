@@ -44,7 +44,7 @@ lint: setup ## ruff (lint and format) and mypy --strict
 
 .PHONY: test
 test: setup test-tools ## all tests; those that need a control plane or a GPU say what is missing when they skip
-	tools/run-tests $(PYTEST_ARGS)
+	$(UV) run --no-sync python tools/run_tests.py $(PYTEST_ARGS)
 
 .PHONY: images-check
 images-check: setup ## lint the container files and write a bill of materials for each image into dist/sbom

@@ -1,0 +1,125 @@
+"""Runs the tests in two lanes side by side, and a handful of failures once more by themselves.
+
+Much of the tests' time is waiting: for a cluster's controllers, for alerts, for leases. The first lane holds the
+folders that wait most, the second all others, so that one computes while the other waits. Lanes share no port
+(tests/ports.py), no cluster and no folder that they write to. With arguments there is one lane: pytest with these.
+
+Many tests drive real processes against real clocks; on a machine that stalls, one may miss its moment. So up to FEW
+failures are run a second time, with nothing beside them, and named at the end. What fails twice, or in numbers, fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+FEW = 5
+FAILED = 1  # pytest's exit status when tests failed; larger ones say that it could not run them
+NEVER_ENDED = 3  # as pytest calls an error of its own
+WAITING = (
+    "cluster",
+    "dashboards",
+    "chaos",
+    "client",
+    "conformance",
+    "delivery",
+    "demo",
+    "e2e",
+    "cosmos3",
+    "planner",
+)
+
+
+class Lane:
+    """One pytest process over some of the tests, with a cache of its own."""
+
+    def __init__(self, root: Path, name: str, arguments: list[str]) -> None:
+        """`root` is the folder that pytest runs in; `arguments` are pytest's."""
+        self.name = name
+        self._root = root
+        self._arguments = arguments
+        self._cache = Path(".pytest_cache") / name
+        self.status = NEVER_ENDED
+
+    def run(self, *more: str, prefix: str = "") -> None:
+        """Run to the end, with `more` arguments, printing each line after `prefix`; sets `status`."""
+        pytest = str(Path(sys.executable).with_name("pytest"))
+        command = [pytest, "-o", f"cache_dir={self._cache}", *more, *self._arguments]
+        if not prefix:
+            self.status = subprocess.run(command, cwd=self._root, check=False).returncode
+            return
+        # Two processes with a thread for each core would spend their time waiting for each other.
+        threads = str(max(1, (os.cpu_count() or 1) // 2))
+        environment = {"OMP_NUM_THREADS": threads} | os.environ
+        process = subprocess.Popen(
+            command, cwd=self._root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.buffer.write(prefix.encode() + line)
+            sys.stdout.buffer.flush()
+        self.status = process.wait()
+
+    def failed(self) -> list[str]:
+        """Names of the tests that failed at last."""
+        path = self._root / self._cache / "v" / "cache" / "lastfailed"
+        return sorted(json.loads(path.read_text())) if path.exists() else []
+
+    def again(self) -> bool:
+        """Run what failed once more; whether it passed."""
+        self.run("--last-failed", "--last-failed-no-failures", "none")
+        return self.status == 0
+
+
+def split(tests: Path) -> dict[str, list[str]]:
+    """Lanes by name, each with its folders and files, relative to the parent of `tests`."""
+    here = tests.parent
+    entries = sorted(path for path in tests.iterdir() if path.is_dir() or path.name.startswith("test_"))
+    others = [path for path in entries if path.name not in WAITING and not path.name.startswith(("__", "."))]
+    waiting = [tests / name for name in WAITING if (tests / name).is_dir()]
+    lanes = {"waiting": waiting, "working": others}
+    return {name: [str(path.relative_to(here)) for path in paths] for name, paths in lanes.items() if paths}
+
+
+def run(root: Path, arguments: list[str]) -> int:
+    """Run all tests below `root`/tests, or pytest with `arguments`; returns the exit status."""
+    if arguments:
+        lanes = [Lane(root, "asked", arguments)]
+        lanes[0].run("--cache-clear")
+    else:
+        lanes = [Lane(root, name, paths) for name, paths in split(root / "tests").items()]
+        width = max(len(lane.name) for lane in lanes)
+        threads = [
+            threading.Thread(target=lane.run, args=("--cache-clear",), kwargs={"prefix": f"{lane.name:{width}} | "})
+            for lane in lanes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    broken = [lane.status for lane in lanes if lane.status not in (0, FAILED)]
+    if broken:
+        return broken[0] if broken[0] > 0 else FAILED
+    behind = [lane for lane in lanes if lane.status == FAILED]
+    failed = [name for lane in behind for name in lane.failed()]
+    if not behind:
+        return 0
+    if not all(lane.failed() for lane in behind):
+        return FAILED
+    if len(failed) > FEW:
+        print(f"{len(failed)} tests failed; more than {FEW} are not run a second time", file=sys.stderr)
+        return FAILED
+    names = "\n".join(failed)
+    print(f"\n{len(failed)} of the tests failed, and run once more by themselves:\n{names}\n", flush=True)
+    if sum(lane.again() for lane in behind) < len(behind):
+        return FAILED
+    print(f"\nPassed only when run by themselves (look into them: a test should not need it):\n{names}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(__file__).resolve().parents[1], sys.argv[1:]))
