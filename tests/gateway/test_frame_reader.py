@@ -13,6 +13,7 @@ from taktline_gateway.frame_reader import LONG, MOST_AHEAD, ChunkReader, DirectR
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 from websockets.frames import Frame, Opcode
+from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
@@ -106,6 +107,109 @@ def test_messages_come_whole_where_long_ones_are_read_directly(data):
     assert max(received, default=0) <= LONG, "long payloads do not pass the protocol"
 
 
+FRAMES = st.one_of(
+    st.builds(
+        lambda size, opcode: [Frame(opcode, (b"\xc3\xa9" * size)[:size] if opcode is Opcode.BINARY else b"t" * size)],
+        st.sampled_from([0, 5, LONG, LONG + 1, 65_535, 65_536, 100_000, 100_001]),
+        st.sampled_from([Opcode.BINARY, Opcode.TEXT]),
+    ),
+    st.builds(lambda payload: [Frame(Opcode.PONG, payload)], st.sampled_from([b"", b"12345678", b"12345679", b"1"])),
+    st.builds(lambda payload: [Frame(Opcode.PING, payload)], st.binary(max_size=8)),
+    st.just(
+        [
+            Frame(Opcode.BINARY, b"a" * 2 * LONG, fin=False),
+            Frame(Opcode.PONG, b"12345678"),
+            Frame(Opcode.CONT, b"b" * 5000),
+        ]
+    ),
+    st.just([Frame(Opcode.CONT, b"c" * 2 * LONG)]),
+    st.just([Frame(Opcode.CLOSE, b"\x03\xe8")]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(FRAMES, max_size=5), st.data())
+def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data):
+    """The same frames in the same order and the same end, whether a recipient takes what it can or the library all."""
+    wire = b"".join(frame.serialize(mask=True) for group in groups for frame in group)
+    alone, beside = opened(100_000), ServerProtocol(max_size=100_000)
+    alone.receive_data(wire)
+    expected = [event for event in alone.events_received() if isinstance(event, Frame)]
+    seen: list[Frame] = []
+
+    class Taking(asyncio.Protocol):
+        fragmented = False
+        taken = 0
+
+        def data_received(self, data: bytes) -> None:
+            beside.receive_data(data)
+            for frame in beside.events_received():
+                if isinstance(frame, Frame):
+                    if frame.opcode in (Opcode.BINARY, Opcode.TEXT, Opcode.CONT):
+                        self.fragmented = not frame.fin
+                    seen.append(frame)
+
+        def room(self) -> int:
+            return 100_000 if beside.state is State.OPEN and not self.fragmented else 0
+
+        def message_arrived(self, data: bytes) -> None:
+            self.taken += 1
+            seen.append(Frame(Opcode.BINARY, data))
+
+        def pong_arrived(self, number: int) -> bool:
+            if number.to_bytes(8, "big") != b"12345678":
+                return False
+            seen.append(Frame(Opcode.PONG, b"12345678"))
+            return True
+
+    taking = Taking()
+    reading = DirectReading(taking, read_in_chunks(beside), taking)
+    beside.receive_data(REQUEST)
+    (request,) = beside.events_received()
+    beside.send_response(beside.accept(request))
+    while wire:
+        room = reading.get_buffer(-1)
+        size = min(len(room), len(wire), data.draw(st.sampled_from([1, 13, 14, 1000, 1 << 22])))
+        size = max(size, min(len(room), len(wire), len(wire) // 50))
+        room[:size] = wire[:size]
+        wire = wire[size:]
+        reading.buffer_updated(size)
+    assert [(f.opcode, bytes(f.data), f.fin) for f in seen] == [(f.opcode, bytes(f.data), f.fin) for f in expected]
+    assert (beside.state, str(beside.parser_exc)) == (alone.state, str(alone.parser_exc))
+
+
+def test_what_a_recipient_may_take_does_pass_the_library():
+    payloads = [bytes([number]) * size for number, size in enumerate((LONG + 1, 65_535, 70_000, 99_999))]
+    protocol, taken = ServerProtocol(max_size=100_000), []
+
+    class Taking(asyncio.Protocol):
+        data_received = staticmethod(protocol.receive_data)
+        message_arrived = staticmethod(lambda data: taken.append(data))
+        room = staticmethod(lambda: 100_000 if protocol.state is State.OPEN else 0)
+        pong_arrived = staticmethod(lambda number: taken.append(number) or True)
+
+    reading = DirectReading(Taking(), read_in_chunks(protocol), Taking())
+    pong = Frame(Opcode.PONG, (77).to_bytes(8, "big")).serialize(mask=True)
+    for wire in (REQUEST, *(pong + Frame(Opcode.BINARY, one).serialize(mask=True) for one in payloads)):
+        while wire:
+            room = reading.get_buffer(-1)
+            size = min(len(room), len(wire))
+            room[:size], wire = wire[:size], wire[size:]
+            reading.buffer_updated(size)
+        for request in protocol.events_received():
+            protocol.send_response(protocol.accept(request))
+    assert taken == [thing for payload in payloads for thing in (77, payload)]
+
+
+def opened(max_size):
+    """A protocol after its handshake, which reads as the library does."""
+    protocol = ServerProtocol(max_size=max_size)
+    protocol.receive_data(REQUEST)
+    (request,) = protocol.events_received()
+    protocol.send_response(protocol.accept(request))
+    return protocol
+
+
 def test_a_long_payload_that_is_cut_off_ends_as_the_library_would_end_it():
     for after in (0, 3, LONG, 2 * LONG):
         protocols = [ServerProtocol(max_size=None), ServerProtocol(max_size=None)]
@@ -121,12 +225,14 @@ def test_a_long_payload_that_is_cut_off_ends_as_the_library_would_end_it():
         assert str(protocols[0].parser_exc) == str(protocols[1].parser_exc)
 
 
+@pytest.mark.parametrize("longest", [0, 500_000])
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_real_connection_reads_long_messages_directly(run):
+def test_a_real_connection_reads_long_messages_directly(run, longest):
     async def body():
         async def echo(connection):
-            async for message in connection:
-                await connection.send(message)
+            connection.longest = longest
+            while True:
+                await connection.answer(await connection.next_message())
 
         async with serve(echo, "127.0.0.1", 0, create_connection=FencedConnection, compression=None) as server:
             (connected,) = server.sockets
@@ -137,6 +243,11 @@ def test_a_real_connection_reads_long_messages_directly(run):
                 for size in (0, 100, LONG, 300_000, 900_000):
                     await client.send(bytes(range(250)) * (size // 250))
                     assert await client.recv() == bytes(range(250)) * (size // 250)
+                    await client.send("x" * size)
+                    assert await client.recv() == "x" * size
+                await client.send([b"a" * 5000, b"b" * 300_000])
+                assert await client.recv() == b"a" * 5000 + b"b" * 300_000
+                assert not connection.overtaken.done()
 
     run(asyncio.wait_for(body(), 60))
 

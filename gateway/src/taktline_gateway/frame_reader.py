@@ -3,11 +3,16 @@
 `websockets` keeps one growing buffer, which copies what has come so far whenever it grows, and once more when the
 frame is whole. For camera frames that was most of the time spent on a message. Here a frame's head is read through a
 small buffer, and a long payload from the socket into a buffer of its own size.
+
+Most of what a robot sends are two kinds of frames: a long binary message in one piece, and the answer to a ping of
+eight bytes. A connection may take these past the library's parser (`Recipient`); everything else goes through it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
+import typing
 from collections import deque
 from collections.abc import Generator
 
@@ -15,10 +20,19 @@ import numpy as np
 from websockets.protocol import Protocol
 from websockets.streams import StreamReader
 
+try:
+    from websockets.speedups import apply_mask
+except ImportError:  # the library was installed without its C extension
+    from websockets.utils import apply_mask
+
 LONG = 4096
 """A payload of which more is missing is read into a buffer of its own; also the size of the buffer for all else."""
 MOST_AHEAD = 1 << 20
 """Memory that is set aside for bytes that were announced and have not come."""
+_FINAL_BINARY, _FINAL_PONG, _MASKED = 0x82, 0x8A, 0x80
+_MEDIUM = struct.Struct(">BBH4s")  # the head of a masked frame of up to 65,535 bytes
+_LARGE = struct.Struct(">BBQ4s")  # and of a longer one
+_PONG = struct.Struct(">BBIQ")  # a masked pong of eight bytes
 # Between a loop's question for a buffer and its word that bytes came nothing else runs, so one serves all connections.
 _scratch = memoryview(bytearray(LONG))
 
@@ -31,27 +45,82 @@ def read_in_chunks(protocol: Protocol) -> ChunkReader:
     return reader
 
 
+class Recipient(typing.Protocol):
+    """A connection that takes whole frames."""
+
+    def room(self) -> int:
+        """The longest message that it takes now; 0 while the library must see every byte."""
+
+    def message_arrived(self, data: bytes) -> None:
+        """One whole binary message."""
+
+    def pong_arrived(self, number: int) -> bool:
+        """A pong with these eight bytes, big-endian; False where the library is to look at it."""
+
+
 class DirectReading(asyncio.BufferedProtocol):
     """What a transport reads into on behalf of a protocol that takes chunks: long payloads past that protocol."""
 
-    def __init__(self, protocol: asyncio.Protocol, reader: ChunkReader) -> None:
+    def __init__(self, protocol: asyncio.Protocol, reader: ChunkReader, recipient: Recipient | None = None) -> None:
         self._reader = reader
+        self._recipient = recipient
         self._data_received = protocol.data_received
         self.eof_received = protocol.eof_received  # type: ignore[method-assign]
         self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
         self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
         self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+        self._payload = memoryview(b"")
+        self._missing: memoryview | None = None
+        """The part of the recipient's payload that has not come; None while the library's parser reads."""
+        self._mask = b""
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        return self._reader.missing or _scratch
+        return self._missing or self._reader.missing or _scratch
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
-        if self._reader.missing is None:
-            self._data_received(bytes(_scratch[:nbytes]))
+        if self._missing is not None:
+            if nbytes < len(self._missing):
+                self._missing = self._missing[nbytes:]
+                return
+            assert self._recipient is not None
+            payload, self._payload, self._missing = self._payload, memoryview(b""), None
+            self._recipient.message_arrived(apply_mask(payload, self._mask))
+        elif self._reader.missing is None:
+            taken = self._take(nbytes) if self._recipient is not None and self._reader.between_frames else 0
+            if taken < nbytes:
+                self._data_received(bytes(_scratch[taken:nbytes]))
         elif self._reader.filled(nbytes):
             self._data_received(b"")  # its parser goes on
+
+    def _take(self, nbytes: int) -> int:
+        """Takes the recipient's frames from the beginning of what came; how many bytes they were."""
+        recipient = self._recipient
+        assert recipient is not None
+        at = 0
+        while nbytes - at >= _LARGE.size:  # of a long message at least so many have come
+            first, second = _scratch[at], _scratch[at + 1]
+            room = recipient.room()
+            if first == _FINAL_PONG and second == _MASKED | 8 and room:
+                mask, masked = _PONG.unpack_from(_scratch, at)[2:]
+                if not recipient.pong_arrived(masked ^ (mask << 32 | mask)):
+                    break
+                at += _PONG.size
+                continue
+            if first != _FINAL_BINARY or second not in (_MASKED | 126, _MASKED | 127):
+                break
+            head = _LARGE if second == _MASKED | 127 else _MEDIUM
+            size, self._mask = head.unpack_from(_scratch, at)[2:]
+            if not LONG < size <= min(room, MOST_AHEAD):
+                break
+            # Longer than all that can have come by now, so the rest is still to be read.
+            self._payload = payload = np.empty(size, np.uint8).data
+            came = nbytes - at - head.size
+            payload[:came] = _scratch[at + head.size : nbytes]
+            self._missing = payload[came:]
+            return nbytes
+        return at
 
 
 class ChunkReader(StreamReader):
@@ -65,6 +134,8 @@ class ChunkReader(StreamReader):
         """Bytes of the first chunk that have been read."""
         self.missing: memoryview | None = None
         """The part of a long payload that has not come; None while none is awaited."""
+        self.between_frames = False
+        """Whether what is read next begins a frame."""
 
     def feed_data(self, data: bytes | bytearray) -> None:
         """Takes what came from the socket. Raises EOFError after the end."""
@@ -148,7 +219,9 @@ class ChunkReader(StreamReader):
                 return False
             if self.eof:
                 return True
+            self.between_frames = True
             yield
+            self.between_frames = False
 
     def discard(self) -> None:
         """Throws away what has come."""

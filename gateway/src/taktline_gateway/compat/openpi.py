@@ -74,7 +74,7 @@ class OpenpiServer:
         connection.overtaken.add_done_callback(give_up)
         try:
             while True:
-                frame = await connection.recv()
+                frame = await connection.next_message()
                 received_at = time.monotonic()
                 answering = asyncio.create_task(self._answer(conversation, layouts, frame, received_at, previous_ms))
                 try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import struct
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -29,6 +30,8 @@ from taktline_gateway.logs import log
 from taktline_gateway.tls import ServerTls
 
 OPEN_TIMEOUT_S = 10.0
+DATA = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
+_TEXT, _BINARY, _PING_OF_8 = 0x81, 0x82, b"\x89\x08"  # of frames in one piece
 QUEUED_FRAMES = 2
 """Frames read ahead of the handler; the rest stays in the kernel's buffers and slows its sender down."""
 _logger = logging.getLogger(__name__)
@@ -53,27 +56,72 @@ class FencedConnection(ServerConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._reading = DirectReading(self, read_in_chunks(self.protocol))
+        self._reading = DirectReading(self, read_in_chunks(self.protocol), self)
         self.caller: Caller | None = None
         """Who it is, once its handshake has been read."""
+        self.longest = 0
+        """The longest message that is taken without the library's parser."""
         self.overtaken: asyncio.Future[None] = self.loop.create_future()
         self._unanswered = False
         self._answers = 0
         self._fence: asyncio.Future[float] | None = None
+        self._fragmented = False
+        self._waiting: asyncio.Future[bytes | None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
         super().connection_made(transport)
         transport.set_protocol(self._reading)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        super().connection_lost(exc)
+        self._look()
+
     def process_event(self, event: Any) -> None:
         """Looks at each frame in the order of arrival, before it is queued for `recv`."""
-        if isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY):
-            fenced = self._fence is not None and not self._fence.done()
-            if (self._unanswered or fenced) and not self.overtaken.done():
-                self.overtaken.set_result(None)
-            self._unanswered = True
+        if not isinstance(event, Frame) or event.opcode not in DATA:
+            super().process_event(event)
+            return
+        self._fragmented = not event.fin
+        if event.opcode is not Opcode.CONT:
+            self._message_began()
         super().process_event(event)
+        self._look()
+
+    def room(self) -> int:
+        """The longest message that `message_arrived` may be told of now."""
+        return self.longest if self.protocol.state is State.OPEN and not self._fragmented else 0
+
+    def message_arrived(self, data: bytes) -> None:
+        """A whole message, past the library."""
+        self._message_began()
+        waiting = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_result(data)
+        elif not self.recv_messages.closed:
+            self.recv_messages.put(Frame(Opcode.BINARY, data))
+
+    def pong_arrived(self, number: int) -> bool:
+        """A pong, past the library; False where it does not answer the only ping under way."""
+        if number != self._answers or self._fence is None or len(self.pending_pings) != 1:
+            return False
+        if self.pending_pings.pop(number.to_bytes(8, "big"), None) is None:
+            return False
+        self._fence = None
+        return True
+
+    async def next_message(self) -> bytes | str:
+        """What `recv` gives, at less cost where a message came past the library. Raises ConnectionClosed."""
+        if not self.recv_messages.frames and not self.recv_messages.closed:
+            self._waiting = self.loop.create_future()
+            try:
+                message = await self._waiting
+            finally:
+                self._waiting = None
+            if message is not None:
+                return message
+        return await self.recv()
 
     async def answer(self, message: bytes | str) -> None:
         """Sends the answer to the last message. Raises ConnectionClosed."""
@@ -85,15 +133,32 @@ class FencedConnection(ServerConnection):
         mark = self._answers.to_bytes(8, "big")
         self._fence = self.loop.create_future()
         self.pending_pings[mark] = (self._fence, self.loop.time())
-        self.protocol.send_ping(mark)
         self._unanswered = False
+        parts = [_PING_OF_8, mark]
         if not self.overtaken.done():
-            if isinstance(message, str):
-                self.protocol.send_text(message.encode())
-            else:
-                self.protocol.send_binary(message)
-        self.transport.write(b"".join(self.protocol.data_to_send()))
-        await self.drain()
+            data = message.encode() if isinstance(message, str) else message
+            parts += (_head(_TEXT if isinstance(message, str) else _BINARY, len(data)), data)
+        self.transport.write(b"".join(parts))
+        if self.paused or self.transport.is_closing():
+            await self.drain()
+
+    def _message_began(self) -> None:
+        fenced = self._fence is not None and not self._fence.done()
+        if (self._unanswered or fenced) and not self.overtaken.done():
+            self.overtaken.set_result(None)
+        self._unanswered = True
+
+    def _look(self) -> None:
+        """Something came, or the end: whoever waits for a message is to look for it where the library keeps it."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+def _head(opcode: int, size: int) -> bytes:
+    """The head of a frame in one piece, without a mask."""
+    if size < 126:
+        return bytes((opcode, size))
+    return struct.pack("!BBH", opcode, 126, size) if size < 65_536 else struct.pack("!BBQ", opcode, 127, size)
 
 
 Converse = Callable[[FencedConnection, Arrival], Awaitable[None]]
@@ -163,6 +228,7 @@ class WebSocketListener:
 
     async def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
         assert isinstance(connection, FencedConnection)
+        connection.longest = self._service.limits.body_bytes
         path, body, content_type = self._health
         if request.path == path:
             response = connection.respond(HTTPStatus.OK, body)
