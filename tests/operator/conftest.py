@@ -170,8 +170,12 @@ class ApiDouble:
         self.objects[key] = copy.deepcopy(found)
         return True
 
-    async def delete(self, kind: str, namespace: str, name: str) -> None:
+    async def delete(self, kind: str, namespace: str, name: str, uid: str, version: str = "") -> None:
         self._call()
+        live = self.objects.get((kind, namespace, name), {"metadata": {"uid": uid, "resourceVersion": version}})
+        seen = {"uid": uid} | ({"resourceVersion": version} if version else {})
+        if any(live["metadata"].get(field, "") != value for field, value in seen.items()):
+            raise ApiError(409, "Conflict", "Precondition failed")
         self.writes.append(("delete", f"{kind}/{namespace}/{name}"))
         self.objects.pop((kind, namespace, name), None)
 

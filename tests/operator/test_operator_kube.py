@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,7 @@ class Script:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Json, dict[str, str]]] = []
         self.requests: list[tuple[str, str, dict[str, str], str]] = []
+        self.bodies: list[str] = []
 
     def answer(self, status: int, body: Json, **headers: str) -> None:
         self.answers.append((status, body, {name.replace("_", "-"): value for name, value in headers.items()}))
@@ -26,6 +28,7 @@ class Script:
     async def handle(self, request: web.Request) -> web.Response:
         accept = request.headers["Accept"]
         self.requests.append((request.method, request.path, dict(request.query), accept))
+        self.bodies.append(await request.text())
         status, body, headers = self.answers.pop(0)
         return web.json_response(body, status=status, headers=headers)
 
@@ -84,8 +87,20 @@ async def test_what_is_absent_is_no_error(api: KubeApi, script: Script) -> None:
     for _ in range(3):
         script.answer(404, {"reason": "NotFound", "message": "no"})
     assert await api.get("Pod", "n", "p") is None
-    await api.delete("Pod", "n", "p")
+    await api.delete("Pod", "n", "p", "u")
     await api.annotate("Pod", "n", "p", {"a": "b"})
+
+
+async def test_only_the_object_that_was_seen_is_deleted(api: KubeApi, script: Script) -> None:
+    script.answer(200, {})
+    await api.delete("Deployment", "n", "d", "uid-1")
+    script.answer(200, {})
+    await api.delete("Pod", "n", "p", "uid-2", "17")
+    first, second = (json.loads(body)["preconditions"] for body in script.bodies)
+    assert (first, second) == ({"uid": "uid-1"}, {"uid": "uid-2", "resourceVersion": "17"})
+    script.answer(409, {"reason": "Conflict", "message": "Precondition failed: UID in precondition: uid-1"})
+    with pytest.raises(ApiError, match="409 Conflict"):
+        await api.delete("Deployment", "n", "d", "uid-1")
 
 
 async def test_server_side_apply_forces_under_our_manager(api: KubeApi, script: Script) -> None:

@@ -22,7 +22,9 @@ class Api(Protocol):
 
     async def create(self, body: Json) -> bool: ...  # noqa: D102
 
-    async def delete(self, kind: str, namespace: str, name: str) -> None: ...  # noqa: D102
+    async def delete(  # noqa: D102
+        self, kind: str, namespace: str, name: str, uid: str, version: str = ""
+    ) -> None: ...
 
 
 async def carry_out(api: Api, live: Json, result: Plan, clock: Callable[[], str]) -> None:
@@ -33,7 +35,8 @@ async def carry_out(api: Api, live: Json, result: Plan, clock: Callable[[], str]
         clock: the wall clock in RFC 3339.
 
     Raises:
-        ApiError: the API refused or failed; what was written stays, and doing all of it again is safe.
+        ApiError: the API refused or failed; what was written stays, and doing all of it again is safe. 409 where an
+            object that was to go has been made anew, or where a pod has changed: the plan rests on what is no more.
     """
     namespace, name = live["metadata"]["namespace"], live["metadata"]["name"]
     for found in result.writes:
@@ -52,10 +55,10 @@ async def carry_out(api: Api, live: Json, result: Plan, clock: Callable[[], str]
         logger.warning("removing a pod", extra=about | {"cause": removal.message})
         if removal.reason != "Tidied":  # tidying up is no news
             await _tell(api, events.of_removal(live, removal, clock()))
-        await api.delete("Pod", namespace, removal.pod)
+        await api.delete("Pod", namespace, removal.pod, removal.uid, removal.version)
     for ref in result.deletions:
         logger.info("deleting", extra={"policy": name, "namespace": namespace, "object": "/".join(ref)})
-        await api.delete(ref.kind, namespace, ref.name)
+        await api.delete(ref.kind, namespace, ref.name, result.seen[ref])
     if result.status_changed:
         await _store(api, live, result.status, clock())
 

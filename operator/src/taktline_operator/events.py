@@ -72,7 +72,8 @@ def of_rollout(live: Json, previous: Json, current: Json, now: str) -> list[Json
 def of_removal(live: Json, removal: Removal, now: str) -> Json:
     """The Event of a pod that the operator takes away."""
     message = f"pod {removal.pod} makes room for another: {removal.message}"
-    return _event(live, ["removal", removal.pod], removal.reason, message, now, healthy=False)
+    # A StatefulSet gives its pods the same names again.
+    return _event(live, ["removal", removal.pod, removal.uid], removal.reason, message, now, healthy=False)
 
 
 def _event(live: Json, identity: list[Any], reason: str, message: str, now: str, *, healthy: bool) -> Json:

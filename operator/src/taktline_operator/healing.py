@@ -37,11 +37,25 @@ class NodeFault(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """A pod to delete, with a reason for programs and a sentence for people."""
+    """A pod to delete, with a reason for programs and a sentence for people.
+
+    Attributes:
+        uid: of the pod that was seen: one of its name that was made since then stays.
+        version: its resourceVersion where it goes for not being ready: what has changed since is looked at again.
+    """
 
     pod: str
     reason: str
     message: str
+    uid: str = ""
+    version: str = ""
+
+
+def removal(pod: Json, reason: str, message: str, *, unless_changed: bool) -> Removal:
+    """The removal of this very pod, and, with `unless_changed`, only as it was seen."""
+    metadata = pod["metadata"]
+    version = metadata.get("resourceVersion", "") if unless_changed else ""
+    return Removal(metadata["name"], reason, message, metadata.get("uid", ""), version)
 
 
 def node_fault(node: Json) -> NodeFault | None:
@@ -83,15 +97,15 @@ def removals(pods: Sequence[Json], nodes: Mapping[str, NodeFault]) -> tuple[Remo
             others = [other for key, other in alive.items() if key != name]
             ready = all(routing.is_ready(pod) for pod in members)
             if fault.doomed:
-                found += _removed(members, "NodeLeaves", fault.message)
+                found += _removed(members, "NodeLeaves", fault.message, unless_changed=False)
             elif not ready or (others and all(routing.is_ready(pod) for other in others for pod in other)):
-                found += _removed(members, "NodeUnhealthy", fault.message)
+                found += _removed(members, "NodeUnhealthy", fault.message, unless_changed=not ready)
                 break
     return tuple(found)
 
 
-def _removed(members: Sequence[Json], reason: str, message: str) -> list[Removal]:
-    return [Removal(pod["metadata"]["name"], reason, message) for pod in members]
+def _removed(members: Sequence[Json], reason: str, message: str, *, unless_changed: bool) -> list[Removal]:
+    return [removal(pod, reason, message, unless_changed=unless_changed) for pod in members]
 
 
 def _ended(pods: Sequence[Json]) -> Iterable[Removal]:
@@ -104,7 +118,8 @@ def _ended(pods: Sequence[Json]) -> Iterable[Removal]:
         failed.sort(key=lambda pod: (str(pod["metadata"].get("creationTimestamp", "")), str(pod["metadata"]["name"])))
         for pod in failed[: max(0, len(failed) - KEPT_FAILED)]:
             reason = pod["status"].get("reason") or "PodFailed"
-            yield Removal(pod["metadata"]["name"], "Tidied", f"it ended ({reason}) and newer ones tell the same")
+            message = f"it ended ({reason}) and newer ones tell the same"
+            yield removal(pod, "Tidied", message, unless_changed=False)
 
 
 def _pool(pod: Json) -> str:

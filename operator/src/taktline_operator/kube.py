@@ -257,10 +257,20 @@ class KubeApi:
         path = path_of(body["kind"], metadata["namespace"], metadata["name"])
         return await self._request("PUT", path, JSON, body)
 
-    async def delete(self, kind: str, namespace: str, name: str) -> None:
-        """Delete an object and, in the background, what it owns; nothing happens when it is gone."""
+    async def delete(self, kind: str, namespace: str, name: str, uid: str, version: str = "") -> None:
+        """Delete an object and, in the background, what it owns; nothing happens when it is gone.
+
+        Args:
+            uid: of the object that was seen: one that somebody made anew under its name stays.
+            version: the resourceVersion that was seen, where a change since then may be a reason to keep it.
+
+        Raises:
+            ApiError: 409 where it is another one, or changed, by now.
+        """
+        seen = {"uid": uid} | ({"resourceVersion": version} if version else {})
+        body = {"propagationPolicy": "Background", "preconditions": seen}
         try:
-            await self._request("DELETE", path_of(kind, namespace, name), JSON, {"propagationPolicy": "Background"})
+            await self._request("DELETE", path_of(kind, namespace, name), JSON, body)
         except ApiError as error:
             if error.status != 404:
                 raise

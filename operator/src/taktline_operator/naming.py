@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 MANAGER = "taktline-operator"  # field manager of every write
 
@@ -41,6 +41,18 @@ METRICS_PORT_NAME = "metrics"
 
 GATEWAY_SELECTOR = f"{LABEL_NAME}=taktline-gateway"
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGER},{LABEL_POLICY}"
+
+
+class Ref(NamedTuple):
+    """Kind and name of an object in the PolicyDeployment's namespace."""
+
+    kind: str
+    name: str
+
+
+def ref_of(found: dict[str, Any]) -> Ref:
+    """Kind and name of an object."""
+    return Ref(found["kind"], found["metadata"]["name"])
 
 
 def worker_selector(policy: str, pool: str | None = None) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from taktline_protocol.delivery import DeliveryProgress
@@ -15,7 +15,6 @@ from taktline_operator import (
     advice,
     delivery_status,
     diff,
-    gangs,
     group_pods,
     grouping,
     groups,
@@ -23,10 +22,10 @@ from taktline_operator import (
     integrations,
     keda,
     kueue,
+    leftovers,
     lineup,
     meshes,
     monitors,
-    naming,
     ray_services,
     revisions,
     rollout,
@@ -42,18 +41,13 @@ from taktline_operator import (
 from taktline_operator.gangs import Gang
 from taktline_operator.healing import NodeFault, Removal
 from taktline_operator.lineup import Line, Lineup
+from taktline_operator.naming import Ref as Ref
+from taktline_operator.naming import ref_of as ref_of
 from taktline_operator.ownership import ownership_of
 from taktline_operator.scaling import Demand
 from taktline_operator.spec import PolicyDeployment, Pool, WorkerTls
 
 Json = dict[str, Any]
-
-
-class Ref(NamedTuple):
-    """Kind and name of an object in the PolicyDeployment's namespace."""
-
-    kind: str
-    name: str
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         desired: every object that must exist, in the order to create them.
         writes: those of `desired` that differ from what is live.
         deletions: children that are wanted no longer.
+        seen: uid of each of `deletions`, so that none that was made anew since then goes in its place.
         removals: pods that do not come back by themselves, or must leave their node.
         status: the whole status.
         status_changed: whether `status` differs from the live one.
@@ -145,6 +140,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     desired: tuple[Json, ...] = ()
     writes: tuple[Json, ...] = ()
     deletions: tuple[Ref, ...] = ()
+    seen: Mapping[Ref, str] = {}
     removals: tuple[Removal, ...] = ()
     status: Json
     status_changed: bool
@@ -273,6 +269,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     further |= integrations.conditions(policy, observed.kinds, gang_of, observed.pods, children)
     previous = observed.live.get("status", {}).get("conditions", [])
     new_status["conditions"] += status.conditions(previous, further, policy.generation, observed.now)
+    deletions = leftovers.of(policy, observed.children, observed.pods, desired, trial, counts, gang_of)
     return Plan(
         desired=desired,
         writes=tuple(
@@ -280,7 +277,8 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
             for found in desired
             if ownership[ref_of(found)] != "stale" and diff.needs_apply(found, observed.children.get(ref_of(found)))
         ),
-        deletions=_deletions(policy, observed, desired, trial, counts, gang_of),
+        deletions=deletions,
+        seen={ref: observed.children[ref]["metadata"].get("uid", "") for ref in deletions},
         removals=_removals(policy, observed),
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
@@ -334,64 +332,3 @@ def _earliest(again_s: float | None, policy: PolicyDeployment, observed: Observe
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:
     return refuse(observed.live, reason, message, observed.now)
-
-
-def ref_of(found: Json) -> Ref:
-    """Kind and name of an object."""
-    return Ref(found["kind"], found["metadata"]["name"])
-
-
-def _deletions(
-    policy: PolicyDeployment,
-    observed: Observed,
-    desired: Sequence[Json],
-    trial: trials.Trial,
-    counts: Sequence[status.PoolCount],
-    gang_of: Mapping[str, Gang],
-) -> tuple[Ref, ...]:
-    """Children that are wanted no longer: only once what replaces them serves, and nothing running refers to them.
-
-    A candidate that was taken back goes at once: nothing waits for it. Groups go as their line decides, and what sets
-    the number of workers as soon as nobody asks for it: people may want to set it because nothing settles.
-    """
-    settled = all(count.settled for count in counts)
-    children = list(observed.children.values())
-    kept = {ref_of(found) for found in desired}
-    kept |= {Ref(*found) for found in grouping.left_alone(policy, trial.lines, children)}
-    replaced: set[Ref] = set()
-    for line in (*trial.lines.stable, *trial.lines.candidate):
-        gang = gang_of.get(line.name)
-        if gang is not None:
-            kept |= {Ref(*found) for found in gang.kept}
-            replaced |= {Ref(*found) for found in gang.removed}
-    for line, count in zip(trial.lines.serving, counts, strict=True):
-        if line.name not in gang_of:
-            replaced |= {Ref(*found) for found in gangs.superseded(line, children, count.updated_ready)}
-    pools = {pool.name for pool in policy.spec.pools}
-    mounted = {
-        volume.get("configMap", {}).get("name")
-        for pod in observed.pods
-        for volume in pod.get("spec", {}).get("volumes", [])
-    }
-    obsolete = [
-        ref
-        for ref, live in observed.children.items()
-        if ref not in kept
-        and ownership_of(policy, live) == "ours"
-        and not live["metadata"].get("deletionTimestamp")
-        and (settled or ref in replaced or ref.kind == keda.KIND or (trial.progressive and _was_tried(live, pools)))
-        and (ref.kind != "ControllerRevision" or ref.name in trial.obsolete)
-        and not (ref.kind == "ConfigMap" and ref.name in mounted)
-    ]
-    return tuple(sorted(obsolete))
-
-
-def _was_tried(live: Json, pools: set[str]) -> bool:
-    """Whether these are workers of a candidate, in a pool that goes on without it."""
-    metadata = live["metadata"]
-    here = metadata.get("labels", {}).get(naming.LABEL_POOL) in pools
-    return bool(
-        live["kind"] in ("Deployment", *grouping.KINDS)
-        and here
-        and metadata.get("annotations", {}).get(naming.ANNOTATION_REVISION_HASH)
-    )

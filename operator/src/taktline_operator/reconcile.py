@@ -67,7 +67,9 @@ class Api(Protocol):
 
     async def create(self, body: Json) -> bool: ...  # noqa: D102
 
-    async def delete(self, kind: str, namespace: str, name: str) -> None: ...  # noqa: D102
+    async def delete(  # noqa: D102
+        self, kind: str, namespace: str, name: str, uid: str, version: str = ""
+    ) -> None: ...
 
 
 class Measurements(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from taktline_operator import group_pods, naming
+from taktline_operator import group_pods, healing, naming
 from taktline_operator.healing import Removal
 from taktline_operator.rollout import seconds_between
 from taktline_operator.spec import Pool
@@ -43,7 +43,7 @@ def removals(pods: Sequence[Json], pools: Iterable[Pool], now: str) -> tuple[Rem
                     f"pod {pod['metadata']['name']} has run for longer than the {budget} s in which its worker should"
                     " have loaded and captured (pools[].startupSeconds), and is not ready"
                 )
-                found += [Removal(member["metadata"]["name"], REASON, message) for member in members]
+                found += [healing.removal(member, REASON, message, unless_changed=True) for member in members]
                 break
     return tuple(found)
 
