@@ -16,6 +16,7 @@ import numpy as np
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.batch_frames import VERSION
 from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
 from taktline_worker.batch_port import BatchListener, listen
 
@@ -51,6 +52,7 @@ class NoopWorker(worker_pb2_grpc.WorkerServicer):
             t_sync=[worker_pb2.BucketTime(batch=size, median_ms=ms, p99_ms=2 * ms) for size, ms in self._t_sync],
             batch_port=self.batches.port if self.batches is not None else 0,
             batch_token=self.batches.token if self.batches is not None else b"",
+            batch_version=VERSION if self.batches is not None else 0,
         )
 
     async def Infer(self, request: Any, context: Any) -> Any:

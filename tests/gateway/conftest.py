@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from taktline_protocol import Image, Observation
 from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, encode
+from taktline_protocol.metrics import WORKERS_BY_BATCH_PORT
 
 from tests.ports import free_port
 
@@ -96,6 +97,13 @@ class Stack:
 
     def wait_workers(self, count: int, policy: str = "scripted") -> None:
         until(lambda: self.policy(policy).get("workers", 0) == count, f"{count} workers of {policy} up")
+
+    def wait_batch_ports(self, count: int, policy: str = "scripted") -> None:
+        """Until batches go to the batch ports of so many workers."""
+        until(
+            lambda: self.metric(WORKERS_BY_BATCH_PORT, policy=policy, state="open") == count,
+            f"{count} batch ports of {policy} being open",
+        )
 
     def policy(self, name: str = "scripted") -> dict:
         return self.http.get(f"{self.url}/v1/policies/{name}").json()

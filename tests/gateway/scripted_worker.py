@@ -22,9 +22,10 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.batch_frames import VERSION
 from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
 from taktline_worker.batch_port import listen
-from taktline_worker.tls import TlsFiles, server_credentials
+from taktline_worker.tls import TlsFiles, server_context, server_credentials
 
 
 def table(text):
@@ -70,6 +71,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             ],
             batch_port=self.batches.port if self.batches else 0,
             batch_token=self.batches.token if self.batches else b"",
+            batch_version=(self.arguments.batch_version or VERSION) if self.batches else 0,
         )
 
     async def over_the_batch_port(self, request, frames, context):
@@ -156,6 +158,7 @@ async def main() -> None:
     parser.add_argument("--cheaper", action="append", default=[], help="STEPS=TABLE of one cheaper level")
     parser.add_argument("--record")
     parser.add_argument("--grpc-only", type=int, default=0, help="1 opens no batch port")
+    parser.add_argument("--batch-version", type=int, default=0, help="what its Info says of the batch port instead")
     for name in ("cert", "key", "client-ca"):
         parser.add_argument(f"--tls-{name}", type=Path)
     arguments = parser.parse_args()
@@ -164,13 +167,16 @@ async def main() -> None:
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    context = None
     if arguments.tls_cert is None:
         server.add_insecure_port(arguments.listen)
-        if not arguments.grpc_only:
-            worker.batches = await listen(arguments.listen.rpartition(":")[0], worker.over_the_batch_port)
     else:
         files = TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca)
         server.add_secure_port(arguments.listen, server_credentials(files))
+        context = server_context(files)
+    if not arguments.grpc_only:
+        host = arguments.listen.rpartition(":")[0]
+        worker.batches = await listen(host, worker.over_the_batch_port, context=context)
     await server.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
     stop = asyncio.Event()

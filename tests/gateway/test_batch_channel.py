@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
 import threading
@@ -10,9 +11,10 @@ import threading
 import grpc
 import numpy as np
 import pytest
+from taktline_gateway import batch_channel, worker_link
 from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
 from taktline_gateway.worker_link import WorkerLink
-from taktline_protocol import Image, worker_pb2
+from taktline_protocol import Image, metrics, worker_pb2
 from taktline_protocol.batch_frames import (
     PREFIX,
     VERSION,
@@ -25,9 +27,17 @@ from taktline_protocol.batch_frames import (
     frame,
 )
 from taktline_protocol.deployment import Target
+from taktline_worker import batch_connection, batch_port
 from taktline_worker.batch_port import BatchConnection, BatchPort, listen
 
 from tests.gateway.conftest import FRAME, Stack
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A machine that is busy with other tests is no fault of the port."""
+    monkeypatch.setattr(batch_channel, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(batch_port, "OPEN_TIMEOUT_S", 60.0)
 
 
 class Collecting(FrameProtocol):
@@ -41,6 +51,12 @@ class Collecting(FrameProtocol):
 
 class Transport:
     aborted = False
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def write(self, data: bytes) -> None:
+        pass
 
     def abort(self) -> None:
         self.aborted = True
@@ -214,9 +230,8 @@ def test_a_port_that_is_another_workers_by_now_is_left():
             raise AssertionError("this batch is not for this worker")
 
         port = await listen("127.0.0.1", infer)
-        channel = await BatchChannel.connect("127.0.0.1", port.port, b"of the process before")
-        with pytest.raises(WorkerCallError, match="UNAVAILABLE"):
-            await channel.infer(*batch("a"), 30.0, ())
+        with pytest.raises(OSError, match="not this worker's"):
+            await BatchChannel.connect("127.0.0.1", port.port, b"of the process before")
         await port.close(0.0)
 
     run(body)
@@ -238,6 +253,114 @@ def test_whoever_has_not_opened_makes_the_worker_reserve_nothing():
     head = frame(Call(1, 1.0, 0, [[]]))[0][PREFIX.size :]
     feed(connection, opening + PREFIX.pack(len(head), 1 << 20) + head, iter(lambda: 1 << 20, None))
     assert not transport.aborted
+    assert connection.opened
+
+
+def test_a_gateway_of_another_version_is_told_so(monkeypatch):
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("nothing is sent")
+
+        port = await listen("127.0.0.1", infer)
+        monkeypatch.setattr("taktline_gateway.batch_channel.VERSION", VERSION + 1)
+        with pytest.raises(OSError, match=f"speaks version {VERSION}, not {VERSION + 1}"):
+            await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_whoever_says_nothing_is_disconnected(monkeypatch):
+    monkeypatch.setattr(batch_port, "OPEN_TIMEOUT_S", 0.05)
+
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("nothing is sent")
+
+        port = await listen("127.0.0.1", infer)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        assert await ends(reader)
+        writer.close()
+        await port.close(0.0)
+        assert not port._connections
+
+    run(body)
+
+
+def test_connections_without_an_opening_keep_no_gateway_out(monkeypatch):
+    """The oldest of them goes for each that comes beyond the limit; a gateway that opens at once stays."""
+    monkeypatch.setattr(batch_port, "MAX_ENTERING", 3)
+
+    async def body():
+        async def infer(request, frames, context):
+            return worker_pb2.InferResponse(revision="served")
+
+        port, channel = await serve(infer)
+        silent = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(5)]
+        assert await ends(silent[0][0])
+        assert await ends(silent[1][0])
+        other = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        for one in (channel, other):
+            assert (await one.infer(*batch("a"), 30.0, ())).revision == "served"
+            one.close()
+        for _, writer in silent:
+            writer.close()
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_more_gateways_than_the_port_takes_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(batch_connection, "MAX_CONNECTIONS", 2)
+
+    async def body():
+        async def infer(request, frames, context):
+            return worker_pb2.InferResponse(revision="served")
+
+        port, first = await serve(infer)
+        second = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        with pytest.raises(OSError, match="2 connections are open"):
+            await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        assert (await second.infer(*batch("a"), 30.0, ())).revision == "served"
+        gone = next(one for one in port._connections if one.transport.get_extra_info("peername") == own_name(first))
+        first.close()
+        await gone.gone.wait()
+        third = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        assert (await third.infer(*batch("a"), 30.0, ())).revision == "served"
+        for channel in (second, third):
+            channel.close()
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_closing_ends_connections_that_have_not_opened():
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("nothing is sent")
+
+        port = await listen("127.0.0.1", infer)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        while not port._entering:  # noqa: ASYNC110 (nothing tells when the kernel's queue has been read)
+            await asyncio.sleep(0.01)
+        await port.close(30.0)
+        assert await ends(reader)
+        assert not port._entering
+        writer.close()
+
+    run(body)
+
+
+def own_name(channel: BatchChannel) -> object:
+    return channel.transport.get_extra_info("sockname")
+
+
+async def ends(reader: asyncio.StreamReader) -> bool:
+    """Waits until the other side has closed."""
+    try:
+        return await reader.read(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_a_port_that_closes_at_once_cannot_be_reached(monkeypatch):
@@ -379,6 +502,67 @@ def test_a_worker_whose_times_are_none_is_not_used(median_ms, p99_ms, batch, usa
     run(body)
 
 
+def test_a_fault_does_not_end_the_watch_of_a_worker(monkeypatch, caplog):
+    """What an Info or a listener does not expect: the worker is taken for gone, and looked at again."""
+    monkeypatch.setattr(worker_link, "FAULT_RETRY_S", 0.01)
+    monkeypatch.setattr(worker_link, "RETRY_S", 0.01)
+
+    async def body():
+        heard = []
+        link = WorkerLink("p", Target(address="127.0.0.1:1"), heard.append, heard.append)
+        rounds = iter(["up", ValueError("an Info of a later release"), "up", RuntimeError("a listener's"), "up"])
+        over = asyncio.Event()
+
+        async def once():
+            word = next(rounds, None)
+            if word is None:
+                over.set()
+                await asyncio.Event().wait()
+            if isinstance(word, Exception):
+                raise word
+            link.up = True
+
+        monkeypatch.setattr(link, "_watch_once", once)
+        link.start()
+        await over.wait()
+        assert link.up
+        assert heard == [link, link], "each fault took it down once"
+        await link.close()
+
+    run(body)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, RuntimeError]
+
+
+def test_a_fault_while_a_worker_is_taken_down_does_not_end_its_watch_either(monkeypatch):
+    monkeypatch.setattr(worker_link, "FAULT_RETRY_S", 0.01)
+    monkeypatch.setattr(worker_link, "RETRY_S", 0.01)
+
+    async def body():
+        over = asyncio.Event()
+        rounds = 0
+
+        def down(link):
+            raise RuntimeError("a fault of the lane")
+
+        link = WorkerLink("p", Target(address="127.0.0.1:1"), lambda link: None, down)
+
+        async def once():
+            nonlocal rounds
+            rounds += 1
+            link.up = True
+            if rounds == 4:
+                over.set()
+                await asyncio.Event().wait()
+            link._go_down("not serving")
+
+        monkeypatch.setattr(link, "_watch_once", once)
+        link.start()
+        await over.wait()
+        await link.close()
+
+    run(body)
+
+
 def test_batches_come_through_grpc_where_there_is_no_batch_port(tmp_path):
     stack = Stack(tmp_path)
     try:
@@ -393,6 +577,28 @@ def test_batches_come_through_grpc_where_there_is_no_batch_port(tmp_path):
         stack.stop()
 
 
+def test_a_worker_of_another_version_is_sent_its_batches_through_grpc_and_that_is_said(tmp_path):
+    stack = Stack(tmp_path)
+    try:
+        address = stack.start_worker(batch_version=VERSION + 1)
+        stack.write_routes(address)
+        stack.start_gateway()
+        stack.wait_workers(1)
+        assert stack.act()[0] == 200
+        assert stack.batches()[0]["way"] == "grpc"
+        lines = [json.loads(line) for line in stack.log.read_text().splitlines()]
+        said = [line for line in lines if line["message"] == "batch_port_version"]
+        assert len(said) == 1
+        assert f"it speaks version {VERSION + 1}, this gateway {VERSION}" in said[0]["reason"]
+        counts = {
+            state: stack.metric(metrics.WORKERS_BY_BATCH_PORT, policy="scripted", state=state)
+            for state in metrics.BATCH_PORT_STATES
+        }
+        assert counts == {"open": 0, "none": 0, "version": 1, "unreachable": 0}
+    finally:
+        stack.stop()
+
+
 def test_batches_go_to_the_batch_port_and_through_grpc_once_it_is_lost(tmp_path):
     stack = Stack(tmp_path)
     try:
@@ -400,6 +606,7 @@ def test_batches_go_to_the_batch_port_and_through_grpc_once_it_is_lost(tmp_path)
         stack.write_routes(address)
         stack.start_gateway()
         stack.wait_workers(1)
+        stack.wait_batch_ports(1)
         assert stack.act()[0] == 200
         # The scripted worker closes its batch port for good on this word; the answer still comes.
         assert stack.act(instruction="close-batch-port")[0] == 200

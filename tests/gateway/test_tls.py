@@ -166,7 +166,9 @@ def test_gateway_and_worker_show_each_other_certificates(bare_stack, authorities
     stack.write_routes(start_tls_worker(stack, factory, "worker"))
     stack.start_gateway(*worker_flags(factory, *factory.issue("gateway-client")))
     stack.wait_workers(1)
+    stack.wait_batch_ports(1)
     assert stack.act()[0] == 200
+    assert stack.batches()[0]["way"] == "batch"
 
 
 @pytest.mark.parametrize("fault", ["plain gateway", "gateway of strangers", "worker of strangers", "plain worker"])
@@ -212,6 +214,9 @@ def test_channels_to_workers_take_up_renewed_certificates(bare_stack, authoritie
     shutil.copy(new_cert, served)
     stack.write_routes(moved)
     until(lambda: stack.act()[0] == 200, "the new worker being reached with the new certificate")
+    stack.wait_batch_ports(1)
+    assert stack.act()[0] == 200
+    assert stack.batches()[-1]["way"] == "batch"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from taktline_gateway import batch_channel
 from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
-from taktline_protocol import Image, worker_pb2, worker_pb2_grpc
+from taktline_gateway.tls import TlsFiles as GatewayFiles
+from taktline_gateway.tls import WorkerTls
+from taktline_protocol import ErrorCode, Image, TaktlineError, worker_pb2, worker_pb2_grpc
+from taktline_worker import batch_port
+from taktline_worker.cli import main
+from taktline_worker.models.registry import load_adapter
 from taktline_worker.server import ServeOptions, Worker
+from taktline_worker.tls import TlsFiles
+
+from tests.gateway.certificates import Authority
+from tests.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other tests is no fault of the port."""
+    monkeypatch.setattr(batch_channel, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(batch_port, "OPEN_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +118,82 @@ def test_draining_ends_the_port_after_what_runs(config: Any, observations: Any) 
     worker.drain()
     with pytest.raises(ConnectionRefusedError):
         asyncio.run(BatchChannel.connect("127.0.0.1", port, b""))
+
+
+def test_the_port_may_be_chosen_or_left_out(config: Any, observations: Any) -> None:
+    chosen = free_port()
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0, batch_port=chosen))
+    worker.start()
+    try:
+        assert worker._batches.port == chosen
+        assert over_batch_port(worker, worker_pb2.InferRequest(policy="tiny"), members_of(observations, (4,))).results
+    finally:
+        worker.drain()
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0, batch_port=None))
+    worker.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{worker.port}") as plain:
+            info = worker_pb2_grpc.WorkerStub(plain).Info(worker_pb2.InfoRequest(), timeout=20)
+        assert (info.batch_port, info.batch_token, info.batch_version) == (0, b"", 0)
+    finally:
+        worker.drain()
+
+
+def test_a_port_that_cannot_be_had_is_refused_before_anything_is_loaded(config: Any) -> None:
+    def load(_: Any) -> Any:
+        raise AssertionError("nothing is to be loaded")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(TaktlineError, match=f"cannot listen on 127.0.0.1:{taken}") as refused:
+            Worker(config, ServeOptions("127.0.0.1:0", batch_port=taken), load)
+        assert refused.value.code is ErrorCode.CONFIG_INVALID
+    both = free_port()
+    with pytest.raises(TaktlineError, match="it is the batch port, too"):
+        Worker(config, ServeOptions(f"127.0.0.1:{both}", batch_port=both), load)
+
+
+def test_a_port_that_is_taken_while_the_policy_loads_is_refused_by_name(config: Any) -> None:
+    taken = free_port()
+    with contextlib.ExitStack() as stack:
+
+        def load(engine: Any) -> Any:
+            stack.enter_context(socket.create_server(("127.0.0.1", taken)))
+            return load_adapter(engine)
+
+        with pytest.raises(TaktlineError, match=f"cannot listen on 127.0.0.1:{taken}") as refused:
+            Worker(config, ServeOptions("127.0.0.1:0", batch_port=taken), load)
+        assert refused.value.code is ErrorCode.CONFIG_INVALID
+
+
+@pytest.mark.parametrize("word", ["-1", "65536", "any", ""])
+def test_a_word_that_is_no_port_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--config", "engine.json", "--batch-port", word])
+    assert "neither off nor a port" in capsys.readouterr().err
+
+
+def test_the_port_has_the_certificates_of_grpc(config: Any, observations: Any, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "factory")
+    cert, key = authority.issue("worker", "127.0.0.1")
+    files = TlsFiles(cert, key, authority.ca)
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0, tls=files))
+    worker.start()
+    own = authority.issue("gateway")
+    context = WorkerTls(GatewayFiles(cert=own[0], key=own[1], ca=authority.ca)).context
+
+    async def ask() -> Any:
+        port = worker._batches
+        channel = await BatchChannel.connect("127.0.0.1", port.port, port.token, context)
+        try:
+            request = worker_pb2.InferRequest(policy="tiny")
+            return await channel.infer(request, members_of(observations, (5,)), 60.0, ())
+        finally:
+            channel.close()
+
+    try:
+        assert asyncio.run(ask()).results[0].request_id == "q5"
+        with pytest.raises(OSError, match=r"closed|does not answer|reset"):
+            asyncio.run(BatchChannel.connect("127.0.0.1", worker._batches.port, worker._batches.token))
+    finally:
+        worker.drain()

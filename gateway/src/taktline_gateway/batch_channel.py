@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from google.protobuf.message import DecodeError
 from taktline_protocol import worker_pb2
 from taktline_protocol.batch_frames import (
+    OPENING,
     VERSION,
     Answer,
     Body,
@@ -19,6 +22,7 @@ from taktline_protocol.batch_frames import (
     FrameProtocol,
     Head,
     Open,
+    Opened,
     WireError,
     as_socket,
     frame,
@@ -50,25 +54,34 @@ class BatchChannel(FrameProtocol):
     def __init__(self) -> None:
         super().__init__()
         self._opened = False
-        self._number = 0
+        self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._number = OPENING
         self._calls: dict[int, asyncio.Future[bytes]] = {}
 
     @classmethod
-    async def connect(cls, host: str, port: int, token: bytes) -> BatchChannel:
-        """A connection on which calls may be made at once. Raises OSError where there is none in time."""
+    async def connect(
+        cls, host: str, port: int, token: bytes, context: ssl.SSLContext | None = None, server_name: str = ""
+    ) -> BatchChannel:
+        """A connection on which the worker takes calls.
+
+        Args:
+            context: encrypts; the worker's certificate must carry `server_name`, or else the host.
+
+        Raises:
+            OSError: there is none in time, or the worker refuses it; the reason is in its text.
+        """
         loop = asyncio.get_running_loop()
+        name = (server_name or host) if context is not None else None
+        transport: asyncio.Transport | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                transport, channel = await loop.create_connection(cls, host, port)
+                transport, channel = await loop.create_connection(cls, host, port, ssl=context, server_hostname=name)
+                await channel._open(token)
         except TimeoutError as error:
             raise OSError("the batch port does not answer") from error
-        try:
-            _watch_for_silence(as_socket(transport))
-            channel._write(Open(VERSION, token))
-        except (OSError, WorkerCallError) as error:  # it was closed in the same moment
-            transport.abort()
-            raise OSError("the batch port closed the connection") from error
-        channel._opened = True
+        finally:
+            if transport is not None and not channel._opened:
+                transport.abort()
         return channel
 
     @property
@@ -101,6 +114,12 @@ class BatchChannel(FrameProtocol):
             if self._calls.pop(number, None) is not None and self.open:  # nothing came
                 self._write(Cancel(number))
 
+    async def finish(self, grace_s: float) -> None:
+        """Closes the connection once its calls have ended, at the latest after so long."""
+        if self._calls:
+            await asyncio.wait(self._calls.values(), timeout=grace_s)
+        self.close()
+
     def close(self) -> None:
         """Closes the connection; its calls are cancelled."""
         for call in self._calls.values():
@@ -109,11 +128,16 @@ class BatchChannel(FrameProtocol):
             self.transport.abort()
 
     def frame_received(self, head: Head, body: Body) -> None:
-        """A result, or the lack of one."""
-        if isinstance(head, Answer):
+        """A result, the lack of one, or what became of the opening."""
+        if isinstance(head, Opened):
+            self._opened = True
+            self._opening_ends(None)
+        elif isinstance(head, Answer):
             call = self._calls.pop(head.number, None)
             if call is not None and not call.done():
                 call.set_result(bytes(body))
+        elif isinstance(head, Failure) and head.number == OPENING:
+            self._opening_ends(OSError(f"the batch port refuses the connection: {head.details[:200]}"))
         elif isinstance(head, Failure):
             self._fail(head.number, head.code, head.details)
         else:
@@ -122,8 +146,26 @@ class BatchChannel(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """What is under way gets no answer."""
         self._opened = False
+        self._opening_ends(OSError("the batch port closed the connection"))
         for number in list(self._calls):
             self._fail(number, "UNAVAILABLE", "the connection to the worker was lost")
+
+    async def _open(self, token: bytes) -> None:
+        try:
+            _watch_for_silence(as_socket(cast(asyncio.Transport, self.transport)))
+            self._write(Open(VERSION, token))
+        except (OSError, WorkerCallError) as error:  # it was closed in the same moment
+            raise OSError("the batch port closed the connection") from error
+        await self._opening
+
+    def _opening_ends(self, error: OSError | None) -> None:
+        if self._opening.done():
+            return
+        if error is None:
+            self._opening.set_result(None)
+        else:
+            self._opening.set_exception(error)
+            self._opening.exception()  # who has given up waiting need not hear of it
 
     def _too_late(self, number: int) -> None:
         call = self._calls.get(number)

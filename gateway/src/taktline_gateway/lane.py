@@ -107,6 +107,7 @@ class Lane:
             states=states,
             predicted=tuple(predicted),
             workers=tuple(workers),
+            batch_ports=Counter((link.target.pool, link.batch_state) for link in self._links.values() if link.up),
         )
 
     def _state(self, link: WorkerLink, now: float) -> str:

@@ -73,6 +73,7 @@ class Levels:
     Attributes:
         states: number of workers by (pool, state); states are `metrics.WORKER_STATES`.
         usable: workers that may get batches, by pool.
+        batch_ports: the same by (pool, state of their batch port); states are `metrics.BATCH_PORT_STATES`.
     """
 
     policy: str
@@ -82,6 +83,7 @@ class Levels:
     states: Mapping[tuple[str, str], int]
     predicted: tuple[PredictedTime, ...] = ()
     workers: tuple[WorkerLevel, ...] = ()
+    batch_ports: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
 
     def with_candidate(self, candidate: Levels) -> Levels:
         """This policy with the workers and the queue of the revision that is being tried."""
@@ -93,6 +95,7 @@ class Levels:
             states=_sums(self.states, candidate.states),
             predicted=self.predicted + candidate.predicted,
             workers=self.workers + candidate.workers,
+            batch_ports=_sums(self.batch_ports, candidate.batch_ports),
         )
 
 
@@ -363,13 +366,14 @@ class _Levels(Collector):
         self._levels = levels
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        depth, in_flight, workers, states, predicted = (
+        depth, in_flight, workers, states, ports, predicted = (
             GaugeMetricFamily(name, metrics.BY_NAME[name].help, labels=metrics.BY_NAME[name].labels)
             for name in (
                 metrics.QUEUE_DEPTH,
                 metrics.IN_FLIGHT,
                 metrics.WORKERS,
                 metrics.WORKERS_BY_STATE,
+                metrics.WORKERS_BY_BATCH_PORT,
                 metrics.T_SYNC_PREDICTED,
             )
         )
@@ -380,6 +384,8 @@ class _Levels(Collector):
                 workers.add_metric((level.policy, pool), count)
                 for state in metrics.WORKER_STATES:
                     states.add_metric((level.policy, pool, state), level.states.get((pool, state), 0))
+                for state in metrics.BATCH_PORT_STATES:
+                    ports.add_metric((level.policy, pool, state), level.batch_ports.get((pool, state), 0))
             slowest: dict[tuple[str, str, int], tuple[float, float]] = {}
             for time in level.predicted:
                 key = (time.pool, time.revision, time.batch)
@@ -387,4 +393,4 @@ class _Levels(Collector):
             for (pool, revision, batch), times in slowest.items():
                 for quantile, value in zip(metrics.QUANTILES, times, strict=True):
                     predicted.add_metric((level.policy, pool, revision, str(batch), quantile), value)
-        return (depth, in_flight, workers, states, predicted)
+        return (depth, in_flight, workers, states, ports, predicted)

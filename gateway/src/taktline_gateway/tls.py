@@ -98,6 +98,8 @@ class WorkerTls:
         self.files = files
         self._seen = files.identity()
         self._credentials = _channel_credentials(files)
+        self.context = _client_context(files)
+        """For connections to workers that are not gRPC's; another one after the files have changed."""
         self._listeners: set[Callable[[], None]] = set()
 
     def channel(self, address: str, options: tuple[tuple[str, int], ...]) -> grpc.aio.Channel:
@@ -117,7 +119,7 @@ class WorkerTls:
             return False
         self._seen = identity
         try:
-            self._credentials = _channel_credentials(self.files)
+            self._credentials, self.context = _channel_credentials(self.files), _client_context(self.files)
         except TaktlineError as error:
             log(_logger, logging.ERROR, "certificate_refused", reason=str(error))
             return False
@@ -170,14 +172,20 @@ def _grpc_server_configuration(files: TlsFiles) -> grpc.ServerCertificateConfigu
     return grpc.ssl_server_certificate_configuration([pair], _bytes(files, files.ca) if files.ca else None)
 
 
-def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    check = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def _client_context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        check.load_verify_locations(str(files.ca))
+        context.load_verify_locations(str(files.ca))
         if files.cert is not None:
-            check.load_cert_chain(str(files.cert), str(files.key))
+            context.load_cert_chain(str(files.cert), str(files.key))
     except (OSError, ssl.SSLError, ValueError) as error:
         raise _refused(files, str(error)) from error
+    return context
+
+
+def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    _client_context(files)  # gRPC takes anything for a certificate
     own = (_bytes(files, files.key), _bytes(files, files.cert)) if files.cert is not None else (None, None)
     return grpc.ssl_channel_credentials(_bytes(files, files.ca), *own)
 

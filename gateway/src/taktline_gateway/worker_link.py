@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
+from taktline_protocol.batch_frames import VERSION
 from taktline_protocol.deployment import Target
 from taktline_protocol.messages import BucketTime, PolicyInfo
 from taktline_protocol.rpc import CHANNEL_OPTIONS, SERVICE_NAME, policy_info
@@ -25,6 +27,8 @@ from taktline_gateway.tls import WorkerTls
 
 INFO_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+FAULT_RETRY_S = 5.0
+"""How often a worker is looked at again whose watch a fault has ended: each one is logged."""
 LOOK_TIMEOUT_S = 1.0
 RECONNECT_S = 1.0
 """How often a batch port that was lost or cannot be reached is tried again."""
@@ -59,6 +63,7 @@ class WorkerLink:
         self._batches: BatchChannel | None = None
         self._batch_port: tuple[str, int, bytes] | None = None
         self._connector: asyncio.Task[None] | None = None
+        self._batch_state = "none"
         self._closing: set[asyncio.Task[None]] = set()
         self._connect()
         self._forget_tls = tls.on_change(self._renew) if tls is not None else lambda: None
@@ -73,6 +78,11 @@ class WorkerLink:
         """What the scheduler knows it as: one name for each batch that it runs at a time."""
         replicas = self.info.replicas if self.info is not None else 1
         return (self.name, *(f"{self.name}#{number}" for number in range(1, replicas)))
+
+    @property
+    def batch_state(self) -> str:
+        """One of `metrics.BATCH_PORT_STATES`; unless it is open, batches go through gRPC."""
+        return "open" if self._batches is not None and self._batches.open else self._batch_state
 
     @property
     def revision(self) -> str:
@@ -137,28 +147,48 @@ class WorkerLink:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def _renew(self) -> None:
-        """Goes on over a channel with the certificates of now; a batch in flight ends on the old one."""
-        old, watcher = self._channel, self._watcher
+        """Goes on over connections with the certificates of now; a batch in flight ends on the old ones."""
+        old, batches, watcher = self._channel, self._batches, self._watcher
+        self._batches = None
+        self._leave_batch_port()
         self._connect()
         if watcher is not None:
             watcher.cancel()
             self.start()
-        closing = asyncio.create_task(old.close(RENEWED_GRACE_S))
+        self._close_later(old.close(RENEWED_GRACE_S))
+        if batches is not None:
+            self._close_later(batches.finish(RENEWED_GRACE_S))
+
+    def _close_later(self, work: Coroutine[Any, Any, None]) -> None:
+        closing = asyncio.create_task(work)
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     async def _watch(self) -> None:
+        reason = ""
         while True:
             try:
-                watch = self._health.Watch(health_pb2.HealthCheckRequest(service=""), wait_for_ready=True)
-                async for response in watch:
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        await self._come_up()
-                    else:
-                        self._go_down("not serving")
-            except grpc.aio.AioRpcError as error:
-                self._go_down(str(error.code().name))
-            await asyncio.sleep(RETRY_S)
+                if reason:
+                    self._go_down(reason)
+                    reason = ""
+                    await asyncio.sleep(FAULT_RETRY_S)
+                await self._watch_once()
+                await asyncio.sleep(RETRY_S)
+            except Exception as error:  # a worker that nobody watches would be lost, or kept though it is gone
+                reason = f"looking at it failed: {type(error).__name__}"
+                log(_logger, logging.ERROR, "internal", exc_info=True, policy=self.policy, worker=self.name)
+
+    async def _watch_once(self) -> None:
+        """Follows the worker's health until that ends."""
+        try:
+            watch = self._health.Watch(health_pb2.HealthCheckRequest(service=""), wait_for_ready=True)
+            async for response in watch:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    await self._come_up()
+                else:
+                    self._go_down("not serving")
+        except grpc.aio.AioRpcError as error:
+            self._go_down(str(error.code().name))
 
     async def _come_up(self) -> None:
         told = await self._worker.Info(worker_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
@@ -200,20 +230,29 @@ class WorkerLink:
 
     async def _open_batches(self, told: worker_pb2.InfoResponse) -> None:
         host = _tcp_host(self.target.address)
-        port = (host, told.batch_port, told.batch_token) if host and told.batch_port and self._tls is None else None
-        if port == self._batch_port and self._connector is not None:
+        port = (host, told.batch_port, told.batch_token) if host and told.batch_port else None
+        if port is not None and told.batch_version != VERSION:
+            port = None
+            if self._batch_state != "version":
+                reason = f"it speaks version {told.batch_version}, this gateway {VERSION}; batches go through gRPC"
+                self._warn("batch_port_version", port=told.batch_port, reason=reason)
+            self._leave_batch_port("version")
             return
-        if self._connector is not None:
-            self._connector.cancel()
-            self._connector = None
-        if self._batches is not None:  # another process answers at this address now
-            self._batches.close()
-            self._batches = None
-        self._batch_port = port
+        if port is not None and port == self._batch_port and self._connector is not None:
+            return
+        self._leave_batch_port()  # where there was one, another process answers at this address now
         if port is not None:
+            self._batch_port, self._batch_state = port, "unreachable"
             first = asyncio.Event()
             self._connector = asyncio.create_task(self._keep_connected(port, first), name=f"batches {self.name}")
             await first.wait()
+
+    def _leave_batch_port(self, state: str = "none") -> None:
+        if self._connector is not None:
+            self._connector.cancel()
+        if self._batches is not None:
+            self._batches.close()
+        self._batch_port, self._batch_state, self._connector, self._batches = None, state, None, None
 
     async def _keep_connected(self, port: tuple[str, int, bytes], tried: asyncio.Event) -> None:
         """Keeps a connection to the batch port; while there is none, batches go through gRPC."""
@@ -221,23 +260,23 @@ class WorkerLink:
         while True:
             if self._batches is None or not self._batches.open:
                 try:
-                    self._batches = await BatchChannel.connect(*port)
+                    tls = (self._tls.context, self._tls.files.name) if self._tls is not None else ()
+                    self._batches = await BatchChannel.connect(*port, *tls)
                     said = False
                 except OSError as error:
                     if not said:
                         said = True
-                        log(
-                            _logger,
-                            logging.WARNING,
-                            "batch_port_unreachable",
-                            policy=self.policy,
-                            worker=self.name,
-                            port=port[1],
-                            reason=str(error),
-                        )
+                        reason = f"{error}; batches go through gRPC until it can be reached"
+                        self._warn("batch_port_unreachable", port=port[1], reason=reason)
+                except Exception:  # a fault of ours: gRPC goes on meanwhile, and the next try may do
+                    log(_logger, logging.ERROR, "internal", exc_info=True, policy=self.policy, worker=self.name)
+                    await asyncio.sleep(FAULT_RETRY_S)
                 finally:
                     tried.set()
             await asyncio.sleep(RECONNECT_S)
+
+    def _warn(self, message: str, *, port: int, reason: str) -> None:
+        log(_logger, logging.WARNING, message, policy=self.policy, worker=self.name, port=port, reason=reason)
 
 
 def _timed(time: BucketTime) -> bool:

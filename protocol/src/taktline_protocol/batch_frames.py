@@ -27,7 +27,8 @@ from taktline_protocol.rpc import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+"""Told in Info and said in `Open`. A worker of another version is sent its batches through gRPC."""
 MAX_HEAD_BYTES = 1 << 20
 PREFIX = struct.Struct("<IQ")
 _SMALL = 1 << 16
@@ -48,6 +49,13 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
     version: int
     token: bytes
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+    """The worker's answer: it takes calls from now on. A refused opening is a `Failure` of `OPENING` instead, and the
+    connection's end."""
+
+    version: int
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
@@ -78,6 +86,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     number: int
 
 
+OPENING = 0
+"""The number by which a refused opening goes; calls are counted from 1."""
+
+
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     """A call without a result; `code` is the name of a gRPC status."""
 
@@ -86,7 +98,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     details: str
 
 
-Head = Open | Call | Cancel | Answer | Failure
+Head = Open | Opened | Call | Cancel | Answer | Failure
 Body = memoryview
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)

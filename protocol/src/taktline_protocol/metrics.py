@@ -30,6 +30,7 @@ QUEUE_DEPTH = "taktline_queue_depth"
 IN_FLIGHT = "taktline_in_flight"
 WORKERS = "taktline_workers"
 WORKERS_BY_STATE = "taktline_workers_by_state"
+WORKERS_BY_BATCH_PORT = "taktline_workers_by_batch_port"
 BUILD = "taktline_build_info"
 
 # The timed stream's, on the gateway's page.
@@ -100,6 +101,7 @@ UNKNOWN_POLICY = "_unknown"
 TERMS = ("observe", "transfer", "queue", "inference", "actuate")
 MISS_CAUSES = ("queue", "inference", "transfer", "refused")
 WORKER_STATES = ("idle", "busy", "suspended", "draining", "down")
+BATCH_PORT_STATES = ("open", "none", "version", "unreachable")
 BATCH_ROW_KINDS = ("observation", "padding")
 QUANTILES = ("0.5", "0.99")
 HEDGE_RESULTS = ("attempted", "won")
@@ -201,6 +203,13 @@ GATEWAY_METRICS = (
         "gauge",
         (LABEL_POLICY, LABEL_POOL, LABEL_STATE),
         "Workers by state: idle, busy (a batch is on it), suspended (it failed and rests), draining, down.",
+    ),
+    Metric(
+        WORKERS_BY_BATCH_PORT,
+        "gauge",
+        (LABEL_POLICY, LABEL_POOL, LABEL_STATE),
+        "Workers that may get batches, by their batch port: open, none (they have none), version (they speak another"
+        " one), unreachable. In all but the first, batches go through gRPC, which costs more.",
     ),
     Metric(BUILD, "gauge", ("version",), "1; the gateway's version is in the label."),
 )

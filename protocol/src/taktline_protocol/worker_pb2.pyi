@@ -41,7 +41,7 @@ class BucketTime(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token")
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token", "batch_version")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class InfoResponse(_message.Message):
     CHEAPER_FIELD_NUMBER: _ClassVar[int]
     BATCH_PORT_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BATCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     policy: str
     family: str
     revision: str
@@ -78,7 +79,8 @@ class InfoResponse(_message.Message):
     cheaper: _containers.RepeatedCompositeFieldContainer[CheaperLevel]
     batch_port: int
     batch_token: bytes
-    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ...) -> None: ...
+    batch_version: int
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ..., batch_version: _Optional[int] = ...) -> None: ...
 
 class CheaperLevel(_message.Message):
     __slots__ = ("solver_steps", "t_sync")

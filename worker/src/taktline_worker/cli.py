@@ -34,9 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("--listen", default="127.0.0.1:50051", help="gRPC HOST:PORT (default: %(default)s)")
     serve.add_argument("--metrics-listen", default="", help="Prometheus HOST:PORT (default: none)")
     serve.add_argument("--health-listen", default="", help="HOST:PORT of plain health checks, for probes beside TLS")
+    serve.add_argument(
+        "--batch-port",
+        type=_batch_port,
+        default=0,
+        metavar="PORT",
+        help="take batches on this TCP port beside gRPC, with the same TLS; 0 is any free one, off none (default: 0)",
+    )
     serve.add_argument("--linger-s", type=float, default=1.0, help="seconds between SIGTERM and refusing calls")
     serve.add_argument("--grace-s", type=float, default=30.0, help="seconds that running calls may take after that")
-    serve.add_argument("--tls-cert", type=Path, help="serve gRPC over TLS with this certificate (PEM, chain)")
+    serve.add_argument("--tls-cert", type=Path, help="serve gateways over TLS with this certificate (PEM, chain)")
     serve.add_argument("--tls-key", type=Path, help="its private key")
     serve.add_argument("--tls-client-ca", type=Path, help="serve only gateways with a certificate of this issuer")
     serve.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
@@ -95,6 +102,7 @@ def _serve(options: argparse.Namespace) -> None:
         options.grace_s,
         _tls_files(options),
         options.health_listen,
+        options.batch_port,
     )
     in_use.hold(Path(config.model.path))
     place = group.from_environment(os.environ)
@@ -114,6 +122,8 @@ def _serve(options: argparse.Namespace) -> None:
     if config.engine.parallel.dp > 1:
         from taktline_worker.replicas import front
 
+        if options.batch_port:
+            logger.warning("batch_port_unused", extra={"reason": "batches reach a worker with replicas through gRPC"})
         front.serve(config, options.config, listening)
         return
     # torch and the families load only once the arguments are good, and only where the policy runs.
@@ -158,6 +168,14 @@ def _rank(options: argparse.Namespace) -> None:
         follow(world, ranks.join(store, options.generation, options.rank, options.ranks, world.device))
     except RuntimeError as error:  # what torch.distributed raises for a closed connection
         logger.warning("the mesh broke up; this rank leaves", extra={"rank": options.rank, "cause": str(error)[:300]})
+
+
+def _batch_port(word: str) -> int | None:
+    if word == "off":
+        return None
+    if not word.isdecimal() or int(word) > 65535:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither off nor a port from 0 to 65535")
+    return int(word)
 
 
 def _tls_files(options: argparse.Namespace) -> TlsFiles | None:

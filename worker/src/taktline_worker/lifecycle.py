@@ -36,8 +36,10 @@ class ServeOptions:
         metrics_listen: Prometheus host:port, or empty.
         linger_s: after SIGTERM, how long calls are still taken, so that gateways see NOT_SERVING first.
         grace_s: after that, how long calls that run may take.
-        tls: certificates of the gRPC port; None speaks plain text.
+        tls: certificates of the gRPC port and the batch port; None speaks plain text.
         health_listen: host:port that answers health checks in plain text, or empty: a kubelet's probes know no TLS.
+        batch_port: TCP port of `listen`'s host on which batches are taken beside gRPC; 0 is any free one, None opens
+            none. Replicas, which serve one worker, have none.
     """
 
     listen: str
@@ -46,6 +48,20 @@ class ServeOptions:
     grace_s: float = 30.0
     tls: TlsFiles | None = None
     health_listen: str = ""
+    batch_port: int | None = 0
+
+    def batch_address(self) -> str:
+        """HOST:PORT of the batch port, empty where there is none.
+
+        Raises:
+            TaktlineError: CONFIG_INVALID for a `listen` that is not HOST:PORT, or has the same port.
+        """
+        if self.batch_port is None or self.listen.startswith(_UNIX):
+            return ""
+        host, port = split_address(self.listen)
+        if self.batch_port and self.batch_port == port:
+            raise address_error(self.listen, "it is the batch port, too")
+        return f"[{host}]:{self.batch_port}" if ":" in host else f"{host}:{self.batch_port}"
 
 
 class Serving(Protocol):

@@ -33,7 +33,7 @@ from taktline_worker.lifecycle import (
 )
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.service import MAX_WAITING_BATCHES, WorkerService
-from taktline_worker.tls import server_credentials
+from taktline_worker.tls import server_context, server_credentials
 from taktline_worker.tracing import BatchTraces
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Worker:
         self._policy = config.policy
         # A wrong address, or a wrong exporter of traces, must not cost the minutes that loading takes.
         self._traces = BatchTraces(tracing_from_environment("taktline-worker", version("taktline-worker")))
-        for address in filter(None, (options.listen, options.metrics_listen)):
+        for address in filter(None, (options.listen, options.metrics_listen, options.batch_address())):
             check_address(address)
         began = time.monotonic()
         credentials = server_credentials(options.tls) if options.tls is not None else None
@@ -99,11 +99,7 @@ class Worker:
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]  # generated
         self._health = Health(self._server, options.health_listen)
         self.port = bind(self._server, options.listen, credentials)
-        # Not beside TLS, whose certificates gRPC alone renews, nor on the Unix socket of a replica.
-        if credentials is None and not options.listen.startswith("unix:"):
-            host, _ = split_address(options.listen)
-            service.batches = BatchPort(host, service.infer, MAX_WAITING_BATCHES + 8)
-        self._batches = service.batches
+        self._batches = service.batches = _batch_port(options, service)
         if options.metrics_listen:
             host, port = split_address(options.metrics_listen)
             try:
@@ -116,7 +112,8 @@ class Worker:
         """Begins to serve, then reports SERVING."""
         self._server.start()
         self._health.set(serving=True)
-        logger.info("serving", extra={"policy": self._policy, "port": self.port})
+        batch_port = self._batches.port if self._batches is not None else 0
+        logger.info("serving", extra={"policy": self._policy, "port": self.port, "batch_port": batch_port})
 
     def drain(self, hurry: threading.Event | None = None) -> None:
         """Reports NOT_SERVING, lingers, lets running calls finish, and stops.
@@ -134,6 +131,19 @@ class Worker:
         self.engine.close()
         self._traces.close()
         logger.info("stopped", extra={"policy": self._policy})
+
+
+def _batch_port(options: ServeOptions, service: WorkerService) -> BatchPort | None:
+    """The batch port, where there is to be one. Raises TaktlineError CONFIG_INVALID where it cannot be had."""
+    address = options.batch_address()
+    if not address:
+        return None
+    host, port = split_address(address)
+    context = server_context(options.tls) if options.tls is not None else None
+    try:
+        return BatchPort(host, service.infer, MAX_WAITING_BATCHES + 8, port, context)
+    except OSError as error:
+        raise address_error(address, error.strerror or str(error)) from error
 
 
 def _gpu_memory() -> tuple[int, int] | None:

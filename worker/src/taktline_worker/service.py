@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
+from taktline_protocol.batch_frames import VERSION
 from taktline_protocol.deployment import EngineConfig
 from taktline_protocol.rpc import to_error
 
@@ -76,6 +77,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             ],
             batch_port=self.batches.port if self.batches is not None else 0,
             batch_token=self.batches.token if self.batches is not None else b"",
+            batch_version=VERSION if self.batches is not None else 0,
         )
 
     def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102

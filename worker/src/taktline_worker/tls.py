@@ -1,4 +1,4 @@
-"""TLS of the worker's gRPC port, from files that may be renewed while it runs."""
+"""TLS of the worker's ports, gRPC and batches, from files that may be renewed while it runs."""
 
 from __future__ import annotations
 
@@ -75,6 +75,45 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _configuration(served), follow, require_client_authentication=files.client_ca is not None
     )
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """The same for a port that is not gRPC's: certificate and trust follow the files, looked at in every handshake.
+
+    Raises:
+        TaktlineError: as `server_credentials`.
+    """
+    seen = _changes(files)
+    current = context = _context(files)
+
+    def choose(handshake: ssl.SSLSocket | ssl.SSLObject, name: str | None, asked: ssl.SSLContext) -> None:
+        nonlocal current, seen
+        changed = _changes(files)
+        if changed != seen:
+            seen = changed
+            try:
+                current = _context(files)
+            except TaktlineError as error:
+                logger.error("certificate_refused", extra={"reason": error.message})
+        if current is not context:
+            handshake.context = current
+
+    context.sni_callback = choose  # asked in every handshake, with and without a name
+    return context
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    files.contents()  # refuses, with the reason, what cannot be used
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(files.cert, files.key)
+    if files.client_ca is not None:
+        context.load_verify_locations(files.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A resumed session would let a gateway in by a certificate whose issuer is trusted no more.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+    return context
 
 
 def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:

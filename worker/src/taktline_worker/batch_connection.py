@@ -1,0 +1,204 @@
+"""One gateway's connection to the batch port: its opening, its calls, and how each of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from taktline_protocol import worker_pb2
+from taktline_protocol.batch_frames import (
+    OPENING,
+    VERSION,
+    Answer,
+    Body,
+    Call,
+    Cancel,
+    Failure,
+    FrameProtocol,
+    Head,
+    Open,
+    Opened,
+    WireError,
+    as_socket,
+    frame,
+    images_of,
+)
+from taktline_protocol.rpc import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+"""Openings beyond it are refused. A gateway holds one connection to a worker, two while it tries out a revision."""
+Frame = tuple[str, tuple[int, ...], bytes | memoryview]
+"""Encoding, shape and bytes of one image."""
+Frames = Sequence[Mapping[str, Frame]]
+"""The frames of each item, by camera."""
+
+
+class Abort(Exception):
+    """A call ends without a result: the name of a gRPC status, and why."""
+
+    def __init__(self, code: str, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+
+
+class CallContext:
+    """What a service asks of a call, under the names that gRPC gives it."""
+
+    def __init__(self, call: Call) -> None:
+        self._ends_at = time.monotonic() + call.timeout_s
+        self._metadata = tuple(call.metadata.items())
+        self.cancelled = False
+
+    def time_remaining(self) -> float:
+        """Seconds until the caller gives up."""
+        return self._ends_at - time.monotonic()
+
+    def is_active(self) -> bool:
+        """Whether somebody still waits."""
+        return not self.cancelled
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What came beside the message."""
+        return self._metadata
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """Ends the call without a result."""
+        raise Abort(code.name, details)
+
+
+Infer = Callable[[worker_pb2.InferRequest, Frames, CallContext], Coroutine[Any, Any, worker_pb2.InferResponse]]
+
+
+class BatchConnection(FrameProtocol):
+    """One gateway's connection. `infer` runs on the loop; what it raises becomes the call's failure.
+
+    Attributes:
+        opened: whether the gateway has said its token.
+        entered: set once it has, or once the connection is of no use.
+        gone: set once the connection has ended.
+    """
+
+    def __init__(self, token: bytes, infer: Infer, connections: set[BatchConnection]) -> None:
+        """`connections` are those of the port; this one is among them while it lasts."""
+        super().__init__()
+        self.most_bytes = 0  # whoever has not opened has nothing to send but an opening
+        self.opened = False
+        self.entered = asyncio.Event()
+        self.gone = asyncio.Event()
+        self._token = token
+        self._infer = infer
+        self._connections = connections
+        self._refused = False
+        self._leaving = False
+        self._calls: dict[int, tuple[asyncio.Task[None], CallContext]] = {}
+
+    def running(self) -> list[asyncio.Task[None]]:
+        """The calls that run now."""
+        return [task for task, _ in self._calls.values()]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A gateway has connected."""
+        super().connection_made(transport)
+        as_socket(transport).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody waits for what runs."""
+        self._connections.discard(self)
+        self.entered.set()
+        self.gone.set()
+        for _, context in self._calls.values():
+            context.cancelled = True
+
+    def leave(self) -> None:
+        """Refuses calls from now on."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """Ends the connection once all that was written has been sent."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Ends the connection."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def frame_received(self, head: Head, body: Body) -> None:
+        """The opening, a batch, or word that nobody waits for one."""
+        if self._refused:
+            return
+        if isinstance(head, Open):
+            self._open(head)
+        elif not self.opened:
+            raise WireError("no opening")
+        elif isinstance(head, Call):
+            self._begin(head, images_of(head, body), bytes(body[: head.request]))
+        elif isinstance(head, Cancel):
+            found = self._calls.get(head.number)
+            if found is not None:
+                found[1].cancelled = True
+        else:
+            raise WireError(f"{type(head).__name__} from a gateway")
+
+    def _open(self, opening: Open) -> None:
+        if self.opened:
+            raise WireError("a second opening")
+        if opening.version != VERSION:
+            self._refuse("FAILED_PRECONDITION", f"this port speaks version {VERSION}, not {opening.version}")
+        elif not hmac.compare_digest(opening.token, self._token):
+            self._refuse("UNAUTHENTICATED", "the token is not this worker's")
+        elif sum(connection.opened for connection in self._connections) >= MAX_CONNECTIONS:
+            self._refuse("RESOURCE_EXHAUSTED", f"{MAX_CONNECTIONS} connections are open")
+        else:
+            self.opened = True
+            self.most_bytes = MAX_MESSAGE_BYTES
+            self._write(Opened(VERSION))
+            self.entered.set()
+
+    def _refuse(self, code: str, details: str) -> None:
+        logger.warning("a batch connection is refused: %s", details)
+        self._refused = True
+        self._write(Failure(OPENING, code, details))
+        self.entered.set()
+        self.close()
+
+    def _begin(self, call: Call, images: Frames, request: bytes) -> None:
+        try:
+            message = worker_pb2.InferRequest.FromString(request)
+        except DecodeError as error:
+            raise WireError("an unreadable request") from error
+        if len(message.items) != len(images):
+            raise WireError("frames of another number of items")
+        if self._leaving:
+            self._write(Failure(call.number, "UNAVAILABLE", "the worker is going away"))
+            return
+        context = CallContext(call)
+        task = asyncio.get_running_loop().create_task(self._run(call.number, message, images, context))
+        self._calls[call.number] = (task, context)
+
+    async def _run(self, number: int, request: worker_pb2.InferRequest, images: Frames, context: CallContext) -> None:
+        try:
+            response = await self._infer(request, images, context)
+            self._write(Answer(number), response.SerializeToString())
+        except Abort as abort:
+            self._write(Failure(number, abort.code, abort.details))
+        except Exception as error:
+            logger.exception("a batch failed")
+            self._write(Failure(number, "UNKNOWN", f"{type(error).__name__}: {error}"[:300]))
+        finally:
+            self._calls.pop(number, None)
+
+    def _write(self, head: Head, body: bytes = b"") -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(b"".join(frame(head, (body,))))
