@@ -179,7 +179,7 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
 
 
 def test_what_a_recipient_may_take_does_pass_the_library():
-    payloads = [bytes([number]) * size for number, size in enumerate((LONG + 1, 65_535, 70_000, 99_999))]
+    payloads = [bytes([number]) * size for number, size in enumerate((8, 125, 126, LONG, LONG + 1, 65_535, 70_000))]
     protocol, taken = ServerProtocol(max_size=100_000), []
 
     class Taking(asyncio.Protocol):

@@ -4,8 +4,9 @@
 frame is whole. For camera frames that was most of the time spent on a message. Here a frame's head is read through a
 small buffer, and a long payload from the socket into a buffer of its own size.
 
-Most of what a robot sends are two kinds of frames: a long binary message in one piece, and the answer to a ping of
-eight bytes. A connection may take these past the library's parser (`Recipient`); everything else goes through it.
+Most of what a robot sends are two kinds of frames: a binary message in one piece, and the answer to a ping of eight
+bytes. A connection may take these past the library's parser (`Recipient`), in most cases with one read of the socket;
+everything else goes through it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ LONG = 4096
 MOST_AHEAD = 1 << 20
 """Memory that is set aside for bytes that were announced and have not come."""
 _FINAL_BINARY, _FINAL_PONG, _MASKED = 0x82, 0x8A, 0x80
-_MEDIUM = struct.Struct(">BBH4s")  # the head of a masked frame of up to 65,535 bytes
-_LARGE = struct.Struct(">BBQ4s")  # and of a longer one
-_PONG = struct.Struct(">BBIQ")  # a masked pong of eight bytes
-# Between a loop's question for a buffer and its word that bytes came nothing else runs, so one serves all connections.
+# Heads of masked frames by what their second byte says of the length, and a masked pong of eight bytes.
+_SMALL, _MEDIUM, _LARGE = struct.Struct(">BB4s"), struct.Struct(">BBH4s"), struct.Struct(">BBQ4s")
+_PONG = struct.Struct(">BBIQ")
+# Between a loop's question for a buffer and its word that bytes came nothing else runs, so they serve all connections.
 _scratch = memoryview(bytearray(LONG))
+_wide = memoryview(bytearray(MOST_AHEAD))
 
 
 def read_in_chunks(protocol: Protocol) -> ChunkReader:
@@ -76,7 +78,11 @@ class DirectReading(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        return self._missing or self._reader.missing or _scratch
+        if self._missing is not None:
+            return self._missing
+        if self._recipient is not None and self._reader.between_frames and self._recipient.room():
+            return _wide
+        return self._reader.missing or _scratch
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
@@ -87,39 +93,49 @@ class DirectReading(asyncio.BufferedProtocol):
             assert self._recipient is not None
             payload, self._payload, self._missing = self._payload, memoryview(b""), None
             self._recipient.message_arrived(apply_mask(payload, self._mask))
-        elif self._reader.missing is None:
-            taken = self._take(nbytes) if self._recipient is not None and self._reader.between_frames else 0
+        elif self._recipient is not None and self._reader.between_frames and self._recipient.room():
+            taken = self._take(nbytes, self._recipient)
             if taken < nbytes:
-                self._data_received(bytes(_scratch[taken:nbytes]))
+                self._data_received(bytes(_wide[taken:nbytes]))
+        elif self._reader.missing is None:
+            self._data_received(bytes(_scratch[:nbytes]))
         elif self._reader.filled(nbytes):
             self._data_received(b"")  # its parser goes on
 
-    def _take(self, nbytes: int) -> int:
+    def _take(self, nbytes: int, recipient: Recipient) -> int:
         """Takes the recipient's frames from the beginning of what came; how many bytes they were."""
-        recipient = self._recipient
-        assert recipient is not None
         at = 0
-        while nbytes - at >= _LARGE.size:  # of a long message at least so many have come
-            first, second = _scratch[at], _scratch[at + 1]
-            room = recipient.room()
-            if first == _FINAL_PONG and second == _MASKED | 8 and room:
-                mask, masked = _PONG.unpack_from(_scratch, at)[2:]
+        while nbytes - at >= _LARGE.size and (room := recipient.room()):  # shorter ones are left to the library
+            first, second = _wide[at], _wide[at + 1]
+            if first == _FINAL_PONG and second == _MASKED | 8:
+                mask, masked = _PONG.unpack_from(_wide, at)[2:]
                 if not recipient.pong_arrived(masked ^ (mask << 32 | mask)):
                     break
                 at += _PONG.size
                 continue
-            if first != _FINAL_BINARY or second not in (_MASKED | 126, _MASKED | 127):
+            if first != _FINAL_BINARY or second < _MASKED:
                 break
-            head = _LARGE if second == _MASKED | 127 else _MEDIUM
-            size, self._mask = head.unpack_from(_scratch, at)[2:]
-            if not LONG < size <= min(room, MOST_AHEAD):
+            if second == _MASKED | 127:
+                begin = at + _LARGE.size
+                _, _, size, mask = _LARGE.unpack_from(_wide, at)
+            elif second == _MASKED | 126:
+                begin = at + _MEDIUM.size
+                _, _, size, mask = _MEDIUM.unpack_from(_wide, at)
+            else:
+                begin = at + _SMALL.size
+                size, mask = second & ~_MASKED, _SMALL.unpack_from(_wide, at)[2]
+            if size > room:
                 break
-            # Longer than all that can have come by now, so the rest is still to be read.
-            self._payload = payload = np.empty(size, np.uint8).data
-            came = nbytes - at - head.size
-            payload[:came] = _scratch[at + head.size : nbytes]
-            self._missing = payload[came:]
-            return nbytes
+            end = begin + size
+            if end > nbytes:
+                if not LONG < size <= MOST_AHEAD:
+                    break
+                self._payload, self._mask = np.empty(size, np.uint8).data, mask
+                self._payload[: nbytes - begin] = _wide[begin:nbytes]
+                self._missing = self._payload[nbytes - begin :]
+                return nbytes
+            recipient.message_arrived(apply_mask(_wide[begin:end], mask))
+            at = end
         return at
 
 
