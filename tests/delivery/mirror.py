@@ -32,7 +32,7 @@ class Mirror:
     Attributes:
         files: path -> content.
         tags: path -> entity tag, where it is not the content's own.
-        fault: called with each request before it is answered; returns `cut=N` bytes, a status, or None.
+        fault: called with each request before it is answered; returns `cut=N` bytes, a status, headers, or None.
         ranges: whether parts are served.
         pace_s: pause between blocks.
     """
@@ -106,6 +106,8 @@ def serving(mirror: Mirror, certificate: tuple[Path, Path] | None = None) -> Ite
             self.send_response(status)
             self.send_header("etag", tag)
             self.send_header("content-length", str(len(content) - start))
+            for name, value in dict(fault.get("headers") or {}).items():  # type: ignore[call-overload]
+                self.send_header(name, value)
             if status == 206:
                 self.send_header("content-range", f"bytes {start}-{len(content) - 1}/{len(content)}")
             self.end_headers()

@@ -87,3 +87,18 @@ def test_an_answer_that_is_no_listing_is_refused(hub, cache):
     with pytest.raises(TaktlineError) as caught:
         fetch(config(hub), cache, patience=HASTE, spare_bytes=0)
     assert caught.value.code is ErrorCode.MODEL_UNSAFE
+
+
+@pytest.mark.parametrize("scheme_and_port", ["same host, another port", "https instead of http"])
+def test_a_listing_that_goes_on_elsewhere_gets_no_token(hub, cache, monkeypatch, scheme_and_port):
+    """A host is not all of an address: another port, or another scheme, may be somebody else's."""
+    monkeypatch.setenv("TAKTLINE_MODEL_TOKEN", "hf_test")
+    with serving(Mirror(files=hub.files)) as other:
+        there = other.url if "port" in scheme_and_port else hub.url.replace("http://", "https://")
+        link = {"link": f'<{there}{TREE}?cursor=2>; rel="next"'}
+        hub.fault = lambda asked: {"headers": link} if asked.path.startswith(TREE) else None
+        with pytest.raises(TaktlineError) as caught:
+            fetch(config(hub), cache, patience=HASTE, spare_bytes=0)
+        assert caught.value.code is ErrorCode.MODEL_UNSAFE
+        assert "goes on at another place" in caught.value.message
+        assert not other.asked

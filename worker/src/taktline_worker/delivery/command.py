@@ -170,15 +170,19 @@ def prune(
 ) -> None:
     """Remove checkpoints that nothing uses, the longest unused first, until no more than LIMIT is left."""
     from taktline_worker.delivery.cache import Cache
+    from taktline_worker.delivery.prune import IDLE_S
     from taktline_worker.delivery.prune import prune as remove
 
     limit_bytes = _bytes(limit)
-    result = remove(Cache(_known(cache)), limit_bytes, min_age_s=min_age_s, dry_run=dry_run)
+    idle_s = min(IDLE_S, min_age_s)
+    result = remove(Cache(_known(cache)), limit_bytes, min_age_s=min_age_s, idle_s=idle_s, dry_run=dry_run)
     for record in result.removed:
         verb = "would remove" if dry_run else "removed"
         typer.echo(f"{verb} {record.key} {_human(record.size)} {record.policy or '-'} {record.revision or '-'}")
     for key in result.in_use:
         typer.echo(f"kept {key}: it is in use")
+    for key, rest_s in result.resting.items():
+        typer.echo(f"kept {key}: a container may be about to open it again; ask once more in {rest_s:.0f} s")
     typer.echo(f"{_human(result.freed_bytes)} freed, {_human(result.left_bytes)} left")
 
 

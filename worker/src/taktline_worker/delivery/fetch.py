@@ -103,7 +103,7 @@ def _fetch_files(
     if total > config.max_bytes:
         raise unsafe(f"the checkpoint has {total:,} bytes, more than the {config.max_bytes:,} that are allowed")
     progress.begin(files=len(sized), total_bytes=total)
-    _require_room(config, cache, sized, spare_bytes)
+    _require_room(config, cache, remote, progress, sized, spare_bytes)
     fetched = _all(config, cache, remote, progress, sized)
     if not catalogue.is_archive(config):
         return fetched
@@ -134,7 +134,14 @@ def _with_sizes(files: Sequence[RemoteFile], cache: Cache, remote: Remote, paral
         return list(pool.map(sized, files))
 
 
-def _require_room(config: DeliveryConfig, cache: Cache, files: Sequence[RemoteFile], spare_bytes: int) -> None:
+def _require_room(
+    config: DeliveryConfig,
+    cache: Cache,
+    remote: Remote,
+    progress: Progress,
+    files: Sequence[RemoteFile],
+    spare_bytes: int,
+) -> None:
     missing = 0
     for file in {file.sha256 or file.url: file for file in files}.values():
         if file.sha256 and cache.blob(file.sha256).is_file():
@@ -146,10 +153,28 @@ def _require_room(config: DeliveryConfig, cache: Cache, files: Sequence[RemoteFi
     if not missing:
         return
     if config.cache_bytes:
-        make_room(cache, config.cache_bytes, missing)
+        _make_room(config, cache, remote, progress, missing)
     if cache.free_bytes() < missing + spare_bytes:
         remove_quarantined(cache.quarantine("."))
     cache.require_room(missing + spare_bytes)
+
+
+def _make_room(config: DeliveryConfig, cache: Cache, remote: Remote, progress: Progress, missing: int) -> None:
+    """Prunes to the limit; where what may go has only just lost its worker, waits until it surely has none.
+
+    The limit is a wish: where there is no time to wait, the cache grows beyond it as far as the disk goes.
+    """
+    while True:
+        pruned = make_room(cache, config.cache_bytes, missing)
+        if pruned.left_bytes + missing <= config.cache_bytes or not pruned.resting:
+            return
+        rest_s = min(pruned.resting.values())
+        if time.monotonic() + rest_s >= remote.deadline:
+            return
+        progress.trouble(f"room: a checkpoint that may go was in use a moment ago; waits {rest_s:.0f} s")
+        logger.info("waits for room in the cache", extra=_about(config) | {"seconds": round(rest_s)})
+        remote.stop.wait(rest_s)
+        remote.require_go_on()
 
 
 def _all(

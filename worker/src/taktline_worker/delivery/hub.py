@@ -17,7 +17,7 @@ from taktline_protocol.delivery import TOKEN_VARIABLE, HubSource
 
 from taktline_worker.delivery.names import unsafe
 from taktline_worker.delivery.origins import HttpOrigin
-from taktline_worker.delivery.remote import Remote, shown
+from taktline_worker.delivery.remote import Remote, place, shown
 from taktline_worker.delivery.transfer import RemoteFile
 
 PUBLIC_HUB = "https://huggingface.co"
@@ -74,8 +74,8 @@ def _pages(url: str, token: str, remote: Remote) -> Iterator[list[dict[str, obje
         if not following:
             return
         url = urljoin(url, following)
-        if httpx.URL(url).host != home.host:  # the token goes along
-            raise unsafe(f"{shown(str(home))} goes on at another host")
+        if place(httpx.URL(url)) != place(home):  # the token goes along
+            raise unsafe(f"{shown(str(home))} goes on at another place, {shown(url)}")
     raise unsafe(f"{shown(str(home))} has more than {_PAGES} pages")
 
 

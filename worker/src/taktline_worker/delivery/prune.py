@@ -22,6 +22,11 @@ MIN_AGE_S = 3600.0
 """A checkpoint that was fetched or asked for this recently stays: its worker may be about to open it."""
 
 
+IDLE_S = 360.0
+"""So long nobody must have had a checkpoint open: a container that crashed comes back after at most five minutes, with
+nothing fetched anew, and holds nothing until then."""
+
+
 class Pruned(msgspec.Struct, kw_only=True):
     """What a prune did.
 
@@ -29,12 +34,14 @@ class Pruned(msgspec.Struct, kw_only=True):
         removed: records of checkpoints that went.
         freed_bytes: disk space that became free.
         in_use: keys that stayed though they are old, because a worker has them open or a fetch is at it.
+        resting: keys that stayed because they were first seen without a worker only now: seconds until they may go.
         left_bytes: size of what is left.
     """
 
     removed: list[Record] = []
     freed_bytes: int = 0
     in_use: list[str] = []
+    resting: dict[str, float] = {}
     left_bytes: int = 0
 
 
@@ -63,13 +70,17 @@ def make_room(cache: Cache, limit: int, wanted: int) -> Pruned:
     return prune(cache, max(0, limit - wanted))
 
 
-def prune(cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, dry_run: bool = False) -> Pruned:
+def prune(
+    cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, idle_s: float = IDLE_S, dry_run: bool = False
+) -> Pruned:
     """Removes checkpoints, the longest unused first, until all files together have at most `limit` bytes.
 
-    Never one that a worker has open, that is being fetched, or that was asked for less than `min_age_s` ago. Files that
-    belong to no checkpoint, partial files that nobody is at, and quarantined ones go in any case.
+    Never one that a worker has open, that one had open less than `idle_s` ago as far as earlier calls know, that is
+    being fetched, or that was asked for less than `min_age_s` ago. Files that belong to no checkpoint, partial files
+    that nobody is at, and quarantined ones go in any case.
     """
     result = Pruned()
+    idle = {record.key: _note_idle(cache, record.key) for record in cache.records()}
     if not dry_run:
         result.freed_bytes += remove_quarantined(cache.quarantine("."))
         result.freed_bytes += _remove_leftovers(cache, min_age_s)
@@ -84,8 +95,13 @@ def prune(cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, dry_run: bo
             if not free:
                 result.in_use += [record.key] if cache.model(record.key).exists() else []
                 continue
+            rest_s = idle_s - (now - (idle.get(record.key) or now))
+            if rest_s > 0:
+                result.resting[record.key] = rest_s
+                continue
             own = _own_bytes(cache, record)
             if not dry_run:
+                _idle_note(cache, record.key).unlink(missing_ok=True)
                 discard(cache.model(record.key), cache.partial(f"trash-{record.key}"))
                 own = _remove_orphans(cache)
         size -= own
@@ -94,6 +110,25 @@ def prune(cache: Cache, limit: int, *, min_age_s: float = MIN_AGE_S, dry_run: bo
         logger.info("checkpoint removed", extra={"key": record.key, "revision": record.revision, "bytes": own})
     result.left_bytes = size
     return result
+
+
+def _idle_note(cache: Cache, key: str) -> Path:
+    """A file that is as old as it is known that nobody has the checkpoint open."""
+    return cache.folder / "locks" / f"idle-{key}"
+
+
+def _note_idle(cache: Cache, key: str) -> float | None:
+    """Since when nobody was seen to have a checkpoint open, Unix time in seconds; None while somebody has."""
+    note = _idle_note(cache, key)
+    with _claimed(cache, key) as free:
+        if not free:
+            note.unlink(missing_ok=True)
+            return None
+        found = _stat(note)
+        if found is None or found.st_mtime < used_at(cache, key):  # asked for since then
+            note.touch()
+            found = _stat(note)
+        return None if found is None else found.st_mtime
 
 
 @contextlib.contextmanager
