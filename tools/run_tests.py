@@ -1,11 +1,12 @@
-"""Runs the tests in two lanes side by side, and a handful of failures once more by themselves.
+"""Runs the tests in two lanes side by side, and what failed in a handful of places once more by itself.
 
 Much of the tests' time is waiting: for a cluster's controllers, for alerts, for leases. The first lane holds the
 folders that wait most, the second all others, so that one computes while the other waits. Lanes share no port
 (tests/ports.py), no cluster and no folder that they write to. With arguments there is one lane: pytest with these.
 
-Many tests drive real processes against real clocks; on a machine that stalls, one may miss its moment. So up to FEW
-failures are run a second time, with nothing beside them, and named at the end. What fails twice, or in numbers, fails.
+Many tests drive real processes against real clocks; on a machine that stalls, one may miss its moment, or a whole file
+whose tests share what missed it. So up to FEW failed tests, or those of up to FEW_FILES files, are run a second time,
+with nothing beside them, and named at the end. What fails twice, or in numbers, fails.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from pathlib import Path
 
 FEW = 5
+FEW_FILES = 2
 FAILED = 1  # pytest's exit status when tests failed; larger ones say that it could not run them
 NEVER_ENDED = 3  # as pytest calls an error of its own
 WAITING = (
@@ -110,8 +112,9 @@ def run(root: Path, arguments: list[str]) -> int:
         return 0
     if not all(lane.failed() for lane in behind):
         return FAILED
-    if len(failed) > FEW:
-        print(f"{len(failed)} tests failed; more than {FEW} are not run a second time", file=sys.stderr)
+    files = {name.partition("::")[0] for name in failed}
+    if len(failed) > FEW and len(files) > FEW_FILES:
+        print(f"{len(failed)} tests of {len(files)} files failed: too many to run a second time", file=sys.stderr)
         return FAILED
     names = "\n".join(failed)
     print(f"\n{len(failed)} of the tests failed, and run once more by themselves:\n{names}\n", flush=True)

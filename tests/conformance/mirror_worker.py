@@ -48,7 +48,9 @@ class MirrorWorker(worker_pb2_grpc.WorkerServicer):
             action_dim=a.action_dim,
             horizon=a.horizon,
             dt_s=0.02,
-            t_sync=[worker_pb2.BucketTime(batch=batch, median_ms=2, p99_ms=4) for batch in (1, 2, 4, 8)],
+            t_sync=[
+                worker_pb2.BucketTime(batch=batch, median_ms=a.says_ms, p99_ms=2 * a.says_ms) for batch in (1, 2, 4, 8)
+            ],
         )
 
     async def Infer(self, request, context):
@@ -89,6 +91,7 @@ async def main() -> None:
     parser.add_argument("--state-dim", type=int, default=8)
     parser.add_argument("--action-dim", type=int, default=16)
     parser.add_argument("--horizon", type=int, default=10)
+    parser.add_argument("--says-ms", type=float, default=2.0, help="what it says that a batch takes")
     arguments = parser.parse_args()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(MirrorWorker(arguments), server)

@@ -34,8 +34,8 @@ def libero(shared_fleet):
     return shared_fleet
 
 
-def start_libero(fleet, port, *flags):
-    fleet.route("libero", fleet.worker("libero"), control_budget_ms=5000)
+def start_libero(fleet, port, *flags, **worker):
+    fleet.route("libero", fleet.worker("libero", **worker), control_budget_ms=5000)
     fleet.start("--openpi-listen", f"127.0.0.1:{port}", *flags)
     fleet.wait_ready("libero")
 
@@ -160,14 +160,24 @@ def test_an_abandoned_answer_never_becomes_the_next_ones(libero, openpi_client):
 def test_a_stream_shifted_by_one_is_closed(libero):
     """The answer was on its way when the client asked again: what it then reads would lag by one for ever."""
 
+    def served() -> float:
+        ok = 'taktline_requests_total{code="ok",policy="libero"} '
+        lines = httpx.get(f"{libero.url}/metrics").text.splitlines()
+        return sum(float(line.removeprefix(ok)) for line in lines if line.startswith(ok))
+
+    def overtaken() -> int:
+        return libero.log.read_text().count("answer_overtaken")
+
     async def shifted():
+        answers, seen = served(), overtaken()
         async with ws.connect(f"ws://127.0.0.1:{libero.port}", compression=None) as socket:
             await socket.recv()
             socket.transport.pause_reading()  # so that neither the answer nor the ping before it is seen
             await socket.send(encode_openpi(LIBERO))
-            await asyncio.sleep(0.5)
+            until(lambda: served() > answers, "the answer")
+            await asyncio.sleep(0.2)  # which leaves the gateway a moment after it was counted
             await socket.send(encode_openpi(LIBERO | {"prompt": "something else"}))
-            await asyncio.sleep(0.5)
+            until(lambda: overtaken() > seen, "the gateway seeing what happened")
             socket.transport.resume_reading()
             late = decode(await socket.recv(), Limits())
             assert late["actions"][0, 10] == 2
@@ -289,13 +299,14 @@ def test_a_robot_that_leaves_frees_its_place(libero):
 
 def test_sigterm_answers_what_is_in_flight_then_closes(fleet):
     port = free_port()
-    start_libero(fleet, port)
+    start_libero(fleet, port, says_ms=500)  # a slow batch of such a worker is no hung one
 
     async def talk():
         async with ws.connect(f"ws://127.0.0.1:{port}", compression=None) as socket:
             await socket.recv()
-            await socket.send(encode_openpi(LIBERO | {"prompt": "slow 500"}))
-            await asyncio.sleep(0.1)
+            await socket.send(encode_openpi(LIBERO | {"prompt": "slow 3000"}))
+            on_worker = 'taktline_in_flight{policy="libero"} 1'
+            until(lambda: on_worker in httpx.get(f"{fleet.url}/metrics").text, "the observation being on the worker")
             fleet.gateway.terminate()
             answer = decode(await socket.recv(), Limits())
             with pytest.raises(ConnectionClosed) as closed:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import BLOCK, BLOCKS, PortBlock, free_port
-from tools.run_tests import FEW, WAITING, run, split
+from tools.run_tests import FEW, FEW_FILES, WAITING, run, split
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = "def test_passes():\n    pass\n"
@@ -75,9 +75,17 @@ def test_many_failures_and_tests_that_cannot_be_run_get_no_second_chance(
     root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     many = "import pytest\n@pytest.mark.parametrize('number', range({}))\ndef test_fails(number):\n    assert False\n"
+    # Those of one file may have one cause.
     (root / "tests" / "other" / "test_other.py").write_text(many.format(FEW + 1))
     assert run(root, []) == 1
-    assert f"{FEW + 1} tests failed" in capfd.readouterr().err
+    assert "by themselves" in capfd.readouterr().out
+    for number in range(FEW_FILES + 1):
+        (root / "tests" / "other" / f"test_{number}.py").write_text(many.format(FEW))
+    (root / "tests" / "other" / "test_other.py").write_text(PASSES)
+    assert run(root, []) == 1
+    told = capfd.readouterr()
+    assert f"{FEW * (FEW_FILES + 1)} tests of {FEW_FILES + 1} files failed: too many" in told.err
+    assert "by themselves" not in told.out
     (root / "tests" / "other" / "test_other.py").write_text("import no_such_module\n")
     assert run(root, []) == 2
     assert "by themselves" not in capfd.readouterr().out

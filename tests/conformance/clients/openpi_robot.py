@@ -93,7 +93,7 @@ def errors(where):
 def gives_up(where):
     """Stops waiting for an answer, then asks again on the same connection, as impatient robot programs do."""
     policy = connect(where)
-    policy._ws.send(policy._packer.pack(libero("slow 400")))
+    policy._ws.send(policy._packer.pack(libero("slow 800")))
     with contextlib.suppress(TimeoutError):
         policy._ws.recv(timeout=0.1)
     try:
