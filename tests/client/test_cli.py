@@ -159,6 +159,20 @@ def test_bench_http_accounts_for_every_request(stack, tmp_path, mode):
     assert f"robots over {figures['transport']}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--image", "image_corrupt: {path} cannot be read: No such file or directory (check the path after --image)"),
+        ("--output", "config_invalid: {path} cannot be written: there is no such folder (check the path after"),
+    ],
+)
+def test_bench_http_says_which_file_is_missing_before_it_asks_anybody(tmp_path, option, said):
+    path = tmp_path / "absent" / "file"
+    done = taktline("bench-http", "--policy", "p", option, str(path), url="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("taktline: " + said.format(path=path))
+
+
 def test_bench_http_over_the_stream_says_why_there_is_none(stack):
     done = taktline("bench-http", "--policy", "nobody", "--stream", url=stack.url)
     assert done.returncode == 1

@@ -123,3 +123,12 @@ def test_an_unknown_name_is_noticed():
 
 def test_the_folder_holds_nothing_else():
     assert {path.name for path in FOLDER.iterdir()} == set(pages.PAGES)
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("no folder")
+    assert cli.main(["write", str(tmp_path / "file" / "dashboards")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"taktline-dashboards: config_invalid: {tmp_path / 'file'}")
+    assert "Not a directory" in said
+    assert said.count("\n") == 1

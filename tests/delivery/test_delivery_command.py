@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from taktline_worker.delivery import command
+from taktline_worker.delivery.remote import RETRIES
 
 from tests.delivery.conftest import content
 
@@ -18,13 +19,14 @@ from tests.delivery.conftest import content
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """The command sends the process's log to its stderr, which ends with the test: others are not to log there."""
-    root, quiet = logging.getLogger(), logging.getLogger("httpx")
-    handlers, levels = list(root.handlers), (root.level, quiet.level)
+    root, quiet, retries = (logging.getLogger(name) for name in ("", "httpx", RETRIES))
+    handlers, levels = list(root.handlers), (root.level, quiet.level, retries.level)
     yield
     for handler in [handler for handler in root.handlers if handler not in handlers]:
         root.removeHandler(handler)
     root.setLevel(levels[0])
     quiet.setLevel(levels[1])
+    retries.setLevel(levels[2])
 
 
 @pytest.fixture
@@ -44,6 +46,18 @@ def test_fetch_prints_the_folder_and_list_knows_it(cached, mirror, capfd):
     assert (row["key"], row["in_use"], row["source"]) == (folder.name, False, f"{mirror.url}/m")
     assert command.main(["list", option]) == 0
     assert folder.name in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_person_reads_of_each_retry_once_and_a_log_has_its_line(mirror, tmp_path, capfd, monkeypatch, terminal):
+    sha256 = mirror.put("m", {"model.safetensors": content(5000)})
+    left = iter([503])
+    mirror.fault = lambda asked: {"status": status} if (status := next(left, None)) else None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert command.main(["fetch", f"--cache={tmp_path / 'cache'}", f"--url={mirror.url}/m", f"--sha256={sha256}"]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert sum("; trying again: " in line and "503" in line for line in lines) == 1
+    assert sum('"message":"will be tried again"' in line for line in lines) == (0 if terminal else 1)
 
 
 def test_verify_finds_a_changed_byte(cached, capfd):

@@ -9,7 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
 from taktline_dashboards import pages
+
+EXIT_REFUSED = 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,11 +56,7 @@ def _render(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, or 1 when `write --check` finds a stale file."""
-    options = _parser().parse_args(arguments)
-    if options.command == "render":
-        return _render(options)
+def _write(options: argparse.Namespace) -> int:
     if options.check:
         stale = pages.stale(options.folder)
         for name in stale:
@@ -65,6 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in pages.write(options.folder):
         print(options.folder / name)
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 for a stale file (`write --check`), 2 for one that cannot be used."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _render(options) if options.command == "render" else _write(options)
+    except (OSError, json.JSONDecodeError) as error:
+        refused = _unusable(error)
+        print(f"taktline-dashboards: {refused}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def _unusable(error: OSError | json.JSONDecodeError) -> TaktlineError:
+    if isinstance(error, json.JSONDecodeError):
+        return TaktlineError(
+            ErrorCode.CONFIG_INVALID, f"a file is no dashboard: {error}", "give files that taktline-dashboards wrote"
+        )
+    reason = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+    return TaktlineError(ErrorCode.CONFIG_INVALID, reason, "name files and folders that this user may read and write")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def stale(folder: Path) -> list[str]:
 
 
 def write(folder: Path) -> list[str]:
-    """Writes every file that is stale, removes what belongs to no dashboard, and returns their names."""
+    """Writes each file that is stale, removes what belongs to no dashboard, returns their names. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     changed = stale(folder)
     wanted = texts()

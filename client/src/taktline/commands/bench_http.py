@@ -49,6 +49,9 @@ def bench_http(
     from taktline.load import Load, run_load
     from taktline.robot import Robot
 
+    frame = _read(image) if image is not None else None
+    if output is not None and not output.parent.is_dir():
+        raise _unwritable(output, "there is no such folder")
     access = Access(api_key_file=api_key_file, ca_file=ca_file, client_cert=client_cert)
     with Robot(url, policy, "bench", access=access) as robot:
         info = robot.info()
@@ -56,12 +59,6 @@ def bench_http(
         raise TaktlineError(
             ErrorCode.WORKER_UNAVAILABLE, f"no worker of policy {policy!r} is ready", "wait for `taktline policies`"
         )
-    try:
-        frame = image.read_bytes() if image is not None else None
-    except OSError as error:
-        raise TaktlineError(
-            ErrorCode.IMAGE_CORRUPT, f"{image} cannot be read: {error.strerror}", "check the path after --image"
-        ) from error
     load = Load(
         url=url,
         info=info,
@@ -80,9 +77,27 @@ def bench_http(
     figures = _figures(load, outcome)
     _print(figures)
     if output is not None:
-        output.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+        try:
+            output.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+        except OSError as error:
+            raise _unwritable(output, error.strerror or str(error)) from error
     if not outcome.answered:
         raise typer.Exit(1)
+
+
+def _read(image: Path) -> bytes:
+    try:
+        return image.read_bytes()
+    except OSError as error:
+        raise TaktlineError(
+            ErrorCode.IMAGE_CORRUPT, f"{image} cannot be read: {error.strerror}", "check the path after --image"
+        ) from error
+
+
+def _unwritable(output: Path, reason: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.CONFIG_INVALID, f"{output} cannot be written: {reason}", "check the path after --output"
+    )
 
 
 def _figures(load: Load, outcome: Outcome) -> dict[str, Any]:

@@ -72,11 +72,13 @@ def fetch(
     from taktline_worker.delivery import fetch as fetching
     from taktline_worker.delivery import progress as telling
     from taktline_worker.delivery.cache import Cache
-    from taktline_worker.delivery.remote import Patience
+    from taktline_worker.delivery.remote import RETRIES, Patience
     from taktline_worker.lifecycle import split_address
 
     logs.configure("worker", "INFO")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, address and all
+    if sys.stderr.isatty():
+        logging.getLogger(RETRIES).setLevel(logging.ERROR)  # a person reads of each one in a line of the progress
     if config is not None:
         wanted = _read(config)
     else:

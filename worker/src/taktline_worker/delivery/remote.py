@@ -18,7 +18,9 @@ from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker.delivery.names import unsafe
 
-logger = logging.getLogger(__name__)
+RETRIES = f"{__name__}.retries"
+"""The logger of what is tried again."""
+_retries = logging.getLogger(RETRIES)
 
 MAX_REDIRECTS = 8
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -151,7 +153,7 @@ class Remote:
                 bound = min(self._patience.cap_s, self._patience.base_s * 2 ** min(failures - 1, 16))
                 pause = max(random.uniform(0, bound), getattr(error, "after_s", 0.0))
                 self._trouble(f"{what}: {words}")
-                logger.warning(
+                _retries.warning(
                     "will be tried again", extra={"file": what, "cause": words[:300], "after_s": round(pause, 2)}
                 )
                 if time.monotonic() + pause >= self.deadline:
