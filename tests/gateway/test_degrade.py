@@ -143,13 +143,13 @@ def test_a_stand_in_has_the_same_robot_interface(changes, expected):
 
 def test_an_answer_says_how_many_steps_it_got(bare_stack):
     stack = bare_stack
-    worker = stack.start_worker(t_sync="1:200", cheaper="5=1:20")
+    worker = stack.start_worker(t_sync="1:1500", cheaper="5=1:20")
     stack.write_routes(worker, degrade={"min_solver_steps": 5})
     stack.start_gateway()
     stack.wait_workers(1)
     status, chunk = stack.act(robot="a", budget_ms=5_000.0)
     assert (status, chunk.degraded) == (200, None)
-    status, chunk = stack.act(robot="a", budget_ms=150.0)
+    status, chunk = stack.act(robot="a", budget_ms=1400.0)
     assert (status, chunk.degraded) == (200, Degraded(solver_steps=5))
     assert [batch["solver_steps"] for batch in stack.batches()] == [0, 5]
 
