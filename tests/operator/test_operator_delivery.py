@@ -13,6 +13,7 @@ from taktline_operator.plan import Ref
 from taktline_operator.telemetry import Telemetry
 from taktline_protocol.delivery import DeliveryConfig, DeliveryProgress, HttpSource, HubSource, S3Source
 from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.errors import TaktlineError
 from taktline_worker.delivery import progress as telling
 
 Json = dict[str, Any]
@@ -114,6 +115,29 @@ def test_cache_certificates_and_proxy(make: Any) -> None:
     assert (env["HTTPS_PROXY"], env["NO_PROXY"]) == ("http://proxy:3128", "models.example")
     deployment = make.applied(policy)[Ref("Deployment", "reach-cpu")]
     assert deployment["spec"]["progressDeadlineSeconds"] == 2100 + 7200, "a download is no stalled rollout"
+
+
+def test_a_proxys_password_comes_from_a_secret_and_stands_in_no_pod(make: Any) -> None:
+    policy = fetched(make, delivery={"proxySecret": {"name": "way-out"}, "noProxy": "models.example"})
+    env = {entry["name"]: entry for entry in template(make, policy)["initContainers"][0]["env"]}
+    for name in ("HTTPS_PROXY", "HTTP_PROXY"):
+        assert env[name] == {"name": name, "valueFrom": {"secretKeyRef": {"name": "way-out", "key": "proxy"}}}
+    assert env["NO_PROXY"]["value"] == "models.example"
+    assert advice.Referred("Secret", "way-out", "delivery.proxySecret") in advice.references(policy)
+    with pytest.raises(TaktlineError, match="not both"):
+        fetched(make, delivery={"proxySecret": {"name": "way-out"}, "proxy": "http://proxy:3128"})
+    with pytest.raises(TaktlineError, match="proxy"):
+        fetched(make, delivery={"proxy": "http://user:password@proxy:3128"})
+
+
+def test_a_large_checkpoint_on_a_claim_is_not_walked_through_before_each_start(make: Any) -> None:
+    """The kubelet gives every file of a volume to fsGroup at each mount, unless its root says that it was done."""
+    on_claim = {"family": "pi05", "source": {"pvc": {"claimName": "models"}}, "revision": "a"}
+    for policy in (make.policy(model=on_claim), fetched(make, delivery={"cache": {"claimName": "models"}})):
+        context = template(make, policy)["securityContext"]
+        assert (context["fsGroup"], context["fsGroupChangePolicy"]) == (10001, "OnRootMismatch")
+    # Pods of other volumes stay as they are: none is replaced for it.
+    assert "fsGroupChangePolicy" not in template(make, make.policy())["securityContext"]
 
 
 def test_a_claim_that_is_not_there_is_noticed(make: Any) -> None:

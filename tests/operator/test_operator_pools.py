@@ -156,6 +156,55 @@ async def test_a_hanging_worker_is_told_of_in_an_event(make: Any) -> None:
     assert "reach-line-a" in event["message"]
 
 
+def hanging(make: Any, policy: Any, status: Json, now: str, since: str, **pod: str) -> Any:
+    live = make.body() | {"status": status}
+    found = starting(make, policy, since)
+    found["metadata"]["annotations"] |= pod
+    return make.plan(
+        policy, make.Observed(live=live, now=now, children=make.applied(policy), pods=[found]), make.settings
+    )
+
+
+def test_a_worker_that_hangs_again_and_again_is_taken_away_ever_more_seldom(make: Any) -> None:
+    policy = make.policy(pools=[{"name": "line", "accelerator": "h100", "startupSeconds": 300}])
+    first = hanging(make, policy, {}, "2026-03-01T08:00:00Z", "2026-03-01T07:54:00Z")
+    assert len(first.removals) == 1
+    assert first.status["pools"][0]["stuckStarts"]["count"] == 1
+    # The next one hangs as well: the kubelet restarts it in place before the operator moves it again.
+    held = hanging(make, policy, first.status, "2026-03-01T08:06:00Z", "2026-03-01T08:00:30Z")
+    assert held.removals == ()
+    assert held.again_s == 240.0, "until twice the budget has passed since the last one"
+    second = hanging(make, policy, held.status, "2026-03-01T08:11:00Z", "2026-03-01T08:05:40Z")
+    assert len(second.removals) == 1
+    assert second.status["pools"][0]["stuckStarts"]["count"] == 2
+    degraded = next(found for found in second.status["conditions"] if found["type"] == "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "StuckStart")
+    assert "2 starts in a row hung for 300 s" in degraded["message"]
+    assert "no sooner than 2026-03-01T08:31:00Z" in degraded["message"]
+    later = hanging(make, policy, second.status, "2026-03-01T08:30:00Z", "2026-03-01T08:24:00Z")
+    assert later.removals == ()
+    assert later.status == hanging(make, policy, later.status, "2026-03-01T08:30:10Z", "2026-03-01T08:24:00Z").status
+    assert [stuck.pause_s(count, 300) for count in (1, 2, 3, 9)] == [600, 1200, 2400, 21600]
+    assert stuck.pause_s(9, 14400) == 21600
+    assert stuck.pause_s(9, 36000) == 36000, "never less than a whole try"
+
+
+def test_what_hung_is_forgotten_when_workers_serve_or_the_spec_changes(make: Any) -> None:
+    pools = [{"name": "line", "accelerator": "h100", "startupSeconds": 300}]
+    policy = make.policy(pools=pools)
+    status = hanging(make, policy, {}, "2026-03-01T08:00:00Z", "2026-03-01T07:54:00Z").status
+    well = make.pod("reach-line-b", owner=policy, pool="line")
+    observed = make.Observed(live=make.body() | {"status": status}, now=make.now, children={}, pods=[well])
+    assert "stuckStarts" not in make.plan(policy, observed, make.settings).status["pools"][0]
+    # Another one of two serves, but the one that hung is not back: its place on the node may be the reason.
+    two = make.policy(pools=[pools[0] | {"minReplicas": 2}])
+    assert "stuckStarts" in make.plan(two, observed, make.settings).status["pools"][0]
+    corrected = make.policy(pools=pools, engine={"buckets": [1]})
+    found = hanging(make, corrected, status, "2026-03-01T08:06:00Z", "2026-03-01T08:00:30Z")
+    assert len(found.removals) == 1, "a corrected spec begins anew"
+    assert found.status["pools"][0]["stuckStarts"]["count"] == 1
+
+
 def test_a_group_that_hangs_goes_as_a_whole(make: Any) -> None:
     policy = make.policy(
         model={"family": "vjepa2-ac", "source": {"path": "/srv/x"}, "revision": "a"},

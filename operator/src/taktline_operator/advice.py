@@ -84,6 +84,8 @@ def references(policy: PolicyDeployment) -> tuple[Referred, ...]:
         "hub.tokenSecret": source.hub and source.hub.token_secret,
     }
     found += [Referred("Secret", named.name, f"model.source.{field}") for field, named in secrets.items() if named]
+    if source.fetched and policy.spec.delivery.proxy_secret is not None:
+        found.append(Referred("Secret", policy.spec.delivery.proxy_secret.name, "delivery.proxySecret"))
     if fallback:
         found.append(Referred("PolicyDeployment", fallback, "degrade.fallbackPolicy"))
     return tuple(found)

@@ -34,6 +34,11 @@ def model_volume(policy: PolicyDeployment) -> Json:
     return {"emptyDir": {}}
 
 
+def is_on_claim(policy: PolicyDeployment) -> bool:
+    """Whether the worker's model mount is a PersistentVolumeClaim."""
+    return "persistentVolumeClaim" in model_volume(policy)
+
+
 def model_mount(policy: PolicyDeployment) -> str:
     """Where the worker sees that volume."""
     source = policy.spec.model.source
@@ -123,7 +128,11 @@ def _from_secret(variable: str, name: str, key: str, *, optional: bool = False) 
 
 def _proxies(policy: PolicyDeployment) -> list[Json]:
     wanted = policy.spec.delivery
-    if not wanted.proxy:
+    names = ("HTTPS_PROXY", "HTTP_PROXY")
+    if wanted.proxy_secret is not None:  # whoever may read pods does not read the password
+        made = [_from_secret(name, wanted.proxy_secret.name, wanted.proxy_secret.key) for name in names]
+    elif wanted.proxy:
+        made = [{"name": name, "value": wanted.proxy} for name in names]
+    else:
         return []
-    named = {"HTTPS_PROXY": wanted.proxy, "HTTP_PROXY": wanted.proxy, "NO_PROXY": wanted.no_proxy}
-    return [{"name": name, "value": value} for name, value in named.items() if value]
+    return [*made, {"name": "NO_PROXY", "value": wanted.no_proxy}] if wanted.no_proxy else made

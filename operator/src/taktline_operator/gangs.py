@@ -22,6 +22,7 @@ class Gang(NamedTuple):
         objects: those that must exist, in the order to create them.
         kept: (kind, name) of groups of an earlier template that serve on, as they are.
         removed: (kind, name) of workloads whose place is taken.
+        serving: RayServices of the line whose application runs.
     """
 
     template: Json
@@ -30,6 +31,7 @@ class Gang(NamedTuple):
     objects: tuple[Json, ...]
     kept: frozenset[tuple[str, str]]
     removed: tuple[tuple[str, str], ...]
+    serving: int = 0
 
 
 def of(

@@ -7,7 +7,7 @@ from typing import Any
 
 from taktline_operator import gangs, group_pods, groups, meshes, naming, ray_services, workload
 from taktline_operator.gangs import Gang
-from taktline_operator.lineup import Lineup
+from taktline_operator.lineup import Line, Lineup
 from taktline_operator.spec import PolicyDeployment, Pool
 
 Json = dict[str, Any]
@@ -54,12 +54,23 @@ def of(
 
 def budget(policy: PolicyDeployment, pool: Pool, lines: Lineup, gang_of: Mapping[str, Gang]) -> Json:
     """The PodDisruptionBudget of a pool, as what makes its workers needs it."""
-    for line in lines.serving:
-        if line.pool.name == pool.name and line.name in gang_of:
-            if gang_of[line.name].kind == ray_services.KIND:
-                return ray_services.disruption_budget(line.policy, pool, line.replicas)
-            return groups.disruption_budget(policy, pool)
-    return workload.disruption_budget(policy, pool)
+    here = [line for line in (*lines.stable, *lines.candidate) if line.pool.name == pool.name]
+    gangs_here = [gang_of[line.name] for line in here if line.name in gang_of]
+    if any(gang.kind == ray_services.KIND for gang in gangs_here):
+        pods = sum(_protected_pods(line, gang_of.get(line.name), serving=line in lines.serving) for line in here)
+        return ray_services.disruption_budget(policy, pool, pods)
+    grouped = any(line.name in gang_of for line in lines.serving if line.pool.name == pool.name)
+    return groups.disruption_budget(policy, pool) if grouped else workload.disruption_budget(policy, pool)
+
+
+def _protected_pods(line: Line, gang: Gang | None, *, serving: bool) -> int:
+    """Pods of a line that a drain takes one at a time.
+
+    Of a line beside the one that serves only those that run: one that never starts must not hold a drain up for ever.
+    """
+    if serving:
+        return line.replicas * (gang.shape.pods if gang else 1)
+    return min(gang.serving, line.replicas) * gang.shape.pods if gang else 0
 
 
 def left_alone(policy: PolicyDeployment, lines: Lineup, children: Sequence[Json]) -> set[tuple[str, str]]:

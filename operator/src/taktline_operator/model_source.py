@@ -31,6 +31,13 @@ class SecretKey(_Struct, frozen=True):
     key: str = "token"
 
 
+class ProxySecret(_Struct, frozen=True):
+    """The key of a Secret that holds the address of a proxy, user and password in it."""
+
+    name: str
+    key: str = "proxy"
+
+
 class SecretName(_Struct, frozen=True):
     """A Secret in the policy's namespace, or a ConfigMap."""
 
@@ -132,6 +139,7 @@ class Delivery(_Struct, frozen=True):
     max_size: int | str = "1Ti"
     ca_config_map: CertificateAuthority | None = None
     proxy: str = ""
+    proxy_secret: ProxySecret | None = None
     no_proxy: str = ""
 
 

@@ -259,6 +259,16 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         group_pods.with_followers(trial.serving_pods, observed.pods),
     )
     grouping.tell(new_status, policy, lines, gang_of, around.gpus_per_node, children)
+    hung = stuck.look(
+        observed.pods,
+        policy.spec.pools,
+        observed.live.get("status", {}),
+        _wanted(desired, lines, gang_of),
+        observed.now,
+    )
+    stuck.tell(new_status, hung)
+    if hung.fault is not None and not status.is_true(new_status, "Degraded"):
+        new_status = status.degraded_by(new_status, observed.live, hung.fault, observed.now)
     further = {advice.CONDITION: advice.condition(said.cautions)}
     if policy.spec.model.source.fetched:
         further[delivery_status.CONDITION], new_status["delivery"] = delivery_status.condition(
@@ -279,11 +289,11 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         ),
         deletions=deletions,
         seen={ref: observed.children[ref]["metadata"].get("uid", "") for ref in deletions},
-        removals=_removals(policy, observed),
+        removals=_removals(observed, hung.removals),
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
-        again_s=0.0 if size.moved else _earliest(trial.again_s, policy, observed),
+        again_s=0.0 if size.moved else _earliest(trial.again_s, policy, observed, hung.again_s),
     )
 
 
@@ -315,19 +325,30 @@ def refuse(live: Json, reason: str, message: str, now: str) -> Plan:
     return Plan(status=new_status, status_changed=new_status != live.get("status"), refused=True)
 
 
-def _removals(policy: PolicyDeployment, observed: Observed) -> tuple[Removal, ...]:
+def _removals(observed: Observed, hung: Sequence[Removal]) -> tuple[Removal, ...]:
     found = healing.removals(observed.pods, observed.nodes)
     gone = {removal.pod for removal in found}
-    hung = stuck.removals(observed.pods, policy.spec.pools, observed.now)
     return (*found, *(removal for removal in hung if removal.pod not in gone))
 
 
-def _earliest(again_s: float | None, policy: PolicyDeployment, observed: Observed) -> float | None:
+def _wanted(desired: Sequence[Json], lines: Lineup, gang_of: Mapping[str, Gang]) -> dict[str, int]:
+    """Workers wanted by hash of their pod template."""
+    found = {
+        workload.template_hash(made["spec"]["template"]): int(made["spec"]["replicas"])
+        for made in desired
+        if made["kind"] == "Deployment"
+    }
+    grouped = [line for line in (*lines.stable, *lines.candidate) if line.name in gang_of]
+    return found | {workload.template_hash(gang_of[line.name].template): line.replicas for line in grouped}
+
+
+def _earliest(
+    again_s: float | None, policy: PolicyDeployment, observed: Observed, starting_s: float | None
+) -> float | None:
     """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
     fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
-    starting = stuck.look_again_s(observed.pods, policy.spec.pools, observed.now)
     on_ray = ray_services.look_again_s(policy, observed.children.values())
-    return min((found for found in (again_s, fetching, starting, on_ray) if found is not None), default=None)
+    return min((found for found in (again_s, fetching, starting_s, on_ray) if found is not None), default=None)
 
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:

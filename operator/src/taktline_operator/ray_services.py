@@ -42,7 +42,7 @@ def of(line: Line, image: str, children: Sequence[Json]) -> Gang:
         kinds = ("Deployment", "StatefulSet", groups.LWS_KIND)
         removed += [(child["kind"], child["metadata"]["name"]) for child in own if child["kind"] in kinds]
     shape = Shape(1 + line.policy.spec.engine.gpus, 1)
-    return Gang(head, shape, KIND, made, frozenset(), tuple(sorted(removed)))
+    return Gang(head, shape, KIND, made, frozenset(), tuple(sorted(removed)), serving)
 
 
 def is_serving(service: Json) -> bool:
@@ -75,14 +75,17 @@ def look_again_s(policy: PolicyDeployment, children: Iterable[Json]) -> float | 
     return SERVING_LOOK_S if all(map(is_serving, services)) else STARTING_LOOK_S
 
 
-def disruption_budget(policy: PolicyDeployment, pool: Pool, replicas: int) -> Json:
+def disruption_budget(policy: PolicyDeployment, pool: Pool, pods: int) -> Json:
     """The PodDisruptionBudget of a pool: one pod at a time.
 
     A count of what must stay: Kubernetes cannot tell from a RayCluster how many pods it wants, which what may go needs.
+
+    Args:
+        pods: those of the pool that serve robots, or will, whatever makes them: its selector covers them all.
     """
     made = groups.disruption_budget(policy, pool)
     del made["spec"]["maxUnavailable"]
-    made["spec"]["minAvailable"] = max(0, replicas * (1 + policy.spec.engine.gpus) - 1)
+    made["spec"]["minAvailable"] = max(0, pods - 1)
     return made
 
 

@@ -54,6 +54,11 @@ def refused(live: Json, generation: int, reason: str, message: str, now: str) ->
     }
 
 
+def is_true(wanted: Json, kind: str) -> bool:
+    """Whether a status has this condition as True."""
+    return any(condition["type"] == kind and condition["status"] == "True" for condition in wanted["conditions"])
+
+
 def degraded_by(wanted: Json, live: Json, fault: faults.Fault, now: str) -> Json:
     """`wanted` where what it speaks of could not be written because of `fault`."""
     found = {c["type"]: (c["status"], c["reason"], c["message"]) for c in wanted["conditions"]}

@@ -1,15 +1,20 @@
 """Workers that run but never become ready: loading or capturing hangs, and no probe of their own would end it for long.
 
 The kubelet's startup probe gives up a minute later by itself, so that workers are restarted without an operator too; it
-cannot say why.
+cannot say why, nor try another node. What hangs again and again is left to the kubelet for ever longer: pods that are
+made anew every few minutes, day and night, load a checkpoint each and help nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
-from taktline_operator import group_pods, healing, naming
+import msgspec
+
+from taktline_operator import group_pods, healing, naming, routing
+from taktline_operator.faults import Fault
 from taktline_operator.healing import Removal
 from taktline_operator.rollout import seconds_between
 from taktline_operator.spec import Pool
@@ -18,8 +23,27 @@ Json = dict[str, Any]
 
 STARTUP_S = 1740
 """How long a worker may take from the start of its process to being ready, where the pool says nothing."""
+LONGEST_S = 6 * 3600
+"""The operator takes a pod whose start hangs away at least this often, or once in its budget where that is longer."""
 REASON = "StuckStart"
+FIELD = "stuckStarts"
 _CONTAINER = "worker"
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done about starts that hang, and what is to be remembered.
+
+    Attributes:
+        removals: pods to delete now.
+        records: by pool, what status keeps: which template, how many in a row, when the last one was taken away.
+        again_s: when to look again; None while no worker starts.
+        fault: what people should know; None unless starts hang repeatedly.
+    """
+
+    removals: tuple[Removal, ...] = ()
+    records: Mapping[str, Json] = {}
+    again_s: float | None = None
+    fault: Fault | None = None
 
 
 def budget_s(pool: Pool) -> int:
@@ -27,32 +51,98 @@ def budget_s(pool: Pool) -> int:
     return pool.startup_seconds or STARTUP_S
 
 
-def removals(pods: Sequence[Json], pools: Iterable[Pool], now: str) -> tuple[Removal, ...]:
-    """Workers to restart: their process has run for longer than its budget and was never ready.
+def pause_s(count: int, budget: float) -> float:
+    """How long after the `count`-th removal in a row the next one may follow: twice as long each time."""
+    return float(min(budget * 2.0 ** min(count, 20), max(budget, LONGEST_S)))
+
+
+def look(pods: Sequence[Json], pools: Iterable[Pool], status: Json, wanted: Mapping[str, int], now: str) -> Found:
+    """Decide about workers whose process has run for longer than its budget and was never ready.
 
     A group goes as a whole.
+
+    Args:
+        status: the last status, with the records of before.
+        wanted: workers wanted by hash of their pod template; what hung under another one is forgotten.
     """
-    budgets = {pool.name: budget_s(pool) for pool in pools}
-    found = []
-    for members in group_pods.units(pods).values():
-        for pod in members:
-            spent = _spent_s(pod, now)
-            budget = _budget_of(pod, budgets)
-            if spent is not None and spent > budget:
-                message = (
-                    f"pod {pod['metadata']['name']} has run for longer than the {budget} s in which its worker should"
-                    " have loaded and captured (pools[].startupSeconds), and is not ready"
-                )
-                found += [healing.removal(member, REASON, message, unless_changed=True) for member in members]
-                break
-    return tuple(found)
+    removals: list[Removal] = []
+    records: dict[str, Json] = {}
+    waits: list[float] = []
+    faults: list[Fault] = []
+    before = {entry["name"]: entry.get(FIELD) for entry in status.get("pools", [])}
+    for pool in pools:
+        budget = budget_s(pool)
+        own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(naming.LABEL_POOL) == pool.name]
+        record = _kept(before.get(pool.name), own, wanted)
+        gone: list[Removal] = []
+        hung = ""
+        for members in group_pods.units(own).values():
+            spent = [found for pod in members if (found := _spent_s(pod, now)) is not None]
+            if not spent:
+                continue
+            template = _template_of(members[0])
+            held = _held_s(record, template, budget, now)
+            waits.append(max(budget - max(spent) + 1.0, held))
+            if max(spent) > budget and held <= 0.0:
+                gone += [healing.removal(pod, REASON, _words(pod, budget), unless_changed=True) for pod in members]
+                hung = template
+        if gone:
+            again = record is not None and record["template"] == hung
+            record = {"template": hung, "count": 1 + (record["count"] if record and again else 0), "lastTime": now}
+            removals += gone
+        if record is not None:
+            records[pool.name] = record
+            faults += _fault(pool.name, record, budget)
+    return Found(
+        removals=tuple(removals),
+        records=records,
+        again_s=max(1.0, min(waits)) if waits else None,
+        fault=faults[0] if faults else None,
+    )
 
 
-def look_again_s(pods: Sequence[Json], pools: Iterable[Pool], now: str) -> float | None:
-    """When the next worker would have used its budget up, in seconds; None while none is starting."""
-    budgets = {pool.name: budget_s(pool) for pool in pools}
-    left = [_budget_of(pod, budgets) - spent for pod in pods if (spent := _spent_s(pod, now)) is not None]
-    return max(1.0, min(left) + 1.0) if left else None
+def tell(status: Json, found: Found) -> None:
+    """Add to a new status what is to be remembered."""
+    for entry in status["pools"]:
+        if entry["name"] in found.records:
+            entry[FIELD] = found.records[entry["name"]]
+
+
+def _kept(record: Json | None, pods: Sequence[Json], wanted: Mapping[str, int]) -> Json | None:
+    """The record of before, until as many workers of its template as are wanted serve, or none is wanted."""
+    if record is None:
+        return None
+    ready = [pod for pod in group_pods.leaders(pods) if _template_of(pod) == record["template"]]
+    serving = sum(routing.is_ready(pod) for pod in ready)
+    return record if serving < wanted.get(record["template"], 0) else None
+
+
+def _held_s(record: Json | None, template: str, budget: float, now: str) -> float:
+    """How long a hanging worker is still left to the kubelet."""
+    if record is None or record["template"] != template:
+        return 0.0
+    return max(0.0, pause_s(record["count"], budget) - seconds_between(record["lastTime"], now))
+
+
+def _fault(pool: str, record: Json, budget: float) -> list[Fault]:
+    if record["count"] < 2:  # the Event tells of the first
+        return []
+    pause = timedelta(seconds=pause_s(record["count"], budget))
+    following = (datetime.fromisoformat(record["lastTime"]) + pause).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return [
+        Fault(
+            REASON,
+            f"pool {pool}: {record['count']} starts in a row hung for {budget} s (pools[].startupSeconds); the kubelet"
+            f" restarts the worker in place, and it is moved no sooner than {following}; see its log, or edit the spec",
+        )
+    ]
+
+
+def _words(pod: Json, budget: int) -> str:
+    return (
+        f"pod {pod['metadata']['name']} has run for longer than the {budget} s in which its worker should"
+        " have loaded and captured (pools[].startupSeconds), and is not ready"
+    )
 
 
 def _spent_s(pod: Json, now: str) -> float | None:
@@ -66,5 +156,6 @@ def _spent_s(pod: Json, now: str) -> float | None:
     return None
 
 
-def _budget_of(pod: Json, budgets: Mapping[str, int]) -> int:
-    return budgets.get(pod["metadata"].get("labels", {}).get(naming.LABEL_POOL, ""), STARTUP_S)
+def _template_of(pod: Json) -> str:
+    found: str = pod["metadata"].get("annotations", {}).get(naming.ANNOTATION_TEMPLATE, "")
+    return found

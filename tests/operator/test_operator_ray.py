@@ -1,0 +1,71 @@
+"""What a Ray cluster's own ways leave of a pool's fields, and how many of its pods a drain may take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from taktline_operator import grouping, ray_services
+from taktline_operator.lineup import Line, Lineup
+from taktline_protocol.errors import TaktlineError
+
+Json = dict[str, Any]
+PLANNER = {"family": "vjepa2-ac", "source": {"path": "/srv/policies/planner"}, "revision": "a"}
+POOL = {"name": "line", "accelerator": "h100", "image": "registry.example/worker-ray:1"}
+
+
+def on_ray(make: Any, search: int = 4, **pool: Any) -> Any:
+    engine = {"runtime": "ray", "parallel": {"search": search}}
+    return make.policy(model=PLANNER, engine=engine, pools=[POOL | pool])
+
+
+@pytest.mark.parametrize("field", [{"startupSeconds": 300}, {"gpusPerNode": 8}, {"mesh": {"port": 29500}}])
+def test_a_field_that_ray_has_no_use_for_is_refused_not_ignored(make: Any, field: Json) -> None:
+    with pytest.raises(TaktlineError, match=r"leave pools\[\]\.startupSeconds, gpusPerNode and mesh out"):
+        on_ray(make, **field)
+    assert on_ray(make).spec.engine.runtime == "ray"
+    # Without Ray all of them hold.
+    make.policy(model=PLANNER, engine={"parallel": {"search": 4}}, pools=[POOL | field])
+
+
+def services(line: Line, *, running: int) -> list[Json]:
+    """The RayServices of a line, of which the first so many serve."""
+    made = ray_services.of(line, "registry.example/worker-ray:1", ()).objects
+    active = {"rayClusterName": "c", "applicationStatuses": {"planner": {"status": "RUNNING"}}}
+    serving = {"status": {"activeServiceStatus": active}}
+    return [found | (serving if number < running else {}) for number, found in enumerate(made)]
+
+
+def budget(policy: Any, lines: Lineup, children: list[Json]) -> Json:
+    gang_of = grouping.of(lines, {}, lambda pool: "registry.example/worker-ray:1", children)
+    found: Json = grouping.budget(policy, policy.spec.pools[0], lines, gang_of)
+    return dict(found["spec"])
+
+
+def test_a_drain_takes_one_pod_at_a_time_also_while_a_candidate_runs_beside(make: Any) -> None:
+    policy, trying = on_ray(make, 4), on_ray(make, 2)
+    stable = Line(policy=policy, pool=policy.spec.pools[0], track="", replicas=2)
+    candidate = Line(policy=trying, pool=trying.spec.pools[0], track="b", replicas=1)
+    alone = budget(policy, Lineup(stable=(stable,)), services(stable, running=2))
+    assert alone["minAvailable"] == 2 * 5 - 1
+    lines = Lineup(stable=(stable,), candidate=(candidate,))
+    both = services(stable, running=2) + services(candidate, running=1)
+    assert budget(policy, lines, both)["minAvailable"] == 2 * 5 + 3 - 1
+    # A candidate that never starts must not hold every drain up.
+    hung = services(stable, running=2) + services(candidate, running=0)
+    assert budget(policy, lines, hung)["minAvailable"] == 2 * 5 - 1
+    # It takes over: what leaves is counted as long as it runs.
+    finishing = Lineup(stable=(stable,), candidate=(candidate,), finishing=True)
+    assert budget(policy, finishing, both)["minAvailable"] == 3 + 2 * 5 - 1
+
+
+def test_a_pool_that_moves_to_ray_counts_its_plain_workers(make: Any) -> None:
+    """Kubernetes cannot say of a RayCluster how many pods it should have: then no maxUnavailable works, for any pod."""
+    plain = make.policy(model=PLANNER, pools=[POOL])
+    trying = on_ray(make, 2)
+    stable = Line(policy=plain, pool=plain.spec.pools[0], track="", replicas=3)
+    candidate = Line(policy=trying, pool=trying.spec.pools[0], track="b", replicas=1)
+    lines = Lineup(stable=(stable,), candidate=(candidate,))
+    found = budget(plain, lines, services(candidate, running=1))
+    assert found["minAvailable"] == 3 + 3 - 1
+    assert "maxUnavailable" not in found
