@@ -13,7 +13,8 @@ from taktline_protocol.tracing import Tracing
 from taktline_gateway.cycles import ControlCycles
 from taktline_gateway.live.recent import Recent
 from taktline_gateway.logs import log
-from taktline_gateway.telemetry import Exemplar, Telemetry, margin_of, miss_cause
+from taktline_gateway.series import Exemplar
+from taktline_gateway.telemetry import Telemetry, margin_of, miss_cause
 from taktline_gateway.tracing.requests import RequestTrace, RequestTraces
 from taktline_gateway.tracing.timeline import TimedRequest, Timeline
 

@@ -75,13 +75,17 @@ class DirectReading(asyncio.BufferedProtocol):
         self._missing: memoryview | None = None
         """The part of the recipient's payload that has not come; None while the library's parser reads."""
         self._mask = b""
+        self._wide = False
+        """Whether the bytes that come next were asked for in the wide buffer."""
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
         if self._missing is not None:
             return self._missing
         if self._recipient is not None and self._reader.between_frames and self._recipient.room():
+            self._wide = True
             return _wide
+        self._wide = False
         return self._reader.missing or _scratch
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -93,7 +97,7 @@ class DirectReading(asyncio.BufferedProtocol):
             assert self._recipient is not None
             payload, self._payload, self._missing = self._payload, memoryview(b""), None
             self._recipient.message_arrived(apply_mask(payload, self._mask))
-        elif self._recipient is not None and self._reader.between_frames and self._recipient.room():
+        elif self._wide and self._recipient is not None:
             taken = self._take(nbytes, self._recipient)
             if taken < nbytes:
                 self._data_received(bytes(_wide[taken:nbytes]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -16,6 +15,8 @@ from prometheus_client.registry import Collector
 from taktline_protocol import metrics
 from taktline_protocol.messages import Timings
 from taktline_protocol.metrics import UNKNOWN_POLICY
+
+from taktline_gateway.series import Exemplar, LoopCounter, LoopHistogram
 
 TERM_BUCKETS_MS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
 MARGIN_BUCKETS_MS = (-5000, -1000, -500, -200, -100, -50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
@@ -41,8 +42,6 @@ MAX_GONE = 64
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _Key = TypeVar("_Key")
-Exemplar = dict[str, str]
-"""What leads from a sample to one request: its trace id, or its request id where nothing is traced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +141,7 @@ class Telemetry:
             self._ratio,
         )
         self._policies: dict[str, OrderedDict[tuple[str, str], _Served]] = {}
+        self._cycles: dict[str, tuple[Histogram, Histogram]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     # ----- policies
@@ -163,6 +163,7 @@ class Telemetry:
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
             self._policies.pop(oldest, None)
+            self._cycles.pop(oldest, None)
             for metric in (*self._by_policy, *self._by_served):
                 metric.remove_by_labels({metrics.LABEL_POLICY: oldest})
 
@@ -219,8 +220,11 @@ class Telemetry:
 
     def control_cycle(self, policy: str, environment_ms: float, control_ms: float) -> None:
         """Counts one cycle of one robot: L_env and L_control."""
-        self._environment.labels(policy).observe(environment_ms)
-        self._control.labels(policy).observe(control_ms)
+        series = self._cycles.get(policy)
+        if series is None:
+            series = self._cycles[policy] = (self._environment.labels(policy), self._control.labels(policy))
+        series[0].observe(environment_ms)
+        series[1].observe(control_ms)
 
     # ----- batches
 
@@ -297,23 +301,11 @@ class Telemetry:
 
     def _counter(self, name: str) -> Counter:
         metric = metrics.BY_NAME[name]
-        return Counter(name, metric.help, metric.labels, registry=self.registry)
+        return LoopCounter(name, metric.help, metric.labels, registry=self.registry)
 
     def _histogram(self, name: str) -> Histogram:
         metric = metrics.BY_NAME[name]
-        return _Histogram(name, metric.help, metric.labels, buckets=_BUCKETS[name], registry=self.registry)
-
-
-class _Histogram(Histogram):
-    """prometheus_client's, which looks for the bucket from the first one on: a request has ten values to place."""
-
-    def observe(self, amount: float, exemplar: Exemplar | None = None) -> None:
-        """Counts one value."""
-        if exemplar or amount != amount:  # rare: leave both to the library
-            super().observe(amount, exemplar)
-            return
-        self._sum.inc(amount)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+        return LoopHistogram(name, metric.help, metric.labels, buckets=_BUCKETS[name], registry=self.registry)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def to_numpy(self) -> NDArray[np.generic]:
         """A read-only view on the bytes. Raises ValueError where shape, dtype and byte count disagree."""
-        return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+        return np.frombuffer(self.data, dtype=_NUMPY[self.dtype]).reshape(self.shape)
 
 
 _DTYPES: dict[str, DType] = {
@@ -42,6 +42,7 @@ _DTYPES: dict[str, DType] = {
     "float32": "float32",
     "float64": "float64",
 }
+_NUMPY: dict[DType, np.dtype[np.generic]] = {name: np.dtype(name).newbyteorder("<") for name in _DTYPES.values()}
 
 
 class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 
 ARRIVALS_KEPT = 9
 """Eight intervals: enough to shrug off a jittery one, few enough to follow a robot that changes its pace."""
@@ -25,13 +26,14 @@ def request_period_ms(arrivals: Sequence[float], chunk_ms: float) -> float | Non
         The period in ms, None while there is no interval to go by.
     """
     pause_s = max(PAUSE_FLOOR_S, PAUSE_CHUNKS * chunk_ms / 1e3)
-    intervals: list[float] = []
-    for later, earlier in zip(arrivals[:0:-1], arrivals[-2::-1], strict=True):
-        if later - earlier > pause_s:
-            break
-        intervals.append(later - earlier)
+    intervals: list[float] = list(map(sub, arrivals[1:], arrivals))
     if not intervals:
         return None
+    if max(intervals) > pause_s:
+        last = max(index for index, interval in enumerate(intervals) if interval > pause_s)
+        intervals = intervals[last + 1 :]
+        if not intervals:
+            return None
     intervals.sort()
     middle = len(intervals) // 2
     return 1e3 * (intervals[middle] if len(intervals) % 2 else 0.5 * (intervals[middle - 1] + intervals[middle]))

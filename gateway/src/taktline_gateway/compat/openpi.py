@@ -63,11 +63,15 @@ class OpenpiServer:
         layouts = FrameLayouts()
         closed = asyncio.ensure_future(connection.wait_closed())
         previous_ms: float | None = None
-        answering: asyncio.Task[bytes | str] | None = None
+        conversing = asyncio.current_task()
+        assert conversing is not None
+        answering = gave_up = False
+        answer: bytes | str | None
 
         def give_up(_: asyncio.Future[Any]) -> None:
-            if answering is not None:
-                answering.cancel()
+            nonlocal gave_up
+            if answering and not gave_up:
+                gave_up = conversing.cancel()
 
         # Whichever comes first, nobody waits for this answer any more.
         closed.add_done_callback(give_up)
@@ -76,15 +80,17 @@ class OpenpiServer:
             while True:
                 frame = await connection.next_message()
                 received_at = time.monotonic()
-                answering = asyncio.create_task(self._answer(conversation, layouts, frame, received_at, previous_ms))
+                answering = True
                 try:
-                    answer = await answering
+                    answer = await self._answer(conversation, layouts, frame, received_at, previous_ms)
                 except asyncio.CancelledError:
-                    if not closed.done() and not connection.overtaken.done():
+                    if not gave_up or conversing.uncancel():
                         raise  # it is this conversation that ends
-                else:
-                    if not connection.overtaken.done():
-                        await connection.answer(answer)
+                    answer = None
+                finally:
+                    answering = gave_up = False
+                if answer is not None and not connection.overtaken.done():
+                    await connection.answer(answer)
                 if connection.overtaken.done():
                     await connection.send(str(OVERTAKEN))
                     await connection.close(CloseCode.POLICY_VIOLATION, "answer overtaken")
@@ -143,10 +149,10 @@ class OpenpiServer:
         mapping, info = service.mapping(policy, "openpi"), service.info(policy)
         known = layouts.read(frame, info, mapping)
         if known is not None:
-            return await conversation.act(known, checked=True)
+            return await conversation.act(known, checked=True, info=info, mapping=mapping)
         value = unpack(frame, service.limits)
         read = read_observation(rebuild(value), mapping, info, "openpi")
-        chunk = await conversation.act(read)
+        chunk = await conversation.act(read, info=info, mapping=mapping)
         layouts.study(frame, value, read, info, mapping, service.limits)
         return chunk
 

@@ -107,13 +107,23 @@ class Conversation:
         self.policy = policy
         self._seq = 0
         self._arrivals: deque[float] = deque(maxlen=ARRIVALS_KEPT)
+        self._known: tuple[PolicyInfo, ClientMapping, float, float] | None = None
+        """What a budget was last inferred from, the duration of a chunk, and what a batch of one takes."""
 
-    def budget_ms(self) -> float:
-        """The inferred budget of a request that arrives now; see `deadlines.inferred_budget_ms`."""
-        info = self.service.info(self.policy)
-        mapping = self.service.mapping(self.policy, self.caller.protocol)
-        chunk_ms = chunk_duration_ms(info.horizon, info.dt_s, mapping.control_hz)
-        alone_ms = min((time.p99_ms for time in info.t_sync if time.batch == 1), default=0.0)
+    def budget_ms(self, info: PolicyInfo | None = None, mapping: ClientMapping | None = None) -> float:
+        """The inferred budget of a request that arrives now; see `deadlines.inferred_budget_ms`.
+
+        Args:
+            info, mapping: the policy's, where they are at hand.
+        """
+        info = self.service.info(self.policy) if info is None else info
+        mapping = self.service.mapping(self.policy, self.caller.protocol) if mapping is None else mapping
+        known = self._known
+        if known is None or known[0] is not info or known[1] is not mapping:
+            chunk_ms = chunk_duration_ms(info.horizon, info.dt_s, mapping.control_hz)
+            alone_ms = min((time.p99_ms for time in info.t_sync if time.batch == 1), default=0.0)
+            known = self._known = (info, mapping, chunk_ms, alone_ms)
+        _, _, chunk_ms, alone_ms = known
         period_ms = request_period_ms(list(self._arrivals), chunk_ms)
         return inferred_budget_ms(period_ms, chunk_ms, info.control_budget_ms, alone_ms, self.service.limits.budget_ms)
 
@@ -122,9 +132,22 @@ class Conversation:
         self._arrivals.clear()
 
     async def act(
-        self, read: ClientInput, *, budget_ms: float | None = None, seed: int | None = None, checked: bool = False
+        self,
+        read: ClientInput,
+        *,
+        budget_ms: float | None = None,
+        seed: int | None = None,
+        checked: bool = False,
+        info: PolicyInfo | None = None,
+        mapping: ClientMapping | None = None,
     ) -> ActionChunk:
-        """Sends one observation through the gateway. Raises TaktlineError."""
+        """Sends one observation through the gateway. Raises TaktlineError.
+
+        Args:
+            budget_ms: None infers it.
+            checked: it would pass `check_observation`.
+            info, mapping: the policy's, where they are at hand.
+        """
         now = time.monotonic()
         self._arrivals.append(now)
         self._seq += 1
@@ -133,7 +156,7 @@ class Conversation:
             session_id=self.caller.session_id,
             seq=self._seq,
             captured_at=now,
-            budget_ms=self.budget_ms() if budget_ms is None else budget_ms,
+            budget_ms=self.budget_ms(info, mapping) if budget_ms is None else budget_ms,
             images=read.images,
             state=read.state,
             instruction=read.instruction,
