@@ -1,11 +1,12 @@
-"""What FP8 does to actions: the GPU's bf16 and FP8 computation against fp32, on golden cases and the shipped policy.
+"""What a byte a number does to actions: the GPU's computation in each format against fp32.
 
     python benchmarks/fp8_error.py [--episodes N] [--json FILE]
 
-The computation runs over reference operations on the CPU (`fused_reference`), with the roundings of the GPU's. Golden
-cases have random weights and are compared with the official fp32 actions. The shipped policy drives its simulated arm:
-each of N layouts once for each block, in lockstep, in each number format; the error is between the formats' answers to
-the observations of the fp32 episodes, in rad.
+Of π0 and π0.5: bf16, FP8 products in vision tower and prefix (`engine.precision: fp8`), FP8 or INT8 weights of the
+action expert (`engine.quantisation`), and both. The computation runs over reference operations on the CPU
+(`fused_reference`), with the roundings of the GPU's. Golden cases have random weights and are compared with official
+fp32 actions. The shipped policy drives its simulated arm: each of N layouts once for each block, in lockstep, in each
+number format; the error is between the formats' answers to the observations of the fp32 episodes, in rad.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from taktline_demo.arm import COLOURS
 from taktline_demo.lockstep import run_episodes
-from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, QuantisationOptions
 from taktline_worker.models.pi.adapter import PiAdapter, load
+from taktline_worker.models.pi.byte_expert import label
 from taktline_worker.models.pi.config import ArchitectureHints, read_architecture
 from taktline_worker.models.pi.folder import open_folder
 from taktline_worker.models.pi.keys import canonical_names, family_of
@@ -36,8 +38,17 @@ from taktline_worker.models.pi.synthetic import conventions as plain_conventions
 from taktline_worker.models.pi.weights import BF16_VISION, pack_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 
+Precision = Literal["bf16", "fp8"]
 ROOT = Path(__file__).resolve().parent.parent
-FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
+# Batches of every size here read the stored weights.
+FP8_EXPERT, INT8_EXPERT = (QuantisationOptions(expert=form, max_batch=1024) for form in ("fp8", "int8"))
+FORMATS: tuple[tuple[Precision, QuantisationOptions | None], ...] = (
+    ("bf16", None),
+    ("bf16", INT8_EXPERT),
+    ("bf16", FP8_EXPERT),
+    ("fp8", None),
+    ("fp8", INT8_EXPERT),
+)
 CASES = (("pi05_tiny/full_real_heads", "case_b1"), ("pi05_tiny/full", "case_b3"), ("pi0_tiny/full", "case_b3"))
 
 
@@ -83,13 +94,13 @@ def golden_errors() -> list[dict[str, Any]]:
         weights = pack_weights(canonical, architecture, settings, BF16_VISION, torch.device("cpu"))
         batch = collate(_rows(case, family), architecture.tokens_per_image)
         expected = case["actions"].flatten(1)
-        for number_format in FORMATS:
-            actions = FusedReference(weights, architecture, number_format).run(batch).flatten(1)
+        for precision, stored in FORMATS:
+            actions = FusedReference(weights, architecture, precision, stored).run(batch).flatten(1)
             found.append(
                 {
                     "policy": family,
                     "case": f"{folder}/{name}",
-                    "dtype": number_format,
+                    "dtype": label(precision, stored),
                     "relative": float((actions - expected).norm() / expected.norm()),
                     "cosine": float(torch.nn.functional.cosine_similarity(actions, expected).min()),
                 }
@@ -126,16 +137,16 @@ def demo_errors(checkpoint: Path, episodes: int) -> list[dict[str, Any]]:
         stored = pack_weights(
             folder.files.read(folder.names), folder.architecture, conventions, BF16_VISION, torch.device("cpu")
         )
-        for number_format in FORMATS:
-            runner = FusedReference(stored, folder.architecture, number_format)
-            rounded = Recorded(PiAdapter(exact.adapter.processor, runner, number_format), pool, [], [])
+        for precision, quantisation in FORMATS:
+            runner = FusedReference(stored, folder.architecture, precision, quantisation)
+            rounded = Recorded(PiAdapter(exact.adapter.processor, runner, precision), pool, [], [])
             distance = np.stack([rounded.answer(asked) for asked in exact.asked]) - np.stack(exact.answers)
             reached = sum(result.success for result in run_episodes(rounded.act, cases))
             found.append(
                 {
                     "policy": "pi05",
                     "case": "demo/checkpoint",
-                    "dtype": number_format,
+                    "dtype": label(precision, quantisation),
                     "success": reached,
                     "episodes": len(cases),
                     "observations": len(exact.asked),
@@ -159,10 +170,10 @@ def main() -> None:
     torch.set_num_threads(1)
     golden = golden_errors()
     for row in golden:
-        print(f"{row['case']:>34} {row['dtype']:>5}: relative error {row['relative']:.2e}, cosine {row['cosine']:.6f}")
+        print(f"{row['case']:>34} {row['dtype']:>16}: relative error {row['relative']:.2e}, cosine {row['cosine']:.6f}")
     demo = demo_errors(options.checkpoint, options.episodes) if options.episodes else []
     for row in demo:
-        line = f"{'shipped policy':>34} {row['dtype']:>5}: {row['success']} of {row['episodes']} episodes"
+        line = f"{'shipped policy':>34} {row['dtype']:>16}: {row['success']} of {row['episodes']} episodes"
         if "mean_abs_rad" in row:
             line += f", error mean {row['mean_abs_rad']:.1e}, p99 {row['p99_abs_rad']:.1e}, "
             line += f"max {row['max_abs_rad']:.1e} rad"

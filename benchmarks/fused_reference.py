@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from taktline_kernels import gpu_reference, ops
+from taktline_protocol.deployment import QuantisationOptions
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.rtc import guidance_steps
@@ -24,17 +25,23 @@ class FusedReference:
         weights: packed, on the CPU; for bf16 and fp8 with `BF16_VISION`.
         architecture: dimensions.
         precision: `fp8` quantises the products of vision tower and prefix.
+        quantisation: how the expert's matrices are stored for small batches.
     """
 
     def __init__(
-        self, weights: PiWeights, architecture: PiArchitecture, precision: Literal["fp32", "bf16", "fp8"]
+        self,
+        weights: PiWeights,
+        architecture: PiArchitecture,
+        precision: Literal["fp32", "bf16", "fp8"],
+        quantisation: QuantisationOptions | None = None,
     ) -> None:
         self.device = weights.embedding.device
         self._architecture, self._dtype = architecture, weights.embedding.dtype
         with patch.object(fused, "gpu", gpu_reference), patch.object(fp8, "gpu", gpu_reference):
             self._towers = fp8.quantise(weights) if precision == "fp8" else None
-            # The last two say which kernels a GPU would use; there is none.
-            self._weights = fused.fuse(fp8.without_matrices(weights) if self._towers else weights, architecture, 0, 0)
+            # The two numbers say which kernels a GPU would use; there is none.
+            rest = fp8.without_matrices(weights) if self._towers else weights
+            self._weights = fused.fuse(rest, architecture, 0, 0, quantisation)
 
     @torch.inference_mode()
     def run(self, batch: PiBatch) -> torch.Tensor:

@@ -49,6 +49,7 @@ def engine_of(family: str, **engine: Any) -> Json:
     return {"model": {"family": family, "source": {"path": "/srv/x"}}, "engine": engine}
 
 
+A40: Json = {"pools": [{"name": "p", "accelerator": "a40"}]}
 PIN = "a" * 64
 MIRROR = {"url": "https://models.example/reach", "sha256": PIN}
 
@@ -266,6 +267,34 @@ RULES = [
         "fp8 is there for families pi0, pi05, vjepa2-ac, cosmos3-nano and cosmos3-edge",
     ),
     (
+        "families with quantised weights",
+        "spec",
+        engine_of("pi0", quantisation={"expert": "int8"}) | A40,
+        engine_of("gr00t-n1.7", quantisation={"expert": "int8"}) | A40,
+        "the action expert of pi0 and pi05",
+    ),
+    (
+        "pools that read quantised weights",
+        "spec",
+        engine_of("pi05", quantisation={"expert": "int8"}) | A40,
+        engine_of("pi05", quantisation={"expert": "fp8"}) | A40,
+        "engine.quantisation is read on a GPU",
+    ),
+    (
+        "bf16 of quantised weights",
+        "spec",
+        engine_of("pi05", precision="bf16", quantisation={"expert": "int8"}) | A40,
+        engine_of("pi05", precision="fp32", quantisation={"expert": "int8"}) | A40,
+        "set precision bf16 or fp8",
+    ),
+    (
+        "a bucket of quantised weights",
+        "spec",
+        engine_of("pi05", buckets=[2, 8], quantisation={"expert": "int8", "maxBatch": 2}) | A40,
+        engine_of("pi05", buckets=[2, 8], quantisation={"expert": "int8", "maxBatch": 1}) | A40,
+        "nothing would read the quantised weights",
+    ),
+    (
         "steps to fall back on",
         "spec",
         {"engine": {"cheaperSteps": [5]}, "degrade": {"minSolverSteps": 5}},
@@ -473,6 +502,8 @@ def test_every_cel_rule_has_a_case_in_the_table() -> None:
         ("spec.access", {"robotWeights": {"a": 1001}}, "above the maximum 1000"),
         ("spec.access", {"priorityCeilings": {"lab": "urgent"}}, "is not one of safety, production"),
         ("spec.engine", {"frameCacheMb": -1}, "below the minimum 0"),
+        ("spec.engine", {"quantisation": {}}, "spec.engine.quantisation.expert"),
+        ("spec.engine", {"quantisation": {"expert": "int4"}}, "is not one of fp8, int8"),
         ("spec.engine", {"maxImagePixels": 0}, "below the minimum 1"),
         ("spec.engine", {"rtc": {"mode": "on"}}, "is not one of auto, guided, trained, off"),
         ("spec.engine", {"rtc": {"maxGuidanceWeight": 0}}, "below the minimum"),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from taktline_operator import accelerators, naming, workload
 from taktline_operator.plan import Ref
-from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 
 Json = dict[str, Any]
 QUARANTINE = {"key": "taktline.dev/quarantine", "operator": "DoesNotExist"}
@@ -179,6 +179,17 @@ def test_engine_json_holds_what_the_spec_decides_and_no_more(make: Any) -> None:
         "rtc": {"mode": "guided", "max_guidance_weight": 5.0, "gradient": "identity"},
         "parallel": {"dp": 2, "cfg": 1, "tp": 1, "search": 1},
     }
+
+
+def test_engine_json_of_quantised_weights(make: Any) -> None:
+    found = make.policy(
+        model={"family": "pi05", "source": {"path": "/srv/a"}},
+        engine={"quantisation": {"expert": "int8"}},
+        pools=[{"name": "p", "accelerator": "a40"}],
+    )
+    content = json.loads(workload.engine_json(found, found.spec.pools[0]))["engine"]
+    assert content["quantisation"] == {"expert": "int8", "max_batch": 4}
+    assert found.spec.engine_options("cuda").quantisation == QuantisationOptions(expert="int8")
 
 
 def test_engine_json_spells_a_search_out(make: Any) -> None:

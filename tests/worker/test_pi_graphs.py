@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from taktline_protocol.deployment import QuantisationOptions
 from taktline_worker.models.pi.rtc import RtcRow
 from taktline_worker.models.pi.runner import PiRow, collate
 from taktline_worker.models.pi.weights import BF16_VISION, on_device
@@ -61,6 +62,28 @@ def test_golden_actions_of_pi0(golden: Any, network: Any, distance: Any, name: s
     print(f"bf16 error: engine {ours:.3e}, official {official:.3e}")
     assert 1e-5 < ours <= 1.25 * official
     assert float(torch.nn.functional.cosine_similarity(actions.flatten(1), case["actions"].flatten(1)).min()) >= 0.999
+
+
+@pytest.mark.parametrize("number_format", ["fp8", "int8"])
+def test_an_expert_stored_in_bytes(golden: Any, network: Any, distance: Any, captured: Any, number_format: Any) -> None:
+    """The buckets that read it move the actions as the CPU's statement says; larger ones are bf16, bit by bit."""
+    _, rows, case, tokens = captured
+    folder = golden / "pi05_tiny" / "full_real_heads"
+    stored = QuantisationOptions(expert=number_format, max_batch=2)
+    runner, _ = graph_runner(network, folder, 50, [(1, 3, 64), (2, 3, 64), (4, 3, 64)], quantisation=stored)
+    actions = runner.run(collate(rows, tokens))
+    error = distance(actions, case["actions"])
+    print(f"{number_format} expert: error {error:.3e}")
+    assert 1e-3 < error < 4e-2
+    loud = [rows[0], dataclasses.replace(rows[0], noise=rows[0].noise * 3, pixels=-rows[0].pixels)]
+    assert torch.equal(runner.run(collate(loud, tokens))[0], runner.run(collate([rows[0]] * 2, tokens))[0])
+    plain, _ = graph_runner(network, folder, 50, [(4, 3, 64)])
+    four = collate([rows[0]] * 4, tokens)
+    assert torch.equal(runner.run(four), plain.run(four))
+    from taktline_kernels.selector import default_selector
+
+    told = {text: choice.reason for op, text, _, choice in default_selector().explain() if op == "expert"}
+    assert any("bytes=1" in text and "engine.quantisation" in reason for text, reason in told.items())
 
 
 def test_fp8_towers(golden: Any, network: Any, distance: Any, captured: Any) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, QuantisationOptions
 from taktline_worker.checkpoint import file_sha256
+from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.adapter import load
 from taktline_worker.models.registry import load_adapter
 
@@ -53,6 +55,42 @@ def _edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) 
 def test_an_untouched_folder_loads(policy: Path, config_of: Any) -> None:
     digest = file_sha256(policy / "model.safetensors")
     assert load(config_of(policy, sha256={"model.safetensors": digest.upper()})).description.action_dim == 7
+
+
+def test_quantised_weights_that_nothing_can_read(policy: Path, config_of: Any) -> None:
+    stored = QuantisationOptions(expert="int8", max_batch=2)
+    invalid = ErrorCode.CONFIG_INVALID
+    _refusal(config_of(policy, precision="bf16", quantisation=stored), invalid, "runs on a cpu", "fp8_error.py")
+    _refusal(config_of(policy, precision="fp32", quantisation=stored), invalid, "precision is fp32", "bf16 or fp8")
+    cuda = torch.device("cuda")
+    with pytest.raises(TaktlineError, match="no bucket of 4, 8 is as small as its maxBatch 2"):
+        byte_expert.check(stored, "bf16", (4, 8), cuda)
+    byte_expert.check(stored, "bf16", (2, 8), cuda)
+    byte_expert.check(None, "fp32", (4,), torch.device("cpu"))
+
+
+def test_fp8_weights_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = QuantisationOptions(expert="fp8")
+    for capability in ((8, 0), (8, 6)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with pytest.raises(TaktlineError, match="this GPU has no FP8") as caught:
+            byte_expert.check(stored, "bf16", (1,), torch.device("cuda"))
+        assert "int8" in caught.value.next_step
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    byte_expert.check(stored, "bf16", (1,), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", ["gr00t-n1.7", "vjepa2-ac", "cosmos3-nano", "minicpm-robot"])
+def test_quantised_weights_of_other_families(family: str) -> None:
+    config = EngineConfig(
+        policy="p",
+        model=ModelConfig(family=family, path="/nowhere", revision=""),
+        engine=EngineOptions(quantisation=QuantisationOptions(expert="fp8")),
+    )
+    with pytest.raises(TaktlineError, match=f"family {family} keeps its weights as engine.precision says") as caught:
+        load_adapter(config)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert "pi05" in caught.value.next_step
 
 
 def test_wrong_digest(policy: Path, config_of: Any) -> None:

@@ -14,7 +14,16 @@ Runtime = Literal["worker", "ray"]
 ALWAYS = ("precision", "buckets", "solver_steps", "action_horizon", "control_period_ms")
 # In engine.json only where the spec sets them. A later field belongs here: a spec that does not set it must keep its
 # engine.json, its derived revision and its pods.
-WHERE_SET = ("cheaper_steps", "max_image_pixels", "frame_cache_mb", "search", "rtc", "world_action", "parallel")
+WHERE_SET = (
+    "cheaper_steps",
+    "max_image_pixels",
+    "frame_cache_mb",
+    "search",
+    "rtc",
+    "world_action",
+    "parallel",
+    "quantisation",
+)
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
@@ -87,6 +96,13 @@ class Parallel(_Struct, frozen=True):
     search_model: SearchModel | None = None
 
 
+class Quantisation(_Struct, frozen=True):
+    """Weights in a byte a number; the fields are those of `QuantisationOptions`."""
+
+    expert: Literal["fp8", "int8"]
+    max_batch: int = 4
+
+
 class Engine(_Struct, frozen=True):
     """How workers run the checkpoint."""
 
@@ -102,6 +118,7 @@ class Engine(_Struct, frozen=True):
     rtc: Rtc | None = None
     world_action: WorldAction | None = None
     parallel: Parallel | None = None
+    quantisation: Quantisation | None = None
     runtime: Runtime = "worker"
 
     @property

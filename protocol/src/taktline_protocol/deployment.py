@@ -125,6 +125,19 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     search: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
+class QuantisationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Weights kept in a byte a number, which become bf16 where they are multiplied; activations stay bf16.
+
+    Attributes:
+        expert: format of the action expert's matrices, with a scale an output channel: `fp8` (e4m3) or `int8`.
+        max_batch: largest batch bucket that reads them. A larger batch is bound by arithmetic, not by the weights'
+            bytes, and reads them in bf16.
+    """
+
+    expert: Literal["fp8", "int8"]
+    max_batch: Annotated[int, Meta(ge=1)] = 4
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only.
 
@@ -134,7 +147,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     frames seen before: their pixels on the host and, where that is exact, as much again for what the vision tower made
     of them on the device; 0 keeps none.
     `cheaper_steps` are solver steps, fewer than the policy's own and divisors of them, that a batch may ask for where
-    there is no time for all.
+    there is no time for all. `quantisation` is for π0 and π0.5 on a GPU; None keeps every weight as `precision` says.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -149,6 +162,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rtc: RtcOptions = RtcOptions()
     world_action: WorldActionOptions | None = None
     parallel: ParallelOptions = ParallelOptions()
+    quantisation: QuantisationOptions | None = None
     frame_cache_mb: Annotated[int, Meta(ge=0, le=65_536)] = 64
 
 

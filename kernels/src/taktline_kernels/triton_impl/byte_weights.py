@@ -193,5 +193,5 @@ def _parts(channels: int, depth: int, block_n: int, block_k: int) -> int:
 
     By the weight alone: another number of parts rounds otherwise, and a row's answer must not depend on its neighbours.
     """
-    wanted = _PROGRAMS // triton.cdiv(channels, block_n)
+    wanted = _PROGRAMS // -(-channels // block_n)
     return max(1, min(wanted, depth // (2 * block_k), _MAX_SPLIT))

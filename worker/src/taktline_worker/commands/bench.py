@@ -16,6 +16,7 @@ from taktline_worker.commands.options import (
     PolicyArgument,
     PrecisionOption,
     PromptOption,
+    QuantisationOption,
     RunsOption,
     StepsOption,
     ViewsOption,
@@ -38,6 +39,7 @@ def engine(
     batches: BatchesOption = "1,2,4,8,16,32",
     device: DeviceOption = "auto",
     precision: PrecisionOption = "",
+    quantisation: QuantisationOption = "",
     views: ViewsOption = 0,
     prompt_tokens: PromptOption = 0,
     steps: StepsOption = 0,
@@ -57,7 +59,7 @@ def engine(
     sizes = read_batches(batches)
     with progress() as say:
         say(f"loading {policy}")
-        subject = open_profile(policy, sizes, device, precision, views, prompt_tokens, steps, horizon)
+        subject = open_profile(policy, sizes, device, precision, views, prompt_tokens, steps, horizon, quantisation)
         from taktline_worker.profiling import report
 
         rows = report.sweep(subject, sorted(set(sizes)), say, runs=runs, limit_s=limit_s)

@@ -13,6 +13,7 @@ from taktline_worker.commands.options import (
     PolicyArgument,
     PrecisionOption,
     PromptOption,
+    QuantisationOption,
     ViewsOption,
     open_profile,
     progress,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from taktline_kernels.selector import Choice
 
     from taktline_worker.profiling.kernels import Recorded
+    from taktline_worker.profiling.rehearsal import Rehearsed
     from taktline_worker.profiling.tuning import Tuned
 
 app = typer.Typer(help="Look at and measure the kernels of an engine.", no_args_is_help=True)
@@ -39,6 +41,7 @@ def explain(
     batch: Annotated[int, typer.Option(min=1, help="Rows of the request that is looked at.")] = 1,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "",
+    quantisation: QuantisationOption = "",
     views: ViewsOption = 0,
     prompt_tokens: PromptOption = 0,
     table: Annotated[str, typer.Option(help="Say what the GPU of this shipped table would run, such as h200.")] = "",
@@ -51,7 +54,7 @@ def explain(
     """
     with progress() as say:
         say(f"loading {policy}")
-        subject = open_profile(policy, (batch,), device, precision, views, prompt_tokens, 0, 0)
+        subject = open_profile(policy, (batch,), device, precision, views, prompt_tokens, 0, 0, quantisation)
         from taktline_worker.profiling.kernels import choice_by, packaged_table, record
 
         rules = packaged_table(table) if table else ()
@@ -71,6 +74,7 @@ def tune(
     policy: PolicyArgument,
     batches: Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32",
     precision: PrecisionOption = "",
+    quantisation: QuantisationOption = "",
     views: ViewsOption = 0,
     prompt_tokens: PromptOption = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Table to write; default: the GPU's name, here.")] = None,
@@ -99,7 +103,7 @@ def tune(
     gpu, target = torch.cuda.get_device_name(), torch.device("cuda")
     with progress() as say:
         say(f"loading {policy}")
-        subject = open_profile(policy, sizes, "cuda", precision, views, prompt_tokens, 0, 0)
+        subject = open_profile(policy, sizes, "cuda", precision, views, prompt_tokens, 0, 0, quantisation)
         calls: dict[Key, Recorded] = {}
         for batch in sorted(set(sizes)):
             say(f"one request of {batch} row(s)")
@@ -125,6 +129,79 @@ def tune(
     else:
         _print_tuned(results)
         typer.echo(f"written: {path}; use it with TAKTLINE_KERNEL_TABLE={path}")
+
+
+@app.command()
+def check(
+    policies: Annotated[
+        list[str] | None, typer.Argument(help="Policies of the published sizes, such as pi05; default: all.")
+    ] = None,
+    arch: Annotated[str, typer.Option(help="Architecture: sm_80, sm_86, sm_87, sm_89 or sm_90.")] = "sm_90",
+    table: Annotated[
+        str, typer.Option(help="Shipped kernel table; default: h200 for sm_90, none for the others.")
+    ] = "",
+    precision: Annotated[str, typer.Option(help="bf16 or fp8; default: every one that a policy has.")] = "",
+    batches: Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")] = "1,8",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Compile every kernel that the policies launch for a GPU that is not here, and look at what their graphs capture.
+
+    Needs no GPU and no checkpoint: weights have shapes only. Lists registers, local memory and shared memory of each
+    kernel, the operations that the table has no rule for, and captured code that a GPU would refuse. Exit code 1 where
+    something cannot run.
+    """
+    import json
+    from dataclasses import asdict
+
+    from taktline_protocol import ErrorCode, TaktlineError
+
+    from taktline_worker.profiling import rehearsal
+
+    wanted = policies or list(rehearsal.POLICIES)
+    if unknown := [name for name in wanted if name not in rehearsal.POLICIES]:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"there is no policy {unknown[0]!r} to check",
+            f"choose from {', '.join(rehearsal.POLICIES)}",
+        )
+    table = table or ("h200" if arch == "sm_90" else "")
+    found: list[rehearsal.Rehearsed] = []
+    with progress() as say:
+        for name in wanted:
+            for number_format in rehearsal.precisions(name, arch, precision):
+                say(f"{name} {number_format} for {arch}")
+                found.append(
+                    rehearsal.rehearse(name, arch, precision=number_format, table=table, batches=read_batches(batches))
+                )
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in found], indent=1))
+    else:
+        for one in found:
+            _print_rehearsed(one)
+    if any(one.failed or one.findings for one in found):
+        raise typer.Exit(1)
+
+
+def _print_rehearsed(one: Rehearsed) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"\n{one.policy} {one.precision} on {one.arch}: {one.graphs} graphs", markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("kernel")
+    for name in ("registers", "local", "shared"):
+        table.add_column(name, justify="right")
+    table.add_column("settings", overflow="fold")
+    for kernel in one.kernels:
+        settings = " ".join(f"{name}={int(value)}" for name, value in kernel.settings.items())
+        numbers = (kernel.registers, kernel.stack_bytes, kernel.shared_bytes)
+        table.add_row(kernel.name, *map(str, numbers), settings if not kernel.error else f"REFUSED: {kernel.error}")
+    console.print(table, markup=False)
+    for name in one.without_rule:
+        console.print(f"{name}: the torch reference runs", markup=False)
+    for finding in one.findings:
+        console.print(f"CAPTURE: {finding.where}: {finding.what}", markup=False)
 
 
 def _entry(call: Recorded, choice: Choice) -> dict[str, Any]:

@@ -23,6 +23,10 @@ PolicyArgument = Annotated[
 BatchesOption = Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 PrecisionOption = Annotated[str, typer.Option(help="fp32, bf16 or fp8; default: the config's on a GPU, fp32 on a CPU.")]
+QuantisationOption = Annotated[
+    str,
+    typer.Option(help="Keep the action expert's matrices in fp8 or int8 (pi05, pi0); default: as the config says."),
+]
 ViewsOption = Annotated[int, typer.Option(help="Cameras a row; 0 takes the policy's.")]
 PromptOption = Annotated[int, typer.Option("--prompt-tokens", help="Prompt tokens a row; 0 takes the longest prompt.")]
 StepsOption = Annotated[int, typer.Option("--steps", help="Solver steps; 0 takes the checkpoint's.")]
@@ -51,8 +55,13 @@ def open_profile(
     prompt_tokens: int,
     steps: int,
     horizon: int,
+    quantisation: str = "",
 ) -> Profile:
     """The policy, loaded; torch is imported here. Raises TaktlineError where it is refused."""
+    if quantisation not in ("", "fp8", "int8"):
+        raise typer.BadParameter(
+            f"{quantisation!r} is no format of weights; write fp8 or int8", param_hint="--quantisation"
+        )
     from taktline_worker.profiling.subject import Request, check_batches, open_subject
 
     return open_subject(
@@ -65,6 +74,7 @@ def open_profile(
             prompt_tokens=prompt_tokens,
             solver_steps=steps,
             action_horizon=horizon,
+            quantisation=quantisation,  # type: ignore[arg-type]  # checked above
         )
     )
 

@@ -23,6 +23,9 @@ FAMILIES: dict[str, str] = {
     "vjepa2-ac": "taktline_worker.models.vjepa2_ac.adapter",
 }
 
+QUANTISED = ("pi0", "pi05")
+"""Families that follow `engine.quantisation`."""
+
 
 def load_adapter(config: EngineConfig) -> Adapter:
     """Loads the policy of `config` by its family's loader.
@@ -36,6 +39,12 @@ def load_adapter(config: EngineConfig) -> Adapter:
             ErrorCode.CONFIG_INVALID,
             f"model.family {config.model.family!r} is unknown",
             f"known families: {', '.join(sorted(FAMILIES))}",
+        )
+    if config.engine.quantisation is not None and config.model.family not in QUANTISED:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"engine.quantisation is set, and family {config.model.family} keeps its weights as engine.precision says",
+            f"leave spec.engine.quantisation out; it is there for {' and '.join(QUANTISED)}",
         )
     in_use.hold(Path(config.model.path))
     return cast(Adapter, importlib.import_module(module).load(config))

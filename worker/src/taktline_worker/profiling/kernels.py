@@ -73,6 +73,11 @@ class _Recorder(KernelSelector):
         self.found[key] = Recorded(op, dict(shape), dtype, device, choice, 1, again, registered)
         return choice
 
+    def note(self, op: str, shape: Shape, dtype: torch.dtype, device: torch.device, choice: Choice) -> None:
+        self._behind.note(op, shape, dtype, device, choice)
+        kept = self.found.setdefault(key_of(op, shape, dtype), Recorded(op, dict(shape), dtype, device, choice, 0))
+        kept.calls += 1
+
 
 def record(subject: Profile, batch: int) -> list[Recorded]:
     """Runs one request of `batch` rows; returns the kinds of calls that asked the selector, in order of first use."""
@@ -166,6 +171,10 @@ def choice_by(rules: Sequence[Rule], table: str, call: Recorded) -> Choice:
     for rule in rules:
         if rule.op == call.name and rule.matches(call.shape, call.dtype):
             return Choice(rule.kernel, f"table {table}: {rule.measured or 'rule without a figure'}", rule.config)
+    if call.name not in REGISTRY:
+        kernels = GPU_KERNELS.get(call.name)
+        # What no table decides is as the engine has decided it.
+        return Choice(kernels[-1], f"no rule of table {table} covers it") if kernels else call.choice
     return Choice(REFERENCE, f"no rule of table {table} covers it")
 
 

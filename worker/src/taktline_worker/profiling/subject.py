@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
+from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, QuantisationOptions
 
 from taktline_worker.adapter import HasProfile, Profile
 from taktline_worker.devices import choose_device
@@ -38,6 +39,7 @@ class Request:
         batches: batch sizes to prepare.
         views: cameras a row.
         prompt_tokens: prompt tokens a row.
+        quantisation: how the action expert's matrices are stored for batches up to the engine's own limit.
     """
 
     policy: str
@@ -48,6 +50,15 @@ class Request:
     prompt_tokens: int = 0
     solver_steps: int = 0
     action_horizon: int = 0
+    quantisation: Literal["", "fp8", "int8"] = ""
+
+    def quantised(self, own: QuantisationOptions | None = None) -> QuantisationOptions | None:
+        """The engine's `own` way of storing weights, with the format that is asked for."""
+        if not self.quantisation:
+            return own
+        if own is not None:
+            return msgspec.structs.replace(own, expert=self.quantisation)
+        return QuantisationOptions(expert=self.quantisation)
 
 
 def open_subject(request: Request) -> Profile:
@@ -84,6 +95,8 @@ def open_subject(request: Request) -> Profile:
 def _options(engine: EngineOptions, request: Request) -> EngineOptions:
     device = choose_device(request.device if request.device != "auto" else engine.device)
     precision = request.precision or (engine.precision if device.type == "cuda" else "fp32")
+    # An eager engine keeps its weights as they are; a format that is asked for gets the refusal of the family.
+    own = engine.quantisation if device.type == "cuda" else None
     return msgspec.structs.replace(
         engine,
         device=device.type,
@@ -93,6 +106,7 @@ def _options(engine: EngineOptions, request: Request) -> EngineOptions:
         action_horizon=request.action_horizon or engine.action_horizon,
         control_period_ms=engine.control_period_ms or 50.0,  # the rate of the robot costs the engine nothing
         cheaper_steps=(),
+        quantisation=request.quantised(own),
     )
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 from taktline_protocol.limits import MIB
 from torch import Tensor
 
 from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
@@ -57,6 +59,7 @@ class PiAdapter:
         guided: the runner of rows with an RTC tail; None = `runner`, in the same batch as the others. On a GPU, rows
             that are fixed or differentiated need other kernels, which must not change what their neighbours get.
         cheaper: solver steps -> the two runners with so many.
+        quantisation: how `runner` stores the expert's matrices.
     """
 
     def __init__(
@@ -66,15 +69,17 @@ class PiAdapter:
         precision: str,
         guided: BatchRunner | None = None,
         cheaper: Mapping[int, tuple[BatchRunner, BatchRunner | None]] | None = None,
+        quantisation: QuantisationOptions | None = None,
     ) -> None:
         self.processor = processor
         self.runner = runner
         self.guided = guided
         self._cheaper = dict(cheaper or {})
+        self._precision, self._quantisation = precision, quantisation
         conventions, rtc = processor.conventions, processor.rtc
         self.description = Description(
             family=processor.architecture.family,
-            precision=precision,
+            precision=byte_expert.label(precision, quantisation),
             device=str(runner.device),
             cameras=processor.required_cameras,
             optional_cameras=processor.optional_cameras,
@@ -173,7 +178,8 @@ class PiAdapter:
             conventions.solver_steps,
             views or cameras,
             prompt_tokens or conventions.prompt_tokens,
-            self.description.precision,
+            self._precision,
+            self._quantisation,
         )
 
     def caches(self) -> dict[str, tuple[int, int]]:
@@ -233,11 +239,22 @@ def load(config: EngineConfig) -> PiAdapter:
         config.engine.frame_cache_mb * MIB,
     )
     device = choose_device(config.engine.device)
+    quantisation = config.engine.quantisation
+    byte_expert.check(quantisation, config.engine.precision, config.engine.buckets, device)
     weights = read_weights(folder, conventions, config.engine.precision, device)
     in_batch = rtc is not None and rtc.mode == "guided" and not rtc.exact
     bound = rtc.max_guidance_weight if rtc is not None and in_batch else None
     precision = config.engine.precision
-    runner = make_runner(weights, folder.architecture, conventions, config.engine.buckets, precision, bound)
+    made = partial(
+        make_runner,
+        architecture=folder.architecture,
+        conventions=conventions,
+        buckets=config.engine.buckets,
+        precision=precision,
+        guidance=bound,
+        quantisation=quantisation,
+    )
+    runner = made(weights)
     processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
@@ -250,14 +267,14 @@ def load(config: EngineConfig) -> PiAdapter:
     cheaper: dict[int, tuple[BatchRunner, BatchRunner | None]] = {}
     for steps in config.engine.cheaper_steps:
         fewer = fewer_steps(weights, steps)
-        its = make_runner(fewer, folder.architecture, conventions, config.engine.buckets, precision, bound)
+        its = made(fewer)
         apart = None if together else its if isinstance(its, PiRunner) else PiRunner(fewer, folder.architecture)
         cheaper[steps] = (its, apart)
     if together:
-        return PiAdapter(processor, runner, precision, cheaper=cheaper)
+        return PiAdapter(processor, runner, precision, cheaper=cheaper, quantisation=quantisation)
     assert rtc is not None
     guided = runner if isinstance(runner, PiRunner) else PiRunner(weights, folder.architecture)
-    adapter = PiAdapter(processor, runner, precision, guided, cheaper)
+    adapter = PiAdapter(processor, runner, precision, guided, cheaper, quantisation)
     logger.info(
         "observations with an RTC tail run apart from their batch, eagerly",
         extra={"policy": config.policy, "mode": rtc.mode, "exact": rtc.exact},
@@ -273,11 +290,13 @@ def make_runner(
     buckets: Sequence[int],
     precision: str,
     guidance: float | None = None,
+    quantisation: QuantisationOptions | None = None,
 ) -> BatchRunner:
     """Captured graphs for bf16 and fp8 on a GPU; the eager runner for everything else.
 
     Args:
         guidance: bound of the guidance of rows with a tail, where they run among the others.
+        quantisation: how captured graphs store the expert's matrices for small buckets.
     """
     if not (weights.embedding.is_cuda and weights.embedding.dtype == torch.bfloat16):
         return PiRunner(weights, architecture)
@@ -289,7 +308,7 @@ def make_runner(
     shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
     number_format: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
     runner = GraphRunner(
-        weights, architecture, conventions.horizon, shapes, number_format, conventions.resize, guidance
+        weights, architecture, conventions.horizon, shapes, number_format, conventions.resize, guidance, quantisation
     )
     runner.capture()
     return runner

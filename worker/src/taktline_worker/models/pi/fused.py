@@ -11,13 +11,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from taktline_kernels import gpu, ops
-from taktline_kernels.cuda import expert
 from taktline_kernels.cuda.expert import ExpertChain
+from taktline_kernels.fp8_rows import ByteWeight
 from taktline_kernels.guidance import Guidance
+from taktline_kernels.selector import Choice, default_selector
+from taktline_protocol.deployment import QuantisationOptions
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from taktline_worker.models.pi.byte_expert import ByteLayer, quantise
+from taktline_worker.models.pi.chain import make_chain
 from taktline_worker.models.pi.config import LAYER_NORM_EPS, RMS_EPS, PiArchitecture
 from taktline_worker.models.pi.weights import AdaptiveNorms, GemmaLayer, PiWeights, VisionWeights
 
@@ -35,14 +39,33 @@ class FusedWeights:
         packed: the policy's weights; gate and up rows of both Gemma towers are interleaved (`gpu.pack_gate_up`).
         norms: the expert's modulations. π0's norms are the case of a scale that no step changes, shift 0 and gate 1.
         chain: the expert's kernel chain for one row, where this GPU and these dimensions have one.
+        no_chain: why there is none.
+        stored: the expert's matrices in a byte a number; None without `quantisation`.
+        quantisation: what `stored` is, and up to which batch it is read.
     """
 
     packed: PiWeights
     norms: AdaptiveNorms
     chain: ExpertChain | None
+    no_chain: str = ""
+    stored: tuple[ByteLayer, ...] | None = None
+    quantisation: QuantisationOptions | None = None
+
+    def expert(self, batch: int) -> Sequence[GemmaLayer | ByteLayer]:
+        """The expert's matrices that a batch of so many rows reads."""
+        if self.quantisation is not None and self.stored is not None and batch <= self.quantisation.max_batch:
+            return self.stored
+        return self.packed.expert
 
 
-def fuse(weights: PiWeights, architecture: PiArchitecture, horizon: int, max_keys: int) -> FusedWeights:
+def fuse(
+    weights: PiWeights,
+    architecture: PiArchitecture,
+    horizon: int,
+    max_keys: int,
+    quantisation: QuantisationOptions | None = None,
+    max_batch: int = 0,
+) -> FusedWeights:
     """Reorder bf16 weights on a CUDA device.
 
     Args:
@@ -50,14 +73,26 @@ def fuse(weights: PiWeights, architecture: PiArchitecture, horizon: int, max_key
         architecture: dimensions.
         horizon: action tokens.
         max_keys: most prefix slots plus suffix tokens of a row.
+        quantisation: how the expert's matrices are stored for small batches; None keeps bf16 for all.
+        max_batch: largest batch that there will be; where all batches read quantised matrices, those in bf16 are
+            left out. 0 keeps them.
     """
+    norms = _modulations(weights)
+    stored = None if quantisation is None else quantise(weights.expert, quantisation.expert)
+    alone = quantisation is not None and 0 < max_batch <= quantisation.max_batch
     packed = replace(
         weights,
         prefix=tuple(replace(layer, gate_up_weight=_interleaved(layer.gate_up_weight)) for layer in weights.prefix),
-        expert=tuple(replace(layer, gate_up_weight=_interleaved(layer.gate_up_weight)) for layer in weights.expert),
+        expert=()
+        if alone
+        else tuple(replace(layer, gate_up_weight=_interleaved(layer.gate_up_weight)) for layer in weights.expert),
     )
-    norms = _modulations(packed)
-    return FusedWeights(packed, norms, _chain(packed, norms, architecture, horizon, max_keys))
+    if quantisation is not None:
+        reason = f"it reads bf16, and engine.quantisation keeps the expert's matrices in {quantisation.expert}"
+        logger.info("the expert's kernel chain is not used: %s", reason)
+        return FusedWeights(packed, norms, None, reason, stored, quantisation)
+    chain, reason = make_chain(packed, norms, architecture, horizon, max_keys)
+    return FusedWeights(packed, norms, chain, reason)
 
 
 # A policy with fewer solver steps shares its matrices with the one it comes from, and so shall their packed copies.
@@ -79,43 +114,6 @@ def _modulations(weights: PiWeights) -> AdaptiveNorms:
     steps = int(weights.times.shape[0])
     tables = (scale, torch.zeros_like(scale), torch.ones_like(scale))
     return AdaptiveNorms(*(table.expand(steps, -1, -1) for table in tables))
-
-
-def _chain(
-    weights: PiWeights, norms: AdaptiveNorms, architecture: PiArchitecture, horizon: int, max_keys: int
-) -> ExpertChain | None:
-    a, heads = architecture, weights.heads
-    tokens = horizon + int(heads.state_weight is not None)
-    published = (a.expert_width, a.expert_mlp, a.heads, a.head_dim, a.action_width)
-    reason = ""
-    if published != (expert.WIDTH, expert.HIDDEN, expert.HEADS, expert.HEAD_DIM, expert.ACTION):
-        reason = "it is written for the published dimensions"
-    elif torch.cuda.get_device_capability(weights.embedding.device)[0] != 9:
-        reason = "it is written for Hopper GPUs"
-    elif tokens > expert.MAX_ROWS or max_keys > expert.MAX_KEYS:
-        reason = f"it holds {expert.MAX_ROWS} suffix tokens and {expert.MAX_KEYS} keys"
-    if reason:
-        logger.warning("the expert's kernel chain is not used: %s", reason)
-        return None
-    layers = [
-        expert.ExpertLayer(layer.qkv_weight, layer.out_weight, layer.gate_up_weight, layer.down_weight)
-        for layer in weights.expert
-    ]
-    projections = expert.Projections(
-        heads.in_weight,
-        heads.in_bias,
-        heads.out_weight,
-        heads.out_bias,
-        heads.time_out_weight,
-        heads.time_out_bias,
-        heads.state_weight,
-        heads.state_bias,
-    )
-    try:
-        return ExpertChain(layers, norms.scale, norms.shift, norms.gate, projections, max_keys=max_keys, eps=RMS_EPS)
-    except RuntimeError as error:
-        logger.warning("the expert's kernel chain is not used: it cannot be compiled or loaded here: %s", error)
-        return None
 
 
 def embed_patches(weights: VisionWeights, patches: Tensor) -> Tensor:
@@ -237,6 +235,8 @@ def solve(
     """
     weights, chain = fused.packed, fused.chain
     batch, horizon, dim = actions.shape
+    layers = fused.expert(batch)
+    _note_expert(fused, batch, horizon)
     if batch == 1 and chain is not None:
         chain.solve(actions[0], state, lengths, keys[:, 0], values[:, 0], cos, sin, guidance)
         return
@@ -248,7 +248,7 @@ def solve(
         x, before = torch.cat((token.to(x.dtype)[:, None], x), dim=1), 1
     for step in range(steps):
         hidden, update, gate, final = _step(
-            weights.expert, norms, step, x, lengths, keys, values, cos, sin, heads, first_alone=before > 0
+            layers, norms, step, x, lengths, keys, values, cos, sin, heads, first_alone=before > 0
         )
         correction = None if guidance is None else guidance[step]
         x = _suffix(
@@ -257,6 +257,20 @@ def solve(
         x = x.view(batch, horizon, -1)
         if before:
             lengths, before = lengths + 1, 0
+
+
+def _note_expert(fused: FusedWeights, batch: int, horizon: int) -> None:
+    """Say for `kernels explain` what computes the expert, and why."""
+    device, dtype = fused.packed.embedding.device, fused.packed.embedding.dtype
+    quantised = fused.expert(batch) is fused.stored
+    if batch == 1 and fused.chain is not None:
+        choice = Choice("chain", "one row, bf16 matrices")
+    elif batch == 1 or quantised:
+        choice = Choice("products", f"no kernel chain: {fused.no_chain}")
+    else:
+        choice = Choice("products", "the kernel chain is for one row")
+    shape = {"batch": batch, "tokens": horizon, "bytes": 1 if quantised else 2}
+    default_selector().note("expert", shape, dtype, device, choice)
 
 
 def _suffix(
@@ -274,7 +288,7 @@ def _suffix(
 ) -> Tensor:
     """Finish `step` (none for -1) on actions (B * H, action width), and embed them for the next step."""
     heads, last = weights.heads, step + 1 == steps
-    width, timed = weights.expert[0].out_weight.shape[0], heads.time_out_weight is not None
+    width, timed = heads.in_weight.shape[0], heads.time_out_weight is not None
     bias = heads.in_bias[0 if last else step + 1] if timed else heads.in_bias
     dtype = torch.float32 if timed else weights.embedding.dtype
     embedded = torch.empty((actions.shape[0], width), dtype=dtype, device=actions.device)
@@ -298,7 +312,7 @@ def _suffix(
 
 
 def _step(
-    layers: tuple[GemmaLayer, ...],
+    layers: Sequence[GemmaLayer | ByteLayer],
     norms: AdaptiveNorms,
     step: int,
     x: Tensor,
@@ -317,19 +331,28 @@ def _step(
     hidden = ops.ada_rms_norm(x, scale[0], shift[0], RMS_EPS)
     for index, layer in enumerate(layers):
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
-        qkv = gpu.linear(hidden, layer.qkv_weight)
+        qkv = _product(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=True)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(
             query, keys[index], values[index], lengths, tokens, first_alone=first_alone
         ).flatten(2)
-        attended = gpu.linear(attended, layer.out_weight)
+        attended = _product(attended, layer.out_weight)
         x, hidden = ops.gated_add_ada_rms_norm(x, attended, gate[first], scale[second], shift[second], RMS_EPS)
-        update = gpu.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
+        update = _product(_gated(hidden, layer.gate_up_weight), layer.down_weight)
         if index + 1 == len(layers):
             break
         x, hidden = ops.gated_add_ada_rms_norm(x, update, gate[second], scale[following], shift[following], RMS_EPS)
     return x, update, gate[2 * len(layers) - 1], (scale[-1], shift[-1])
+
+
+def _product(x: Tensor, weight: Tensor | ByteWeight) -> Tensor:
+    return gpu.linear_bytes(x, weight) if isinstance(weight, ByteWeight) else gpu.linear(x, weight)
+
+
+def _gated(x: Tensor, gate_up: Tensor | ByteWeight) -> Tensor:
+    """The gated feed-forward's first half; bf16 gates and ups alternate by eights, stored ones lie apart."""
+    return gpu.linear_geglu_bytes(x, gate_up) if isinstance(gate_up, ByteWeight) else gpu.linear_geglu(x, gate_up)
 
 
 def given(tensor: Tensor | None) -> Tensor:

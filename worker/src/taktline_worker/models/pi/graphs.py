@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from taktline_kernels import gpu, ops
 from taktline_kernels.guidance import Guidance
+from taktline_protocol.deployment import QuantisationOptions
 from torch import Tensor
 
 from taktline_worker.graph_capture import Captured, GraphPool
@@ -54,6 +55,7 @@ class GraphRunner:
         resize: how raw camera frames become pixels.
         guidance: bound of the weight by which rows with an RTC tail are drawn to it, in the same graph as all others;
             None where no row may have one.
+        quantisation: how the expert's matrices are stored for small buckets; None keeps them bf16.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class GraphRunner:
         precision: Literal["bf16", "fp8"] = "bf16",
         resize: Resize = "bilinear",
         guidance: float | None = None,
+        quantisation: QuantisationOptions | None = None,
     ) -> None:
         a, device = architecture, weights.embedding.device
         self.architecture, self.horizon, self.device = a, horizon, device
@@ -90,7 +93,7 @@ class GraphRunner:
         self.towers = fp8.quantise(weights) if precision == "fp8" else None
         if self.towers is not None:
             weights = fp8.without_matrices(weights)
-        self.fused = fused.fuse(weights, a, horizon, slots + self._suffix)
+        self.fused = fused.fuse(weights, a, horizon, slots + self._suffix, quantisation, rows)
         self.weights = self.fused.packed
         self._cos, self._sin = ops.rope_table(torch.arange(slots + self._suffix, device=device), a.head_dim)
         self._pool = GraphPool(device)

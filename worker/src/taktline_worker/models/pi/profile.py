@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from taktline_protocol.deployment import QuantisationOptions
 
 from taktline_worker.adapter import Phase
+from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
-from taktline_worker.models.pi.work import PHASES, phase_work
+from taktline_worker.models.pi.work import PHASES, expert_byte_size, phase_work
 from taktline_worker.profiling.work import Work
 
 _WEIGHT_BYTES = {
@@ -28,6 +30,8 @@ class PiProfile:
         runner: eager, or of captured graphs.
         views: cameras a row.
         prompt_tokens: prompt tokens a row.
+        precision: fp32, bf16 or fp8.
+        quantisation: how the runner stores the expert's matrices for small batches.
     """
 
     def __init__(
@@ -39,17 +43,21 @@ class PiProfile:
         views: int,
         prompt_tokens: int,
         precision: str,
+        quantisation: QuantisationOptions | None = None,
     ) -> None:
         self._runner, self._architecture = runner, architecture
         self.policy: str = architecture.family
-        self.precision = precision
+        self._sizes, self._quantisation = _WEIGHT_BYTES[precision], quantisation
+        self.precision = byte_expert.label(precision, quantisation)
         self.device = str(runner.device)
         self.captured = not isinstance(runner, PiRunner)
         self.shape = {"views": views, "prompt_tokens": prompt_tokens, "horizon": horizon, "steps": steps}
 
     def work(self, batch: int) -> dict[str, Work]:
         """Operations and bytes of each phase."""
-        sizes = dict(_WEIGHT_BYTES[self.precision])
+        sizes = dict(self._sizes)
+        if self._quantisation is not None and batch <= self._quantisation.max_batch:
+            sizes["expert"] = expert_byte_size(self._architecture)
         if self.precision == "bf16" and torch.device(self.device).type == "cpu":
             sizes["vision"] = 4.0
         return phase_work(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.adapter import make_runner
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions, expected_shapes
 from taktline_worker.models.pi.normalise import identity
@@ -93,14 +94,16 @@ def conventions(views: int, horizon: int, steps: int) -> PiConventions:
 
 
 def random_profile(name: str, request: Request, device: torch.device, precision: str) -> PiProfile:
-    """`pi05` or `pi0` of the published size as what is measured."""
+    """`pi05` or `pi0` of the published size as what is measured. Raises TaktlineError where quantisation is refused."""
     architecture = {"pi05": PI05, "pi0": PI0}[name]
     policies = {"fp32": FP32, "bf16": BF16_VISION if device.type == "cuda" else BF16, "fp8": BF16_VISION}
     views, prompt = request.views or 3, request.prompt_tokens or 200
+    quantisation = request.quantised()
+    byte_expert.check(quantisation, precision, request.batches, device)
     plan = conventions(views, request.action_horizon or 50, request.solver_steps or 10)
     plan = replace(plan, prompt_tokens=prompt)
     # One by one: all at once would need the fp32 file's 13 GB beside what is packed.
     tensors = stream_random_tensors(architecture, device)
     weights = pack_weights(tensors, architecture, plan, policies[precision], device)
-    runner = make_runner(weights, architecture, plan, request.batches, precision)
-    return PiProfile(runner, architecture, plan.horizon, plan.solver_steps, views, prompt, precision)
+    runner = make_runner(weights, architecture, plan, request.batches, precision, quantisation=quantisation)
+    return PiProfile(runner, architecture, plan.horizon, plan.solver_steps, views, prompt, precision, quantisation)

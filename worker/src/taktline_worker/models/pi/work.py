@@ -10,6 +10,13 @@ from taktline_worker.profiling.work import Work
 PHASES = ("vision", "prefix", "expert")
 
 
+def expert_byte_size(a: PiArchitecture) -> float:
+    """Bytes a weight of the expert's matrices where each is one byte, with a scale of four bytes a matrix row."""
+    query, values = a.heads * a.head_dim, 2 * a.head_dim
+    rows = query + values + a.expert_width + 2 * a.expert_mlp + a.expert_width
+    return 1.0 + 4.0 * rows / _layer_weights(a)
+
+
 def phase_work(
     a: PiArchitecture,
     *,
@@ -47,7 +54,7 @@ def phase_work(
     full = a.prefix_width * (2 * query + 2 * a.head_dim) + 3 * a.prefix_width * a.prefix_mlp
     prefix_weights = (a.depth - 1) * full + a.prefix_width * 2 * a.head_dim
     prefix = batch * rows * (2 * prefix_weights + (a.depth - 1) * 4 * rows * query)
-    layer = a.expert_width * (2 * query + 2 * a.head_dim) + 3 * a.expert_width * a.expert_mlp
+    layer = _layer_weights(a)
     state = int(a.family == "pi0")  # one more token, once: it depends on no step
     seen = rows + state + horizon
     expert = (
@@ -61,3 +68,8 @@ def phase_work(
         "prefix": Work(prefix, prefix_weights * size["prefix"]),
         "expert": Work(expert, steps * (a.depth * layer * size["expert"] + cache)),
     }
+
+
+def _layer_weights(a: PiArchitecture) -> int:
+    """Weights of the matrices of one expert layer."""
+    return a.expert_width * (2 * a.heads * a.head_dim + 2 * a.head_dim) + 3 * a.expert_width * a.expert_mlp
