@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from taktline_gateway.access import tokens
@@ -28,10 +29,27 @@ from taktline_gateway.compat.lerobot_pickle import read_record, value_of
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.vla_eval import message_of
 from taktline_gateway.compat.wire_arrays import decode, encode_openpi, encode_vla_eval
+from taktline_gateway.stream.store import SessionStore
 from taktline_protocol import Array, Image, Observation, PolicyInfo, TaktlineError, worker_pb2
+from taktline_protocol.batch_frames import (
+    PREFIX,
+    VERSION,
+    Answer,
+    Call,
+    Cancel,
+    Failure,
+    FrameProtocol,
+    ImageHead,
+    Open,
+    Opened,
+    WireError,
+    frame,
+    images_of,
+)
 from taktline_protocol.checks import check_observation, check_policy_fit
 from taktline_protocol.codecs import (
     MediaType,
+    decode_admission_question,
     decode_chunk,
     decode_error,
     decode_observation,
@@ -51,6 +69,7 @@ from taktline_protocol.stream_codec import (
     to_observation,
     to_observe,
 )
+from taktline_protocol.trace_context import parse_members, parse_traceparent
 
 INFO = PolicyInfo(
     policy="p", family="f", revision="r", ready=True, cameras=("front", "wrist"), state_dim=3, action_dim=2, horizon=4
@@ -202,6 +221,82 @@ def credential(body: bytes) -> None:
         split_key(secret)
 
 
+class BatchReader(FrameProtocol):
+    """Reads what either end of a batch connection does, as the two do."""
+
+    def frame_received(self, head: Any, body: Any) -> None:
+        try:
+            if isinstance(head, Call):
+                images_of(head, body)
+                worker_pb2.InferRequest.FromString(bytes(body[: head.request]))
+            elif isinstance(head, Answer):
+                worker_pb2.InferResponse.FromString(bytes(body))
+        except DecodeError as error:
+            raise WireError("unreadable") from error
+
+
+class Gone:
+    """A transport that may be closed."""
+
+    closed = False
+
+    def abort(self) -> None:
+        self.closed = True
+
+
+def batch_frames(data: bytes) -> None:
+    reader, transport = BatchReader(), Gone()
+    reader.connection_made(transport)
+    while data and not transport.closed:
+        room = reader.get_buffer(-1)
+        size = min(len(room), len(data))
+        room[:size], data = data[:size], data[size:]
+        reader.buffer_updated(size)
+
+
+def admission_question(body: bytes) -> None:
+    for media in MediaType:
+        try:
+            decode_admission_question(body, media)
+        except TaktlineError:
+            continue
+
+
+def traces(body: bytes) -> None:
+    parse_traceparent(body.decode("latin-1"))
+    parse_members(body.decode("latin-1"))
+
+
+def finished(work: Any) -> Any:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+def stored_session(body: bytes) -> None:
+    class Store:
+        async def get(self, key: str) -> bytes:
+            return body
+
+    store = SessionStore("redis://127.0.0.1:1", 1.0)
+    store._redis, store.up = Store(), True
+    finished(store.load(b"t" * 16))
+
+
+def token(body: bytes) -> None:
+    finished(tokens.TokenVerifier(()).verify(body.decode("latin-1")))
+
+
+def joined(head: Any, *body: bytes) -> bytes:
+    return b"".join(frame(head, body))
+
+
+_SMALL = worker_pb2.InferRequest(policy="p", items=[worker_pb2.InferItem(request_id="id")]).SerializeToString()
+_CALL = Call(1, 1.0, len(_SMALL), [[ImageHead("front", "raw", (4, 5, 3), PIXELS.nbytes)]], {"traceparent": "00-1"})
+_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _ANSWER = worker_pb2.InferResponse()
 _RESULT = _ANSWER.results.add(request_id="id")
 _RESULT.actions.CopyFrom(worker_pb2.Tensor(dtype="float32", shape=[1, 2], data=bytes(8)))
@@ -245,7 +340,27 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
     "worker answer": (worker_answer, [_ANSWER.SerializeToString()]),
     "worker info": (worker_info, [worker_pb2.InfoResponse(policy="p", horizon=3).SerializeToString()]),
     "worker request": (worker_request, [to_item("id", OBSERVATION, 1.0).SerializeToString()]),
+    "batch port": (
+        batch_frames,
+        [
+            joined(Open(VERSION, b"t" * 16)) + joined(_CALL, _SMALL, PIXELS.tobytes()) + joined(Cancel(1)),
+            joined(Opened(VERSION))
+            + joined(Answer(1), _ANSWER.SerializeToString())
+            + joined(Failure(2, "ABORTED", "w")),
+        ],
+    ),
+    "head of the batch port": (
+        lambda body: batch_frames(PREFIX.pack(len(body), 0) + body),
+        [joined(_CALL)[PREFIX.size :], joined(Failure(1, "UNKNOWN", "w"))[PREFIX.size :]],
+    ),
+    "admission question": (admission_question, [b'{"robot_id": "arm", "rate_hz": 2.0, "budget_ms": 500.0}']),
+    "trace context": (traces, [_TRACE.encode(), f"0={_TRACE},1={_TRACE}".encode()]),
+    "stored session": (
+        stored_session,
+        [msgspec.msgpack.encode(["p", "arm", "arm", "s", 3, "go", {"front": [b"n" * 16, "png", PNG, 0, 0]}])],
+    ),
     "key set": (key_set, [b'{"keys": [{"kty": "RSA", "n": "AQAB", "e": "AQAB", "kid": "k"}]}']),
+    "token": (token, []),
     "credential": (credential, [b"Bearer tkl_arm_" + b"A" * 43, b"Basic YTpi"]),
 }
 MARKS = [
@@ -315,6 +430,7 @@ def survives(read: Callable[[bytes], Any], data: bytes) -> None:
 @example(data=b"\x80\x05c__builtin__\neval\n.")
 @example(data=b'{"a":' * 50)
 @example(data=b"\xff\xd8\xff\xc0\xff\xff")
+@example(data=b"9" * 5000 + b"=00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 def test_noise(name, data):
     survives(DECODERS[name][0], data)
 

@@ -11,14 +11,16 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
 import pytest
 from taktline_gateway.deadline_queue import Priority
 from taktline_gateway.scheduler import Refusal
 from taktline_gateway.service_times import ServiceTimes
-from taktline_protocol.messages import BucketTime
+from taktline_protocol.messages import Array, BucketTime, Rtc
 
 from tests.gateway.conftest import until
 from tests.gateway.simulated_clock import Simulation, scheduler, ticket
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_inference_blocks_nobody_from_connecting(stack):
 def test_robots_share_a_batch(stack):
     """openpi, IsaacLab-Arena: one observation a request, one request at a time."""
     with ThreadPoolExecutor(9) as pool:
-        first = pool.submit(stack.act, robot="first", instruction="slow 200")
+        first = pool.submit(stack.act, robot="first", instruction="slow 600")
         until(stack.batches, "the first batch")
         rest = [pool.submit(stack.act, robot=f"r{n}") for n in range(8)]
         wait([first, *rest])
@@ -65,6 +67,41 @@ def test_one_client_that_never_reads_its_turn_blocks_nobody(stack):
     with socket.create_connection((host, int(port))) as idle:
         idle.sendall(b"POST /v1/policies/scripted/act HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{")
         assert stack.act(robot="b")[0] == 200
+
+
+def test_a_listener_is_on_the_address_it_was_given_and_on_no_other(bare_stack):
+    """GR00T: the server ignores its host and binds to every interface of the robot's computer."""
+    import socket
+
+    stack = bare_stack
+    stack.write_routes(stack.start_worker())
+    ports = {protocol: free_port() for protocol in ("openpi", "groot", "vla-eval", "lerobot")}
+    flags = [
+        word for name, port in ports.items() for word in (f"--{name}-listen", f"scripted=127.0.0.1:{port}")
+    ]  # each address of 127.0.0.0/8 is this machine's
+    stack.start_gateway(*flags)
+    stack.wait_workers(1)
+    ports["http"] = int(stack.url.rsplit(":", 1)[1])
+    ports["worker"] = int(next(iter(stack.workers)).rsplit(":", 1)[1])
+    for protocol, port in ports.items():
+        with socket.create_connection(("127.0.0.1", port), timeout=30):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=30)
+        assert protocol
+
+
+def test_a_delay_beyond_the_tail_crashes_nothing(bare_stack):
+    """Psi0: the server ends on a delay that breaks its constraint; robots report late data and stall."""
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(rtc="trained", rtc_max_delay=4))
+    stack.start_gateway()
+    stack.wait_workers(1)
+    tail = Rtc(tail=Array.from_numpy(np.zeros((8, 6), dtype=np.float32)))
+    for robot, late_ms in (("a", 0.0), ("b", 3_000.0)):
+        assert stack.act(robot=robot, rtc=tail, network_ms=late_ms)[0] == 200
+    assert max(delay for batch in stack.batches() for delay in batch["delays"]) == 4, "what the checkpoint was made for"
+    assert stack.act(robot="c")[0] == 200
 
 
 # ----- timeouts
@@ -84,7 +121,7 @@ def test_a_queue_timeout_fires_while_a_batch_runs(stack):
 def test_expired_work_never_runs(stack):
     """llm-d: queued work that has expired still runs a forward pass that nobody reads."""
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(stack.act, robot="a", instruction="slow 300")
+        running = pool.submit(stack.act, robot="a", instruction="slow 600")
         until(stack.batches, "the first batch")
         assert stack.act(robot="expired", budget_ms=80.0)[0] == 503
         running.result()
@@ -166,7 +203,7 @@ def test_a_client_that_gave_up_never_gets_the_old_chunk(stack):
 
     url = f"{stack.url}/v1/policies/scripted/act"
     headers = {"content-type": "application/msgpack"}
-    with httpx.Client(timeout=0.1) as client:
+    with httpx.Client(timeout=httpx.Timeout(30.0, read=0.1)) as client:
         with pytest.raises(httpx.ReadTimeout):
             client.post(url, content=encode(observation, MediaType.MSGPACK), headers=headers)
         newer = stack.observation(robot="a")

@@ -197,3 +197,22 @@ def test_the_port_has_the_certificates_of_grpc(config: Any, observations: Any, t
             asyncio.run(BatchChannel.connect("127.0.0.1", worker._batches.port, worker._batches.token))
     finally:
         worker.drain()
+
+
+def test_a_policy_is_loaded_once_and_not_for_each_client(config: Any, observations: Any) -> None:
+    """LeRobot: the server loads the policy again for every client that connects."""
+    loads = []
+
+    def load(engine: Any) -> Any:
+        loads.append(engine.policy)
+        return load_adapter(engine)
+
+    worker = Worker(config, ServeOptions("127.0.0.1:0", linger_s=0.0), load)
+    worker.start()
+    try:
+        for seed in (6, 7, 8):  # a connection each
+            request = worker_pb2.InferRequest(policy="tiny")
+            assert over_batch_port(worker, request, members_of(observations, (seed,))).results
+    finally:
+        worker.drain()
+    assert loads == ["tiny"]

@@ -14,6 +14,7 @@ HEADER = "traceparent"
 MEMBERS_KEY = "taktline-traces"
 """gRPC metadata key: `index=traceparent` of every traced member of a batch, separated by commas."""
 MAX_LENGTH = 256
+MAX_INDEX_DIGITS = 6
 _FORM = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(-.*)?"
 )
@@ -52,6 +53,6 @@ def parse_members(text: str) -> dict[int, TraceContext]:
     for part in text.split(","):
         index, _, traceparent = part.partition("=")
         context = parse_traceparent(traceparent)
-        if context is not None and index.isascii() and index.isdigit():
+        if context is not None and len(index) <= MAX_INDEX_DIGITS and index.isascii() and index.isdigit():
             found[int(index)] = context
     return found
