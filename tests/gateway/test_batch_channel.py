@@ -25,6 +25,7 @@ from taktline_protocol.batch_frames import (
     ImageHead,
     Open,
     frame,
+    local_name,
 )
 from taktline_protocol.deployment import Target
 from taktline_worker import batch_connection, batch_port
@@ -38,6 +39,17 @@ def patient(monkeypatch):
     """A machine that is busy with other tests is no fault of the port."""
     monkeypatch.setattr(batch_channel, "CONNECT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(batch_port, "OPEN_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture(params=["beside", "over TCP"])
+def way(request, monkeypatch):
+    """A worker beside the gateway is reached through a Unix socket; one that has none, or is elsewhere, over TCP."""
+    if request.param == "over TCP":
+        monkeypatch.setattr(batch_port, "_bind_locally", lambda port, token: None)
+    return socket.AF_UNIX if request.param == "beside" else socket.AF_INET
+
+
+both_ways = pytest.mark.usefixtures("way")
 
 
 class Collecting(FrameProtocol):
@@ -124,6 +136,7 @@ def run(body) -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
+@both_ways
 def test_a_batch_arrives_as_it_was_and_its_results_come_back():
     seen = {}
 
@@ -153,6 +166,27 @@ def test_a_batch_arrives_as_it_was_and_its_results_come_back():
     run(body)
 
 
+def test_the_way_to_a_worker_beside_the_gateway_leads_past_tcp(way):
+    async def body():
+        async def infer(request, frames, context):
+            return worker_pb2.InferResponse(revision="served")
+
+        port, channel = await serve(infer)
+        assert channel.transport.get_extra_info("socket").family == way
+        assert (await channel.infer(*batch("a"), 30.0, ())).revision == "served"
+        channel.close()
+        await port.close(0.0)
+
+    run(body)
+
+
+def test_only_who_knows_the_token_finds_the_socket_of_a_worker():
+    names = {local_name(port, token) for port in (1, 2) for token in (b"a", b"b")}
+    assert len(names) == 4
+    assert all(name.startswith("\0") and len(name) < 100 for name in names)
+
+
+@both_ways
 def test_frames_are_handed_to_the_engine_without_a_copy():
     async def infer(request, frames, context):
         one, other = (np.frombuffer(frames[0][camera][2], np.uint8) for camera in ("front", "wrist"))
@@ -168,6 +202,7 @@ def test_frames_are_handed_to_the_engine_without_a_copy():
     run(body)
 
 
+@both_ways
 def test_each_way_to_fail_has_its_code_and_harms_no_other_call():
     cancelled = asyncio.Event()
 
@@ -204,6 +239,7 @@ def test_each_way_to_fail_has_its_code_and_harms_no_other_call():
     run(body)
 
 
+@both_ways
 def test_a_worker_that_is_gone_fails_what_it_held():
     async def body():
         async def infer(request, frames, context):
@@ -310,6 +346,7 @@ def test_connections_without_an_opening_keep_no_gateway_out(monkeypatch):
     run(body)
 
 
+@both_ways
 def test_more_gateways_than_the_port_takes_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(batch_connection, "MAX_CONNECTIONS", 2)
 
@@ -318,11 +355,11 @@ def test_more_gateways_than_the_port_takes_are_refused_with_the_reason(monkeypat
             return worker_pb2.InferResponse(revision="served")
 
         port, first = await serve(infer)
+        (gone,) = port._connections
         second = await BatchChannel.connect("127.0.0.1", port.port, port.token)
         with pytest.raises(OSError, match="2 connections are open"):
             await BatchChannel.connect("127.0.0.1", port.port, port.token)
         assert (await second.infer(*batch("a"), 30.0, ())).revision == "served"
-        gone = next(one for one in port._connections if one.transport.get_extra_info("peername") == own_name(first))
         first.close()
         await gone.gone.wait()
         third = await BatchChannel.connect("127.0.0.1", port.port, port.token)
@@ -349,10 +386,6 @@ def test_closing_ends_connections_that_have_not_opened():
         writer.close()
 
     run(body)
-
-
-def own_name(channel: BatchChannel) -> object:
-    return channel.transport.get_extra_info("sockname")
 
 
 async def ends(reader: asyncio.StreamReader) -> bool:
@@ -397,6 +430,7 @@ def test_a_channel_that_is_being_closed_takes_no_calls():
     run(body)
 
 
+@both_ways
 def test_a_long_answer_is_sent_whole_before_the_port_is_closed():
     """A slow reader gets all of it; a new call is refused meanwhile."""
     size = 32 << 20

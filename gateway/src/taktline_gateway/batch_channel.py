@@ -27,11 +27,14 @@ from taktline_protocol.batch_frames import (
     as_socket,
     frame,
     image_heads,
+    local_name,
 )
 from taktline_protocol.messages import Image
 from taktline_protocol.rpc_encoding import encode_request
 
 CONNECT_TIMEOUT_S = 2.0
+LOCAL_BUFFER_BYTES = 4 << 20
+"""What a Unix socket is to hold, as a TCP connection's buffer grows to: a whole batch goes with one call."""
 SILENT_S = 15
 """A host that is gone without a word is noticed after so long, as through gRPC's keepalive."""
 
@@ -62,7 +65,7 @@ class BatchChannel(FrameProtocol):
     async def connect(
         cls, host: str, port: int, token: bytes, context: ssl.SSLContext | None = None, server_name: str = ""
     ) -> BatchChannel:
-        """A connection on which the worker takes calls.
+        """A connection on which the worker takes calls; past TCP where it runs beside this gateway and speaks no TLS.
 
         Args:
             context: encrypts; the worker's certificate must carry `server_name`, or else the host.
@@ -75,7 +78,13 @@ class BatchChannel(FrameProtocol):
         transport: asyncio.Transport | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                transport, channel = await loop.create_connection(cls, host, port, ssl=context, server_hostname=name)
+                local = _connect_locally(port, token) if context is None else None
+                if local is not None:
+                    transport, channel = await loop.create_unix_connection(cls, sock=local)
+                else:
+                    transport, channel = await loop.create_connection(
+                        cls, host, port, ssl=context, server_hostname=name
+                    )
                 await channel._open(token)
         except TimeoutError as error:
             raise OSError("the batch port does not answer") from error
@@ -183,7 +192,22 @@ class BatchChannel(FrameProtocol):
         self.transport.writelines(frame(head, body))
 
 
+def _connect_locally(port: int, token: bytes) -> socket.socket | None:
+    """A connection to the port's Unix socket; None where there is none in this network namespace."""
+    local = socket.socket(socket.AF_UNIX)
+    try:
+        local.setblocking(False)
+        local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
+        local.connect(local_name(port, token))
+    except OSError:
+        local.close()
+        return None
+    return local
+
+
 def _watch_for_silence(connection: socket.socket) -> None:
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -13,6 +13,7 @@ and the receiver reads the socket into the buffer that the engine decodes from.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import struct
 from abc import ABC, abstractmethod
@@ -32,6 +33,14 @@ VERSION = 2
 MAX_HEAD_BYTES = 1 << 20
 PREFIX = struct.Struct("<IQ")
 _SMALL = 1 << 16
+
+
+def local_name(port: int, token: bytes) -> str:
+    """The abstract Unix socket of Linux on which a port is found, too, within its own network namespace.
+
+    Only who has been told the token finds it, so whatever answers there is the worker of that token.
+    """
+    return f"\0taktline-batch-{port}-{hashlib.sha256(token).hexdigest()[:32]}"
 
 
 class ImageHead(msgspec.Struct, frozen=True, array_like=True):

@@ -109,7 +109,9 @@ class BatchConnection(FrameProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A gateway has connected."""
         super().connection_made(transport)
-        as_socket(transport).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        taken = as_socket(transport)
+        if taken.family != socket.AF_UNIX:
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

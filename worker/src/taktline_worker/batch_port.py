@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from taktline_protocol import worker_pb2
+from taktline_protocol.batch_frames import local_name
 
 from taktline_worker.batch_connection import BatchConnection, CallContext, Frame, Frames, Infer
 
@@ -41,28 +42,33 @@ async def listen(host: str, infer: Infer, port: int = 0, context: ssl.SSLContext
 
 
 class BatchListener:
-    """An open batch port, on the running loop."""
+    """An open batch port, on the running loop; without TLS also a Unix socket, which costs gateways beside it less."""
 
     def __init__(self, bound: socket.socket, infer: Infer, context: ssl.SSLContext | None) -> None:
         self.token = os.urandom(TOKEN_BYTES)
         self.port: int = bound.getsockname()[1]
-        self._bound = bound
+        self._bound = [bound]
+        local = _bind_locally(self.port, self.token) if context is None else None
+        if local is not None:
+            self._bound.append(local)
         self._infer = infer
         self._context = context
         self._connections: set[BatchConnection] = set()
         self._entering: dict[asyncio.Task[None], None] = {}
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(), name="batch port")
+        loop = asyncio.get_running_loop()
+        self._accepting = [loop.create_task(self._accept(one), name="batch port") for one in self._bound]
 
     async def close(self, grace_s: float) -> None:
         """Takes no more connections and calls, lets what runs finish and be sent for so long, and closes."""
         ends_at = time.monotonic() + grace_s
-        ending = [self._accepting, *self._entering]
+        ending = [*self._accepting, *self._entering]
         for task in ending:
             task.cancel()
         for connection in self._connections:
             connection.leave()
         await asyncio.gather(*ending, return_exceptions=True)
-        self._bound.close()
+        for bound in self._bound:
+            bound.close()
         for connection in self._connections:  # one more may have opened meanwhile
             connection.leave()
         running = [task for connection in self._connections for task in connection.running()]
@@ -77,11 +83,11 @@ class BatchListener:
         for connection in list(self._connections):
             connection.abort()
 
-    async def _accept(self) -> None:
+    async def _accept(self, bound: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                taken, _ = await loop.sock_accept(self._bound)
+                taken, _ = await loop.sock_accept(bound)
             except OSError as error:  # such as no descriptor that is left
                 logger.error("the batch port takes no connection", extra={"reason": str(error)})
                 await asyncio.sleep(ACCEPT_AGAIN_S)
@@ -113,6 +119,20 @@ class BatchListener:
                 self._entering.pop(task, None)
             if not connection.opened:
                 connection.abort()
+
+
+def _bind_locally(port: int, token: bytes) -> socket.socket | None:
+    """Listens on the port's Unix socket; None on a system without them."""
+    local = socket.socket(socket.AF_UNIX)
+    try:
+        local.bind(local_name(port, token))
+        local.listen()
+    except OSError as error:
+        local.close()
+        logger.info("the batch port has no Unix socket", extra={"reason": str(error)})
+        return None
+    local.setblocking(False)
+    return local
 
 
 class BatchPort:
