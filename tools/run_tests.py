@@ -23,15 +23,15 @@ FEW_FILES = 2
 FAILED = 1  # pytest's exit status when tests failed; larger ones say that it could not run them
 NEVER_ENDED = 3  # as pytest calls an error of its own
 WAITING = (
-    "cluster",
-    "dashboards",
     "chaos",
     "client",
+    "cluster",
     "conformance",
+    "cosmos3",
+    "dashboards",
     "delivery",
     "demo",
     "e2e",
-    "cosmos3",
     "planner",
 )
 

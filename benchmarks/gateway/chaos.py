@@ -133,6 +133,10 @@ async def scenario(
         await asyncio.to_thread(until, stage.ready, "everything being back")
         back_at = time.monotonic()
         await asyncio.sleep(0.7)
+        for _ in range(200):  # robots that wait before they ask again
+            if book.chunks_after(back_at):
+                break
+            await asyncio.sleep(0.1)
     words = book.words()
     return {
         "bench": "gateway-chaos",

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -27,10 +28,9 @@ from benchmarks.gateway.fleet import CHUNK, SILENT, Plan, fleet
 from benchmarks.gateway.processes import Deployment, free_port, until
 
 PROTOCOLS = ("rest", "stream", "openpi")
-T_SYNC = "1:38,2:39,4:40,8:42"
 WORK_MS = 40.0
 BATCH = 8
-CAPACITY_HZ = BATCH / (WORK_MS / 1e3)
+STALL_LOOK_S = 0.1
 SETTLE_S = 8.0
 """After the last robot has left: sessions that may be resumed live longer than this unless their robot said goodbye."""
 RESUME_S = 2.0
@@ -89,6 +89,11 @@ class Watched:
         return found
 
 
+def t_sync_of(work_ms: float) -> str:
+    """What the worker says of its times: batches of any size take about as long."""
+    return ",".join(f"{size}:{share * work_ms:g}" for size, share in ((1, 0.95), (2, 0.975), (4, 1.0), (8, 1.05)))
+
+
 def growth_of(samples: list[Sample]) -> float:
     """MiB by which memory grew between the second and the last quarter of a run (medians, so a peak does not count)."""
     quarter = max(1, len(samples) // 4)
@@ -96,12 +101,30 @@ def growth_of(samples: list[Sample]) -> float:
     return statistics.median(sample.resident_mib for sample in samples[-quarter:]) - before
 
 
-async def soak(folder: Path, seconds: float, load: float, robots: int, sample_s: float) -> dict[str, object]:
-    """One run. Returns its row."""
+class Stalls:
+    """The longest that this process was kept from running, ms: on a machine that is too busy the run tells nothing."""
+
+    def __init__(self) -> None:
+        self.worst_ms = 0.0
+
+    async def watch(self) -> None:
+        """Looks ten times a second, until it is cancelled."""
+        while True:
+            due = time.monotonic() + STALL_LOOK_S
+            await asyncio.sleep(STALL_LOOK_S)
+            self.worst_ms = max(self.worst_ms, 1e3 * (time.monotonic() - due))
+
+
+async def soak(
+    folder: Path, seconds: float, load: float, robots: int, sample_s: float, work_ms: float = WORK_MS
+) -> dict[str, object]:
+    """One run, before a worker whose batches of up to `BATCH` take `work_ms`. Returns its row."""
+    capacity_hz = 1e3 * BATCH / work_ms
+    stalls = Stalls()
     deployment = Deployment(folder)
     openpi_port = free_port()
     try:
-        address = deployment.start_worker("--t-sync", T_SYNC, "--work-ms", str(WORK_MS))
+        address = deployment.start_worker("--t-sync", t_sync_of(work_ms), "--work-ms", str(work_ms))
         deployment.write_routes([address], max_batch=BATCH)
         deployment.start_gateway("--openpi-listen", f"127.0.0.1:{openpi_port}", "--stream-resume-s", str(RESUME_S))
         await asyncio.to_thread(until, lambda: deployment.ready(1), "the worker being up")
@@ -109,7 +132,7 @@ async def soak(folder: Path, seconds: float, load: float, robots: int, sample_s:
             policy="noop",
             addresses=[("127.0.0.1", deployment.port)],
             openpi_addresses=[("127.0.0.1", openpi_port)],
-            period_s=robots / (load * CAPACITY_HZ),
+            period_s=robots / (load * capacity_hz),
             budget_ms=1000.0,
         )
         watched = Watched(deployment)
@@ -134,9 +157,16 @@ async def soak(folder: Path, seconds: float, load: float, robots: int, sample_s:
                 await asyncio.sleep(sample_s)
                 samples.append(await watched.sample())
 
+        stalling = asyncio.create_task(stalls.watch())
         await asyncio.gather(*(shift(number) for number in range(4)), watch())
+        stalling.cancel()
         await asyncio.sleep(SETTLE_S)
         after = await watched.sample()
+        for _ in range(20):  # what is merely late goes by itself; a leak stays
+            if not _more(dataclasses.asdict(before), dataclasses.asdict(after)):
+                break
+            await asyncio.sleep(0.5)
+            after = await watched.sample()
         words = sum((book.words() for book in books), start=books[0].words().__class__())
         sent = sum(book.sent for book in books)
         over = [outcome.over_ms for book in books for outcome in book.outcomes]
@@ -149,6 +179,10 @@ async def soak(folder: Path, seconds: float, load: float, robots: int, sample_s:
             "requests": sent,
             "accounted": len(over),
             "requests_per_s": round(sent / seconds, 1),
+            "work_ms": work_ms,
+            "reached_load": round(sent / seconds / capacity_hz, 3),
+            "worst_stall_ms": round(stalls.worst_ms, 1),
+            "worst_ms": round(max((outcome.took_ms for book in books for outcome in book.outcomes), default=0.0), 1),
             CHUNK: words.pop(CHUNK, 0),
             SILENT: words.pop(SILENT, 0),
             "other": dict(words),
@@ -166,15 +200,21 @@ async def soak(folder: Path, seconds: float, load: float, robots: int, sample_s:
         deployment.stop()
 
 
+def _more(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What the gateway holds more of after the load."""
+    fields = ("descriptors", "tasks", "connections", "queued")
+    return [
+        f"{field}: {before[field]} before the load, {after[field]} after it"
+        for field in fields
+        if after[field] > before[field]
+    ]
+
+
 def faults(row: dict[str, object], growth_mib: float) -> list[str]:
     """What of a run must not be: leaks, silence, memory that grows."""
     before, after = row["before"], row["after"]
     assert isinstance(before, dict) and isinstance(after, dict)  # noqa: PT018
-    found = [
-        f"{field}: {before[field]} before the load, {after[field]} after it"
-        for field in ("descriptors", "tasks", "connections", "queued")
-        if after[field] > before[field]
-    ]
+    found = _more(before, after)
     if row["requests"] != row["accounted"] or row[SILENT]:
         found.append(f"{row['requests']} requests, {row['accounted']} outcomes, {row[SILENT]} silent")
     if float(str(row["memory_growth_mib"])) > growth_mib:
@@ -188,13 +228,23 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--load", type=float, default=0.8, help="share of what the worker can do")
     parser.add_argument("--robots", type=int, default=24)
+    parser.add_argument(
+        "--work-ms", type=float, default=WORK_MS, help="time of a batch: a longer one asks less of this machine's cores"
+    )
     parser.add_argument("--sample-s", type=float, default=5.0)
     parser.add_argument("--growth-mib", type=float, default=8.0, help="growth of memory that is still flat")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         row = uvloop.run(
-            soak(Path(folder), 60 * arguments.minutes, arguments.load, arguments.robots, arguments.sample_s)
+            soak(
+                Path(folder),
+                60 * arguments.minutes,
+                arguments.load,
+                arguments.robots,
+                arguments.sample_s,
+                arguments.work_ms,
+            )
         )
     row["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     row["command"] = " ".join(["python -m benchmarks.gateway.soak", *sys.argv[1:]])

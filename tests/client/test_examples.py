@@ -30,7 +30,7 @@ def mirror(tmp_path_factory):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(mirror, example):
-    command = [sys.executable, str(example), "--url", mirror.url, "--policy", "mirror", "--seconds", "1.5"]
+    command = [sys.executable, str(example), "--url", mirror.url, "--policy", "mirror", "--seconds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

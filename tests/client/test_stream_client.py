@@ -35,7 +35,7 @@ STATE = np.zeros(6)
 BUDGET_MS = 20_000.0
 
 
-def until(condition, what, timeout_s=20.0):
+def until(condition, what, timeout_s=120.0):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if condition():
@@ -94,10 +94,11 @@ def test_the_clock_is_known_within_its_bound(robot):
     assert robot.metrics.clock is not None, "and the gateway was told"
 
 
-def test_a_cut_connection_costs_no_answer(robot, proxy):
+def test_a_cut_connection_costs_no_answer(robot, proxy, stack):
     robot.act(IMAGES, STATE, "go", BUDGET_MS)
-    answer = robot.ask(IMAGES, STATE, "slow 300", BUDGET_MS)
-    time.sleep(0.1)
+    batches = len(stack.batches())
+    answer = robot.ask(IMAGES, STATE, "slow 600", BUDGET_MS)
+    until(lambda: len(stack.batches()) > batches, "the second being on the worker")
     proxy.cut()
     chunk = answer.result(10)
     assert np.all(chunk.actions == 2.0)
@@ -128,8 +129,8 @@ def test_a_killed_gateway_is_replaced_by_the_next_one(bare):
     proxy = CutProxy(bare.url)
     with taktline.Robot(proxy.url, "scripted", "arm") as robot:
         robot.act(IMAGES, STATE, "go", BUDGET_MS)
-        answer = robot.ask(IMAGES, STATE, "slow 500", BUDGET_MS)
-        time.sleep(0.1)
+        answer = robot.ask(IMAGES, STATE, "slow 600", BUDGET_MS)
+        until(lambda: len(bare.batches()) == 2, "the second being on the worker")
         bare.gateway.send_signal(signal.SIGKILL)
         bare.gateway.wait()
         bare.start_gateway()
@@ -189,7 +190,7 @@ def test_frames_that_the_gateway_had_to_let_go_are_sent_again_unasked(bare):
 
 def test_several_at_once_and_the_newest_wins(robot, stack):
     batches = len(stack.batches())
-    first = robot.ask(IMAGES, STATE, "slow 400", BUDGET_MS)
+    first = robot.ask(IMAGES, STATE, "slow 600", BUDGET_MS)
     until(lambda: len(stack.batches()) > batches, "the first being on the worker")
     second = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
     third = robot.ask(IMAGES, STATE, "go", BUDGET_MS)
@@ -210,7 +211,7 @@ def test_a_frame_may_be_overwritten_once_it_was_asked_with(robot):
 
 
 def test_cancelling_takes_a_queued_observation_out(bare):
-    bare.write_routes(bare.start_worker())
+    bare.write_routes(bare.start_worker(t_sync="1:1500"))
     bare.start_gateway()
     bare.wait_workers(1)
 
@@ -219,7 +220,7 @@ def test_cancelling_takes_a_queued_observation_out(bare):
             taktline.AsyncRobot(bare.url, "scripted", "blocker") as blocker,
             taktline.AsyncRobot(bare.url, "scripted", "arm") as arm,
         ):
-            blocking = asyncio.create_task(blocker.act(IMAGES, STATE, "slow 800", BUDGET_MS))
+            blocking = asyncio.create_task(blocker.act(IMAGES, STATE, "go", BUDGET_MS))
             await asyncio.to_thread(until, bare.batches, "the blocker being on the worker")
             await arm.connect()
             asking = asyncio.create_task(arm.act(IMAGES, STATE, "go", BUDGET_MS))
@@ -234,7 +235,7 @@ def test_cancelling_takes_a_queued_observation_out(bare):
 
 
 def test_a_pause_asked_for_is_kept_without_asking_again(bare):
-    bare.write_routes(bare.start_worker())
+    bare.write_routes(bare.start_worker(t_sync="1:1500"))
     bare.start_gateway("--max-queued", "1")
     bare.wait_workers(1)
     robots = [taktline.Robot(bare.url, "scripted", f"arm-{n}") for n in range(3)]
@@ -242,10 +243,9 @@ def test_a_pause_asked_for_is_kept_without_asking_again(bare):
     for robot in robots:
         robot.connect()
     for robot in robots[:2]:
-        answers.append(robot.ask(IMAGES, STATE, "slow 800", BUDGET_MS))
+        answers.append(robot.ask(IMAGES, STATE, "go", BUDGET_MS))
         until(lambda: bare.batches(), "the first being on the worker")
-    until(lambda: robots[1].metrics.keyframes, "the second having been sent")
-    time.sleep(0.1)
+    until(lambda: bare.metric("taktline_queue_depth") == 1, "the second being queued")
     for _ in range(2):
         with pytest.raises(taktline.TaktlineError) as caught:
             robots[2].act(IMAGES, STATE, "go", BUDGET_MS)
@@ -284,7 +284,7 @@ async def test_the_player_plays_for_asyncio_too(stack):
     async with taktline.AsyncRobot(stack.url, "scripted", "async player") as robot:
         player = taktline.Player(robot.ask, 0.05, replan_rows=2)
         actions = []
-        for _ in range(12):
+        while len(actions) < 12 or (player.metrics()["hand_offs"] < 3 and len(actions) < 400):
             if player.wants_observation():
                 player.observe(IMAGES, STATE, "go")
             actions.append(player.next_action())

@@ -23,7 +23,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "takt
 NO_NETWORK = ("dns error", "error sending request", "failed to fetch", "timed out", "connection refused", "unreachable")
 
 
-def until(condition, what: str, timeout_s: float = 30.0):
+def until(condition, what: str, timeout_s: float = 120.0):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         found = condition()

@@ -76,7 +76,7 @@ class Page:
             f"((node) => node?.checkVisibility() ? node.innerText : '')(document.querySelector({json.dumps(selector)}))"
         )
 
-    def until(self, expression: str, what: str, timeout_s: float = 30.0) -> Any:
+    def until(self, expression: str, what: str, timeout_s: float = 120.0) -> Any:
         """Waits until an expression is true."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -121,13 +121,23 @@ def browser() -> Iterator[Page]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             port = _port(Path(profile) / "DevToolsActivePort", process)
-            tabs = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=20, trust_env=False).json()
-            url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-            with connect(url, max_size=None, proxy=None) as connection:
+            with connect(_tab(port), max_size=None, proxy=None) as connection:
                 yield Page(connection)
         finally:
             process.kill()
             process.wait()
+
+
+def _tab(port: int) -> str:
+    """Address of the first tab, which comes a moment after the port."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        tabs = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=60, trust_env=False).json()
+        for tab in tabs:
+            if tab["type"] == "page":
+                return str(tab["webSocketDebuggerUrl"])
+        time.sleep(0.05)
+    raise AssertionError("Chromium showed no tab within 60 s")
 
 
 def _port(file: Path, process: subprocess.Popen[bytes]) -> int:

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 FRAME = Image("raw", bytes(3 * 8 * 8), (8, 8, 3))
 
 
-def until(condition, what, timeout_s=30.0):
+def until(condition, what, timeout_s=120.0):
     """Waits for a condition that will come; fails naming `what` if it does not."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

@@ -354,7 +354,7 @@ def _post_raw(url, body, length=None):
     return connection
 
 
-def _until(condition, timeout_s=30.0):
+def _until(condition, timeout_s=120.0):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         found = condition()

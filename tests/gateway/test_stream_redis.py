@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import taktline
+from taktline_gateway.stream.store import _decoder
 from taktline_protocol.stream import Ack, Answer, Bye, Goodbye
 
 from tests.client.cut_proxy import CutProxy
@@ -23,10 +24,28 @@ UP = "taktline_session_store_up"
 
 
 @pytest.fixture(scope="module")
-def store():
+def running_store():
     made = RedisServer()
     yield made
     made.stop()
+
+
+@pytest.fixture
+def store(running_store):
+    """A store that holds nothing."""
+    running_store.client.flushdb()
+    return running_store
+
+
+def written(store, robot: str = "arm", seq: int = 1) -> None:
+    """Waits until the robot's session is in the store with both frames and all that it sent up to `seq`."""
+
+    def found() -> bool:
+        bodies = [store.client.get(key) for key in store.client.scan_iter()]
+        records = [_decoder.decode(body) for body in bodies if body]
+        return any(one.robot_id == robot and one.seq >= seq and len(one.held) == 2 for one in records)
+
+    until(found, f"the session of {robot} being written")
 
 
 @pytest.fixture
@@ -49,6 +68,7 @@ class Pair:
         for stack in self.stacks:
             stack.start_gateway(*flags)
             stack.wait_workers(1)
+        until(lambda: all(store_up(stack) == 1 for stack in self.stacks), "the store being up for both")
         return self
 
     def stop(self) -> None:
@@ -73,7 +93,7 @@ def test_a_session_goes_on_at_another_gateway_after_a_drain(pair, store):
     robot = StreamRobot(one.url)
     robot.observe()
     assert isinstance(robot.answer(), Answer)
-    seq = robot.observe("slow 300")
+    seq = robot.observe("slow 700")
     robot.until(Ack)
     one.gateway.send_signal(signal.SIGTERM)
     assert robot.until(Goodbye).code == "draining"
@@ -93,7 +113,7 @@ def test_a_session_survives_its_gateway_being_killed(pair, store):
     robot = StreamRobot(one.url)
     robot.observe()
     robot.answer()
-    time.sleep(0.2)
+    written(store)
     one.gateway.send_signal(signal.SIGKILL)
     again = StreamRobot(two.url, token=robot.welcome.token, seq=robot.seq, answered=1)
     assert again.welcome.resumed
@@ -108,7 +128,7 @@ def test_the_sdk_goes_on_at_another_gateway(pair, store):
     frames = {"front": np.zeros((8, 8, 3), np.uint8), "wrist": np.ones((8, 8, 3), np.uint8)}
     with taktline.Robot(proxy.url, "scripted", "arm") as robot:
         robot.act(frames, np.zeros(6), "go", 20_000.0)
-        time.sleep(0.2)
+        written(store)
         one.gateway.send_signal(signal.SIGKILL)
         proxy.target = two.url
         for _ in range(3):
@@ -124,7 +144,7 @@ def test_a_token_moves_no_session_but_its_own(pair, store):
     robot = StreamRobot(one.url)
     robot.observe()
     robot.answer()
-    time.sleep(0.2)
+    written(store)
     stranger = StreamRobot(two.url, "stranger", token=robot.welcome.token)
     assert not stranger.welcome.resumed
     assert stranger.welcome.held == {}
@@ -160,18 +180,18 @@ def test_no_request_asks_the_store(bare_stack, store):
 
 
 def test_writing_behind_takes_one_round_trip_for_all(bare_stack, store):
-    alone(bare_stack, "--redis-url", store.url, "--redis-every-s", "0.2")
+    alone(bare_stack, "--redis-url", store.url, "--redis-every-s", "1")
     robots = [StreamRobot(bare_stack.url, f"arm-{n}") for n in range(8)]
     writes, began = store.client.info("commandstats").get("cmdstat_set", {}).get("calls", 0), time.monotonic()
     sent = 0
-    while time.monotonic() - began < 1.5:
+    while time.monotonic() - began < 2.5:
         for robot in robots:
             robot.observe()
         for robot in robots:
             robot.answer()
         sent += len(robots)
     made = store.client.info("commandstats")["cmdstat_set"]["calls"] - writes
-    assert made <= 8 * ((time.monotonic() - began) / 0.2 + 1), "each changed session once in each interval"
+    assert made <= 8 * (time.monotonic() - began + 1), "each changed session once in each interval"
     assert made < sent
     for robot in robots:
         robot.close()
@@ -179,7 +199,6 @@ def test_writing_behind_takes_one_round_trip_for_all(bare_stack, store):
 
 def test_without_the_store_requests_go_on_and_a_metric_says_so(pair, own_store):
     one, two = pair.start("--redis-url", own_store.url, "--redis-every-s", "0.05").stacks
-    until(lambda: store_up(one) == 1, "the store being up")
     robot = StreamRobot(one.url)
     robot.observe()
     robot.answer()

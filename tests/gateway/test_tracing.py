@@ -92,7 +92,7 @@ def test_members_of_a_batch_are_linked_and_each_has_its_own_trace(traced, collec
         return act(traced, observation, f"00-{traces[number - 1]}-{PARENT}-01").json()["batch_size"]
 
     with ThreadPoolExecutor(8) as pool:
-        busy = pool.submit(traced.act, robot="first", instruction="slow 300")
+        busy = pool.submit(traced.act, robot="first", instruction="slow 600")
         until(lambda: traced.metric("taktline_in_flight") == 1, "the first batch being on the worker")
         others = [
             pool.submit(act, traced, traced.observation(robot=f"arm-{i + 1}"), f"00-{traces[i]}-{PARENT}-01")

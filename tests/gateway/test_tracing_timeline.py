@@ -115,7 +115,7 @@ def test_memory_is_bounded():
 
 def test_the_endpoint_shows_what_just_happened(shared_stack):
     with ThreadPoolExecutor(3) as pool:
-        busy = pool.submit(shared_stack.act, robot="slow-one", instruction="slow 300")
+        busy = pool.submit(shared_stack.act, robot="slow-one", instruction="slow 600")
         until(lambda: shared_stack.metric("taktline_in_flight") == 1, "the first batch being on the worker")
         list(pool.map(lambda robot: shared_stack.act(robot=robot), ["a", "b"]))
         busy.result()

@@ -24,7 +24,7 @@ Stack = _conftest.Stack
 _numbers = itertools.count()
 
 
-def until(condition, what, timeout_s=30.0):
+def until(condition, what, timeout_s=120.0):
     """Waits for a condition that will come; fails naming `what` if it does not."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -223,7 +223,7 @@ def test_in_a_full_window_the_newest_wins_on_the_candidate_too(bare_stack):
     stack.start_gateway("--stream-window", "2")
     trial_up(stack)
     robot = StreamRobot(stack.url)
-    first = robot.observe("slow 300")
+    first = robot.observe("slow 600")
     robot.until(Ack)
     queued = robot.observe()
     robot.until(Ack)  # now it is in the queue

@@ -146,7 +146,8 @@ async def test_a_leader_that_cannot_renew_stops_before_its_lease_ends() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_short_outage_costs_nothing() -> None:
+async def test_a_short_outage_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "RENEW_LIMIT_S", 60.0)
     api = LeaseDouble()
     found = Election(api, "taktline-system", "operator", "a")
     await found.acquire()

@@ -71,7 +71,10 @@ def test_a_rank_killed_in_a_plan_costs_no_robot_its_answer(kit: Any, alone: Any,
     found = answer(shared, kit, pool, rounds=12)
     killer.join()
     assert np.array_equal(found.actions, expected.actions)
-    assert not Path(f"/proc/{victim}/exe").exists()
+    ends = time.monotonic() + 60.0
+    while Path(f"/proc/{victim}/exe").exists():  # a quick plan is over before the victim is
+        assert time.monotonic() < ends, "the victim lives on"
+        time.sleep(0.01)
     # Alone meanwhile, and a whole mesh of new processes in the end.
     assert np.array_equal(answer(shared, kit, pool, rounds=12).actions, expected.actions)
     wait_for_mesh(shared.ranks, RANKS)

@@ -180,6 +180,7 @@ def test_a_batch_whose_deadline_is_over_is_not_run(stub: Any, request_of: Any, g
     with pytest.raises(grpc.RpcError) as caught:
         stub.Infer(request_of({}), timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    time.sleep(0.5)  # the server counts from when the call came, and hears of its end a moment later
     gate.opened.set()
     first.result()
     stub.Infer(request_of({}), timeout=20)
@@ -192,7 +193,7 @@ def test_a_cancelled_batch_is_not_run(stub: Any, request_of: Any, gate: Any, wor
     second = stub.Infer.future(request_of({}), timeout=30)
     _wait_until(lambda: worker.engine._lane._work_queue.qsize() == 1)
     second.cancel()
-    time.sleep(0.2)  # the cancellation must reach the server before the engine is free
+    time.sleep(1.0)  # the cancellation must reach the server before the engine is free
     gate.opened.set()
     first.result()
     stub.Infer(request_of({}), timeout=20)
