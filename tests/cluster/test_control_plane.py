@@ -65,6 +65,9 @@ def test_cel_rules_of_a_custom_resource_are_enforced(cluster: Cluster, namespace
     cluster.kubectl.apply(CRD)
     try:
         cluster.kubectl("wait", "--for=condition=Established", "crd/ranges.tests.taktline.dev", "--timeout=30s")
+        # Established is not yet published: the API server's list of kinds follows a moment later.
+        listed = ("api-resources", "--api-group=tests.taktline.dev", "--output=name")
+        wait_until(lambda: "ranges" in cluster.kubectl(*listed, check=False), "the new kind is published")
         cluster.kubectl.apply(range_object(1, 2), namespace=namespace)
         with pytest.raises(TaktlineError, match="low must not exceed high"):
             cluster.kubectl.apply(range_object(3, 2), namespace=namespace)

@@ -37,7 +37,8 @@ def plan_at(address: str) -> Any:
     )
     with grpc.insecure_channel(address) as channel:
         request = worker_pb2.InferRequest(policy="group", items=[to_item("0", asked, asked.budget_ms)])
-        (result,) = worker_pb2_grpc.WorkerStub(channel).Infer(request, timeout=LIMIT_S).results
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        (result,) = stub.Infer(request, timeout=LIMIT_S, wait_for_ready=True).results
     assert not result.HasField("error"), result.error
     return from_tensor("actions", result.actions).to_numpy()
 
@@ -110,10 +111,15 @@ def test_two_pods_are_one_worker(
             "both pods start again",
             timeout_s=LIMIT_S,
         )
-        wait_until(
-            lambda: (policies.get("group") or {})["status"].get("readyReplicas") == 1, "served again", timeout_s=LIMIT_S
-        )
-        (address,) = policies.get("group")["status"]["endpoints"]
+
+        def served_again() -> list[str]:
+            """Its address, once the pods are ready and not only the status still says so."""
+            pods = [pod["status"].get("conditions", []) for pod in group_pods(kubectl, namespace)]
+            ready = [one["status"] == "True" for conditions in pods for one in conditions if one["type"] == "Ready"]
+            now = policies.get("group")["status"]
+            return now.get("endpoints", []) if ready == [True, True] and now.get("readyReplicas") == 1 else []
+
+        (address,) = wait_until(served_again, "served again", timeout_s=LIMIT_S)
         np.testing.assert_array_equal(plan_at(address), first)
 
         # A pod that is taken away takes the group down, and comes back with it.

@@ -91,8 +91,12 @@ def test_a_candidate_that_crashes_is_taken_back_and_said(policies: Any, node: An
     assert "checkpoint_invalid: no statistics file" in found["message"]
     assert policies.wait(name, "Available", "True")
     assert policies.routes()[name] == serving
-    events = policies.kubectl.list("events", policies.namespace)
-    assert any(event["reason"] == "CandidateFails" and event["type"] == "Warning" for event in events)
+
+    def told() -> bool:
+        events = policies.kubectl.list("events", policies.namespace)
+        return any(event["reason"] == "CandidateFails" and event["type"] == "Warning" for event in events)
+
+    wait_until(told, "an event tells of the candidate")
 
 
 def test_an_operator_does_not_start_on_a_crd_that_would_lose_what_it_writes(

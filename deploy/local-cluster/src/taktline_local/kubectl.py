@@ -64,7 +64,7 @@ class Kubectl:
         return found
 
 
-def wait_until(look: Callable[[], Value | None], what: str, *, timeout_s: float = 60.0) -> Value:
+def wait_until(look: Callable[[], Value | None], what: str, *, timeout_s: float = 120.0) -> Value:
     """Call `look` until it returns something true, and return that. Raises TaktlineError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
