@@ -125,13 +125,16 @@ class ApiDouble:
         self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False, name: str = ""
     ) -> list[Json]:
         self._call()
-        wanted = [part.partition("=")[::2] for part in selector.split(",") if part]
+        wanted = [part.partition("=") for part in selector.split(",") if part]
         return [
             copy.deepcopy(found)
             for found in self.of_kind(kind)
             if namespace in (None, found["metadata"]["namespace"])
             and name in ("", found["metadata"]["name"])
-            and all(found["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+            and all(
+                found["metadata"].get("labels", {}).get(key) == value if mark else key in found["metadata"]["labels"]
+                for key, mark, value in wanted
+            )
         ]
 
     async def group_versions(self) -> frozenset[str]:

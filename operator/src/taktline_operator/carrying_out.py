@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from taktline_operator import events, faults, status
-from taktline_operator.kube import ApiError
+from taktline_operator import discovery, events, faults, status
+from taktline_operator.kube import ApiError, is_without_rights
 from taktline_operator.plan import Plan, ref_of
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ async def carry_out(api: Api, live: Json, result: Plan, clock: Callable[[], str]
         try:
             await api.apply(found)
         except ApiError as error:
+            if error.kind in discovery.KINDS and is_without_rights(error):
+                raise  # it is planned anew without this kind
             fault = faults.of_refusal(error, "/".join(ref_of(found)))
             if fault is None:
                 raise

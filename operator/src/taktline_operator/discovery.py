@@ -1,16 +1,25 @@
-"""Which optional kinds the cluster has and the operator may use: looked up again at every resync, never needed."""
+"""Which optional kinds the cluster has and the operator may use: looked up again at every resync, never needed.
+
+A look sees rights of reading in one namespace. What is withdrawn beyond that, or in between, is noticed where it is
+missed: the kind counts as absent there for a while, and everything else of a policy goes on.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from taktline_operator import groups, keda, kueue, monitors, ray_services
-from taktline_operator.kube import ApiError
+from taktline_operator.kube import ApiError, is_without_rights
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+
+
+RETRY_S = 600.0  # after so long it is tried again whether rights have come back
 
 
 class Optional(NamedTuple):
@@ -34,6 +43,28 @@ KINDS: dict[str, Optional] = {
     keda.KIND: Optional((keda.API_VERSION,), "KEDA"),
     kueue.KIND: Optional(kueue.API_VERSIONS, "Kueue", written=False),
 }
+
+
+class Withdrawn:
+    """Optional kinds that the operator turned out to have no rights on, by namespace."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._until: dict[tuple[str, str], float] = {}
+
+    def note(self, error: ApiError, namespace: str) -> bool:
+        """Take note of what an error says; returns whether it is that an optional kind must do without."""
+        if error.kind not in KINDS or not is_without_rights(error):
+            return False
+        place = (error.kind, namespace)
+        self._until[place] = self._monotonic() + RETRY_S
+        logger.warning("an optional kind is left alone", extra={"object": "/".join(place), "cause": error.message})
+        return True
+
+    def left(self, kinds: frozenset[str], namespace: str) -> frozenset[str]:
+        """Those of `kinds` that may be tried in a namespace."""
+        now = self._monotonic()
+        return frozenset(kind for kind in kinds if self._until.get((kind, namespace), now) <= now)
 
 
 class Api(Protocol):

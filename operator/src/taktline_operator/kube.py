@@ -65,6 +65,7 @@ class ApiError(Exception):
         reason: the Status object's reason, for example `NotFound` or `Conflict`.
         retry_after_s: what the server asked to wait; None when it did not say.
         causes: reasons of the Status object's details, for example `NamespaceTerminating`.
+        kind: the kind that was asked for; empty where that is not known.
     """
 
     def __init__(
@@ -74,13 +75,20 @@ class ApiError(Exception):
         message: str,
         retry_after_s: float | None = None,
         causes: frozenset[str] = frozenset(),
+        kind: str = "",
     ) -> None:
         super().__init__(f"{status or 'no answer'} {reason}: {message}")
         self.causes = causes
+        self.kind = kind
         self.status = status
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
+
+
+def is_without_rights(error: ApiError) -> bool:
+    """Whether the API server refused because of who asks: not for a quota, an admission policy or a namespace's end."""
+    return error.status == 403 and " cannot " in error.message and not error.causes
 
 
 def load_configuration(kubeconfig: Path | None) -> client.Configuration:
@@ -297,16 +305,16 @@ class KubeApi:
                 content = await reply.read()
                 status = reply.status
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise ApiError(0, type(error).__name__, str(error)) from error
+            raise ApiError(0, type(error).__name__, str(error), kind=kind_of(path)) from error
         finally:
             self._observe(method, kind_of(path), status, time.monotonic() - began)
         if reply.status >= 400:
-            raise _decode_error(reply.status, content, reply.headers.get("Retry-After"))
+            raise _decode_error(reply.status, content, reply.headers.get("Retry-After"), kind_of(path))
         decoded: Json = json.loads(content)
         return decoded
 
 
-def _decode_error(status: int, content: bytes, retry_after: str | None) -> ApiError:
+def _decode_error(status: int, content: bytes, retry_after: str | None, kind: str) -> ApiError:
     try:
         body = json.loads(content)
         reason, message = str(body.get("reason", "")), str(body.get("message", ""))
@@ -315,4 +323,4 @@ def _decode_error(status: int, content: bytes, retry_after: str | None) -> ApiEr
     except (ValueError, AttributeError):
         reason, message, causes = "", content[:200].decode("utf-8", "replace"), frozenset()
     seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
-    return ApiError(status, reason, message, seconds, causes)
+    return ApiError(status, reason, message, seconds, causes, kind)

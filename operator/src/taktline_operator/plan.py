@@ -209,7 +209,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     if said.refusals:
         message = "; ".join(refusal.message for refusal in said.refusals)
         return _refusal(policy, observed, said.refusals[0].reason, message)
-    unfit = integrations.refusal(policy, observed.kinds)
+    unfit = integrations.refusal(policy, observed.kinds, observed.pods)
     if unfit is not None:
         return _refusal(policy, observed, *unfit)
     unmountable = delivery_status.image_volumes_refusal(policy, observed.version)

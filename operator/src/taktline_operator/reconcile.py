@@ -106,6 +106,7 @@ class Controller:
         clock: Callable[[], str] = utc_now,
         measurements: Measurements | None = None,
         deliveries: Deliveries | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to reconcile.
 
@@ -131,7 +132,9 @@ class Controller:
         self._nodes: dict[str, healing.NodeFault] = {}
         self._node_labels: list[dict[str, str]] | None = None
         self._node_gpus: tuple[meshes.NodeGpus, ...] = ()
-        self._existence = Existence(api)
+        self._existence = Existence(api, monotonic)
+        self._concerned = integrations.Concerned()
+        self._withdrawn = discovery.Withdrawn(monotonic)
         self._demand = DemandTracker()
         self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
 
@@ -156,6 +159,8 @@ class Controller:
             self._table = routing.read_table(await self._api.get("ConfigMap", namespace, naming.ROUTES_NAME))
         kinds = await discovery.usable(self._api, (*self._namespaces, self._settings.gateway_namespace)[0])
         everything = everything or kinds != self.kinds
+        if everything:
+            await self._concerned.look(self._api, self.scopes, kinds)
         self.kinds = kinds
         found = {_key(live): str(live["metadata"].get("creationTimestamp", "")) for live in policies}
         for key in self._created.keys() - found.keys():
@@ -169,6 +174,10 @@ class Controller:
         self.queue.add(ROUTES)
         return policies
 
+    def _kinds_in(self, namespace: str) -> frozenset[str] | None:
+        """Optional kinds that the cluster has and we may use in a namespace; None where nobody looked."""
+        return None if self.kinds is None else self._withdrawn.left(self.kinds, namespace)
+
     async def handle(self, key: Key) -> None:
         """Reconcile one key of the queue. Safe to repeat and to interrupt anywhere.
 
@@ -181,6 +190,9 @@ class Controller:
         try:
             await self._reconcile(*key)
         except ApiError as error:
+            if self._withdrawn.note(error, key[0]):
+                self.queue.add(key, 0.0)  # without that kind; healing and routes must not wait for an alert rule
+                return
             if "NamespaceTerminating" not in error.causes:
                 raise
             # The namespace goes and takes everything with it; the deletion's own event brings the rest.
@@ -198,7 +210,7 @@ class Controller:
         except TaktlineError as error:
             result = refuse(live, "InvalidSpec", f"{error.message} ({error.next_step})", self._clock())
             pods = await self._api.list("Pod", namespace, naming.selector_text(naming.worker_selector(name)))
-            ray = ray_services.KIND in (self.kinds or ())
+            ray = ray_services.KIND in (self._kinds_in(namespace) or ())
             services = await self._api.list(ray_services.KIND, namespace, naming.own_selector(name)) if ray else []
             route = self._kept_route(key, pods, services)
         else:
@@ -243,7 +255,10 @@ class Controller:
         return msgspec.structs.replace(cached[1], deleting=bool(metadata.get("deletionTimestamp")))
 
     async def _observe(self, policy: spec.PolicyDeployment, live: Json) -> Observed:
-        kinds = integrations.child_kinds(policy, live.get("status", {}), self.kinds or frozenset())
+        usable = self._kinds_in(policy.namespace)
+        monitoring = None if usable is None else usable & frozenset(monitors.KINDS)
+        concerned = self._concerned.is_one(policy) or not self.listed or not live.get("status")
+        kinds = integrations.child_kinds(usable or frozenset(), concerned=concerned)
         selector = naming.own_selector(policy.name)
         worker_pods = naming.selector_text(naming.worker_selector(policy.name))
         pods, *lists = await asyncio.gather(
@@ -251,6 +266,8 @@ class Controller:
             *(self._api.list(kind, policy.namespace, selector) for kind in kinds),
         )
         children: dict[Ref, Json] = {ref_of(child): child for found in lists for child in found}
+        if concerned:
+            self._concerned.looked(policy, children.values())
         # A name we want but do not see by label may be taken by a stranger; look before applying over it.
         wanted = revisions.of_spec(policy.spec).hash
         names = [ref_of(found) for found in desired_objects(policy, self._settings)]
@@ -259,7 +276,7 @@ class Controller:
             for pool in policy.spec.pools
             if policy.spec.rollout.strategy == "Progressive"
         ]
-        names += [ref_of(found) for found in monitors.objects(policy, self._monitoring() or frozenset())]
+        names += [ref_of(found) for found in monitors.objects(policy, monitoring or frozenset())]
         missing = [ref for ref in names if ref not in children]
         strangers = await asyncio.gather(*(self._api.get(ref.kind, policy.namespace, ref.name) for ref in missing))
         children |= {ref: stranger for ref, stranger in zip(missing, strangers, strict=True) if stranger is not None}
@@ -276,8 +293,8 @@ class Controller:
             name_owner=None if owner == policy.key else owner,
             absent=await self._existence.absent(policy),
             node_labels=self._node_labels,
-            monitoring=self._monitoring(),
-            kinds=self.kinds,
+            monitoring=monitoring,
+            kinds=usable,
             node_gpus=self._node_gpus,
             deliveries=await self._deliveries.of(pods) if self._deliveries and policy.spec.model.source.fetched else {},
             version=await self._version() if policy.spec.model.source.oci else None,
@@ -290,10 +307,6 @@ class Controller:
             return int(found["major"]), int(str(found["minor"]).rstrip("+"))
         except (KeyError, ValueError):
             return None
-
-    def _monitoring(self) -> frozenset[str] | None:
-        """Kinds of the Prometheus operator that we may use."""
-        return None if self.kinds is None else self.kinds & frozenset(monitors.KINDS)
 
     async def look_at_demand(self) -> None:
         """Ask the gateways, and queue every policy whose number of workers, or their place, is to change.

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 NODES_S = 60.0  # nodes are listed for an admission request at most so often
+FORBIDDEN_S = 600.0  # after so long it is tried again whether rights have come
 
 
 class Api(Protocol):
@@ -32,9 +33,10 @@ class Api(Protocol):
 class Existence:
     """Tells which of the objects that a spec names do not exist."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Api, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._api = api
-        self._forbidden: set[tuple[str, str]] = set()  # kind and namespace; said once, asked no more
+        self._monotonic = monotonic
+        self._forbidden: dict[tuple[str, str], float] = {}  # kind and namespace -> until when nobody is asked
 
     async def absent(self, policy: PolicyDeployment) -> frozenset[advice.Referred]:
         """Objects named by `policy` that do not exist, of the kinds that we may read.
@@ -42,10 +44,10 @@ class Existence:
         Raises:
             ApiError: the API server refused for another reason, or gave no answer.
         """
-        found = set()
+        found, now = set(), self._monotonic()
         for wanted in advice.references(policy):
             place = (wanted.kind, policy.namespace)
-            if place in self._forbidden:
+            if now < self._forbidden.get(place, now):
                 continue
             try:
                 if not await self._api.exists(wanted.kind, policy.namespace, wanted.name):
@@ -53,7 +55,7 @@ class Existence:
             except ApiError as error:
                 if error.status != 403:
                     raise
-                self._forbidden.add(place)
+                self._forbidden[place] = now + FORBIDDEN_S
                 logger.info("not looked up: no rights", extra={"object": "/".join(place), "cause": error.message})
         return frozenset(found)
 
@@ -65,7 +67,7 @@ class Surveyor:
         """`namespaces` are those served; empty means all."""
         self._api = api
         self._namespaces = tuple(namespaces)
-        self._existence = Existence(api)
+        self._existence = Existence(api, monotonic)
         self._monotonic = monotonic
         self._nodes: Sequence[Mapping[str, str]] | None = None
         self._nodes_at = self._gpus_at = -float("inf")
