@@ -278,6 +278,8 @@ HEALTHY = {
     f'{metrics.OPERATOR_RECONCILES}{{result="api_error"}}': "0+0.1x120",
     f'{metrics.POLICY_CONDITION}{{policy="p",namespace="f",condition="Available",reason="WorkersReady"}}': "1x120",
     f'{metrics.POLICY_CONDITION}{{policy="p",namespace="f",condition="Degraded",reason="AsExpected"}}': "0x120",
+    metrics.OPERATOR_CERTIFICATE: "60x120",
+    f'{metrics.POLICY_DELIVERY}{{policy="p",namespace="f"}}': "0x20 1x20 2+2x48 99x20 100x20",  # slow, but it comes
     f'{outside.DCGM_XID}{{gpu="0",Hostname="n"}}': "31x120",  # an old one
     f'{outside.DCGM_GPU_TEMP}{{gpu="0",Hostname="n"}}': "70x120",
     f'{outside.DCGM_ROW_REMAP_FAILURE}{{gpu="0",Hostname="n"}}': "0x120",
@@ -337,6 +339,9 @@ class TestPlatform:
                     )
                 },
             ),
+            (slo.CERTIFICATE_ENDING, {metrics.OPERATOR_CERTIFICATE: "5x120"}),
+            (slo.CERTIFICATE_ENDING, {metrics.OPERATOR_CERTIFICATE: "0.01-0.001x120"}),
+            (slo.DELIVERY_STUCK, {f'{metrics.POLICY_DELIVERY}{{policy="q",namespace="f"}}': "0+1x40 40x80"}),
             (slo.GPU_XID, {f'{outside.DCGM_XID}{{gpu="0",Hostname="n"}}': "0x105 79x20"}),
             (slo.GPU_MEMORY_FAILING, {f'{outside.DCGM_ROW_REMAP_FAILURE}{{gpu="0",Hostname="n"}}': "0x50 1x70"}),
             (slo.GPU_MEMORY_FAILING, {f'{outside.DCGM_UNCORRECTABLE}{{gpu="0",Hostname="n"}}': "2x80 3x40"}),
@@ -348,6 +353,12 @@ class TestPlatform:
         assert told.alerts(110, name)
         others = [other for other in slo.PLATFORM_ALERTS if other != name and told.alerts(110, other)]
         assert others == []
+
+    def test_a_slow_checkpoint_and_one_that_has_only_begun_are_no_alert(self, installation):
+        told = installation(HEALTHY)
+        assert [minute for minute in (30, 50, 95) if told.alerts(minute, slo.DELIVERY_STUCK)] == []
+        begun = {f'{metrics.POLICY_DELIVERY}{{policy="q",namespace="f"}}': "_x80 0x40"}
+        assert installation(HEALTHY | begun).alerts(105, slo.DELIVERY_STUCK) == []
 
     @pytest.mark.parametrize(
         "labels", ['phase="Shifting",reason=""', 'phase="RolledBack",reason="Aborted"', 'phase="Complete",reason=""']

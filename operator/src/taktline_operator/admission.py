@@ -121,6 +121,7 @@ class Webhook:
         *,
         look_s: float = LOOK_S,
         count: Callable[[str], None] = lambda result: None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """`count` is told the result of each review: allowed, refused or malformed."""
         self.problem = "the admission webhook has no certificate yet"
@@ -129,6 +130,7 @@ class Webhook:
         self._certificates = source
         self._look_s = look_s
         self._count = count
+        self._clock = clock
         self._runner: web.AppRunner | None = None
 
     async def serve(self, listen: str) -> None:
@@ -140,10 +142,14 @@ class Webhook:
         said = ""
         while True:
             wrong = await self._look()
+            days = self._days_left()
+            if days is not None and days <= 0.0:  # no API server shakes hands with it any more
+                wrong = f"its certificate ran out {-days:.1f} days ago; {wrong or 'nobody has renewed it'}"
             if self.context.certificate and self._runner is None:
                 self._runner = await self._listen(listen)
                 logger.info("admission webhook answers", extra={"listen": listen})
-            self.problem = "" if self._runner else f"the admission webhook: {wrong}"
+            usable = self._runner is not None and days is not None and days > 0.0
+            self.problem = "" if usable else f"the admission webhook: {wrong}"
             if wrong != said:
                 said = wrong
                 if wrong:
@@ -192,9 +198,13 @@ class Webhook:
 
     def levels(self) -> dict[str, float]:
         """Gauges by name, for Prometheus."""
-        if not self.context.certificate:
-            return {}
-        return {metrics.OPERATOR_CERTIFICATE: certificates.days_left(self.context.certificate, datetime.now(UTC))}
+        days = self._days_left()
+        return {} if days is None else {metrics.OPERATOR_CERTIFICATE: days}
+
+    def _days_left(self) -> float | None:
+        """Days until the certificate in use runs out; None while there is none."""
+        shown = self.context.certificate
+        return certificates.days_left(shown, self._clock()) if shown else None
 
     async def close(self) -> None:
         """Stop answering, after the reviews in hand."""

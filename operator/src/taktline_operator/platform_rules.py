@@ -13,6 +13,7 @@ Json = dict[str, Any]
 
 GATEWAY_CORES = 0.9  # a gateway is one process with one loop: near one core its queue decisions come late
 HOT_C = 85
+CERTIFICATE_DAYS = 7  # renewal begins with a third of its time left, a month before the end of one of three
 SILENT_S = 240  # the operator's own /healthz fails from here on
 
 
@@ -112,6 +113,15 @@ class _Platform:
                 "{{ $value | humanizePercentage }} of the reconciliations fail",
                 "Some PolicyDeployments do not become what they say.",
             ),
+            self._alert(
+                slo.CERTIFICATE_ENDING,
+                f"min({metrics.OPERATOR_CERTIFICATE}) < {CERTIFICATE_DAYS}",
+                "1h",
+                TICKET,
+                slo.DASHBOARD_OPERATOR,
+                "the admission webhook's certificate runs out in {{ $value | humanize }} days and is not renewed",
+                "From then on edits are refused or pass unchecked, as webhook.failurePolicy says; robots are served.",
+            ),
         ]
 
     def policies(self) -> list[Json]:
@@ -146,7 +156,21 @@ class _Platform:
                 f"{where}: the new revision was taken back ({{{{ $labels.reason }}}})",
                 "The old revision serves on; the change that somebody wanted is not there.",
             ),
+            self._delivery(where),
         ]
+
+    def _delivery(self, where: str) -> Json:
+        """A checkpoint on its way that has come no further within half an hour; a slow one moves by a percent."""
+        percent, window = metrics.POLICY_DELIVERY, self.clock("30m")
+        return self._alert(
+            slo.DELIVERY_STUCK,
+            f"{percent} < 100 and {percent} == {percent} offset {window} and changes({percent}[{window}]) == 0",
+            "5m",
+            TICKET,
+            f"{slo.DASHBOARD_POLICY}?var-policy={{{{ $labels.policy }}}}",
+            f"{where}: the checkpoint stands at {{{{ $value }}}} percent on its way to a node",
+            "The workers that wait for it do not start; those that serve go on.",
+        )
 
     def gpus(self) -> list[Json]:
         """Alerts from NVIDIA's DCGM exporter; without one they never fire."""

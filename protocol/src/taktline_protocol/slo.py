@@ -71,9 +71,11 @@ SESSION_STORE_DOWN = "TaktlineSessionStoreDown"
 OPERATOR_DOWN = "TaktlineOperatorDown"
 OPERATOR_DEAF = "TaktlineOperatorDeaf"
 RECONCILE_FAILING = "TaktlineReconcileFailing"
+CERTIFICATE_ENDING = "TaktlineWebhookCertificateEnding"
 POLICY_UNAVAILABLE = "TaktlinePolicyUnavailable"
 POLICY_DEGRADED = "TaktlinePolicyDegraded"
 ROLLED_BACK = "TaktlineRolledBack"
+DELIVERY_STUCK = "TaktlineModelDeliveryStuck"
 GPU_XID = "TaktlineGpuXid"
 GPU_MEMORY_FAILING = "TaktlineGpuMemoryFailing"
 GPU_HOT = "TaktlineGpuHot"
@@ -84,9 +86,11 @@ PLATFORM_ALERTS = (
     OPERATOR_DOWN,
     OPERATOR_DEAF,
     RECONCILE_FAILING,
+    CERTIFICATE_ENDING,
     POLICY_UNAVAILABLE,
     POLICY_DEGRADED,
     ROLLED_BACK,
+    DELIVERY_STUCK,
     GPU_XID,
     GPU_MEMORY_FAILING,
     GPU_HOT,
