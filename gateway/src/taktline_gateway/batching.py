@@ -10,11 +10,6 @@ from taktline_gateway.service_times import ServiceTimes
 
 LOOKAHEAD = 128
 """Tickets that a decision looks at. A queue deeper than this is served for throughput."""
-OVERLOAD_FROM = 0.05
-OVERLOAD_FULL = 0.5
-"""Shares of lost tickets from which a second of the worker is worth something, and at which it is worth the most."""
-OVERLOAD_WORTH = 0.8
-"""What such a second is worth then, in units of the best throughput: most of what could be served in it instead."""
 TAIL_QUANTILE = 2.326
 """How many standard deviations above the median the 99th percentile of a normal distribution lies."""
 GRAIN = 0.05
@@ -28,12 +23,12 @@ def choose_batch(
     limit: int,
     rate_hz: float = 0.0,
     beyond: int = 0,
-    lost: float = 0.0,
+    price_hz: float = 0.0,
     *,
     bold: bool = True,
 ) -> tuple[int, int]:
     """(start, size) of the slice of `deadlines` to launch now on a worker with these times; see `weigh_batch`."""
-    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, lost, bold=bold)[:2]
+    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, price_hz, bold=bold)[:2]
 
 
 def weigh_batch(
@@ -43,14 +38,14 @@ def weigh_batch(
     limit: int,
     rate_hz: float,
     beyond: int,
-    lost: float,
+    price_hz: float,
     *,
     bold: bool = True,
 ) -> tuple[int, int, float]:
     """(start, size, on_time): the slice of `deadlines` to launch now, and how many in sight would be on time then.
 
     `deadlines` are those of the tickets in sight, ascending; `rate_hz` is the arrival rate, `beyond` counts the
-    tickets out of sight, `lost` is the share of recent tickets that were refused.
+    tickets out of sight, `price_hz` is what a second of the worker is worth in tickets (`overload`).
 
     Candidates begin at the head, with every bucket that keeps the most urgent member on time by the tail, and behind as
     many heads as stand in the way of a larger bucket; where `bold`, also those that fit by the median only. Each is
@@ -83,21 +78,19 @@ def weigh_batch(
                 if 0 < start < count:
                     most = min(limit, count - start)
                     candidates.add((start, bisect_right(durations, deadlines[start] - now, 1, most + 1) - 1 or 1))
-    pressure = min(1.0, max(0.0, lost - OVERLOAD_FROM) / (OVERLOAD_FULL - OVERLOAD_FROM))
-    price = pressure * OVERLOAD_WORTH * times.best_rate
     best: tuple[int, int, float] = (0, 1, 0)
     best_worth, best_cost = -math.inf, 0.0
     everybody = round(count / GRAIN)
     # The largest first: where the load is deep it serves everybody soonest, and shows the others to be hopeless.
     for start, size in sorted(candidates, key=_largest_first):
-        if not price:
+        if not price_hz:
             # The heads that it begins behind are lost to it; and where nobody is, its end cannot be sooner than this.
             if (count - start) / GRAIN < best_worth - 0.5:
                 continue
             if best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
                 continue
         on_time, elapsed, waited = _follow(start, size, deadlines, now, times, limit)
-        worth = round((on_time - price * elapsed) / GRAIN)
+        worth = round((on_time - price_hz * elapsed) / GRAIN)
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
         # then for its own batch, which is about as long again where the load is high.
         cost = elapsed if beyond else waited + rate_hz * elapsed * elapsed

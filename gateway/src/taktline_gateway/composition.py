@@ -40,7 +40,7 @@ def compose(
     limit: int,
     *,
     rate_hz: float,
-    lost: float,
+    price_hz: float,
     tightest_s: float,
     worth_waiting: Callable[[list[float], int, int], float | None],
 ) -> Composition:
@@ -71,11 +71,11 @@ def compose(
             return Composition(wait_until=wait_until)
     beyond = len(queue) - len(dues)
     bold = rank >= 2 * Priority.PRODUCTION  # with safety's deadlines no chances are taken
-    start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, lost, bold=bold)
+    start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, price_hz, bold=bold)
     level = 0
     if on_time < len(dues) and len(levels) > 1 and not low:
         for cheaper in range(1, len(levels)):
-            found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, lost, bold=bold)
+            found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, price_hz, bold=bold)
             if found[2] > on_time:
                 (start, size, on_time), level = found, cheaper
             if on_time == len(dues):

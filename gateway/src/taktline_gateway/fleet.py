@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 
 from taktline_gateway.deadline_queue import Ticket
+from taktline_gateway.overload import Busyness
 from taktline_gateway.service_times import ServiceTimes
 
 HANG_FACTOR = 5.0
@@ -50,6 +51,7 @@ class WorkerState:
         silent: the batch is overdue, and its members were offered to the other workers.
         probation: it failed last: it proves itself on a batch of one.
         trial: the batch in flight was refused by the table and is sent to check it.
+        busyness: how much of its recent time it was busy.
     """
 
     name: str
@@ -63,6 +65,7 @@ class WorkerState:
     suspended_until: float = 0.0
     probation: bool = False
     trial: bool = False
+    busyness: Busyness = dataclasses.field(default_factory=Busyness)
 
     @property
     def times(self) -> ServiceTimes:

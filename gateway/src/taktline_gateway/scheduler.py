@@ -18,12 +18,11 @@ from taktline_gateway.composition import LOW_RANK, Composition, compose
 from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket, class_of, rank_of
 from taktline_gateway.fairness import Shares
 from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
+from taktline_gateway.overload import LOSS_WEIGHT, price_hz
 from taktline_gateway.service_times import ServiceTimes
 
 __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
 
-LOSS_WEIGHT = 1 / 64
-"""Weight of the newest ticket in the running share of refused ones."""
 DROPS_A_POLL = 4
 """Tickets refused in one decision; the next one follows at once, and batches do not wait for refusals."""
 
@@ -137,6 +136,7 @@ class Scheduler:
         worker = self.fleet.running(batch)
         if worker is not None:
             times = worker.running or worker.times
+            worker.busyness.note(worker.used_at, seconds)
             worker.release()
             worker.probation = False
             if measured and not any(ticket.extra for ticket in batch.tickets):
@@ -286,7 +286,9 @@ class Scheduler:
             now,
             limit,
             rate_hz=self.arrivals.rate_hz(now) / workers,
-            lost=self._lost,
+            price_hz=price_hz(
+                self._lost, worker.busyness.share(now), self.arrivals.usual_budget_s, worker.times, limit
+            ),
             tightest_s=self.arrivals.tightest_s(now),
             worth_waiting=lambda dues, rank, position: self._worth_waiting(dues, rank, position, worker.times, now),
         )

@@ -1,0 +1,76 @@
+"""What a second of a worker is worth under loss, and how policies are compared over seeds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from taktline_gateway.overload import IDLE_FREE, LOSS_FROM, LOSS_FULL, WORTH, Busyness, price_hz
+
+from benchmarks.gateway.paired import difference
+from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
+
+shares = st.floats(0.0, 1.0)
+
+
+@given(shares, shares, st.floats(0.0, 1.0), st.integers(1, 8))
+def test_a_second_is_worth_at_most_what_the_budgets_allow(lost, busy, budget_s, limit):
+    times = service_times()
+    price = price_hz(lost, busy, budget_s, times, limit)
+    allowed = [size for size in (1, 2, 4, 8) if size == 1 or (size <= limit and 2 * times.median_s(size) <= budget_s)]
+    assert 0.0 <= price <= WORTH * max(size / times.median_s(size) for size in allowed) + 1e-9
+
+
+@given(shares, shares, st.floats(0.0, 1.0))
+def test_without_loss_or_with_idle_time_it_is_worth_nothing(lost, busy, budget_s):
+    times = service_times()
+    assert price_hz(LOSS_FROM, busy, budget_s, times, 8) == 0.0
+    assert price_hz(lost, 1.0 - IDLE_FREE, budget_s, times, 8) == pytest.approx(0.0, abs=1e-9)
+    assert price_hz(lost, busy, budget_s, times, 8) <= price_hz(1.0, 1.0, budget_s, times, 8)
+
+
+def test_it_is_worth_more_where_the_budgets_allow_larger_batches():
+    times = service_times()
+    tight, loose = (price_hz(LOSS_FULL, 1.0, budget_s, times, 8) for budget_s in (0.020, 0.048))
+    assert tight == pytest.approx(WORTH * 1 / 0.010)
+    assert loose == pytest.approx(WORTH * 8 / 0.024)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.001, 1.0)), min_size=1, max_size=30))
+def test_busyness_is_a_share_and_falls_while_nothing_runs(gaps_and_batches):
+    busyness, now = Busyness(), 5.0
+    for gap, seconds in gaps_and_batches:
+        busyness.note(now + gap, seconds)
+        now += gap + seconds
+        assert 0.0 <= busyness.share(now) <= 1.0
+    assert busyness.share(now + 1.0) < busyness.share(now)
+
+
+def test_busyness_tends_to_the_share_of_busy_time():
+    busyness = Busyness()
+    for turn in range(500):
+        busyness.note(0.1 * turn, 0.07)
+    assert busyness.share(0.1 * 499 + 0.07) == pytest.approx(0.7, abs=0.03)
+
+
+def test_a_worker_that_has_never_run_counts_as_busy_and_one_that_waits_does_not():
+    busyness = Busyness()
+    assert busyness.share(1e6) == 1.0
+    busyness.note(10.0, 1.0)
+    assert busyness.share(1e6) == pytest.approx(0.0)
+
+
+def test_the_scheduler_knows_how_busy_its_worker_was():
+    simulation = Simulation(scheduler())
+    simulation.run([ticket(n, 0.1 * n + 0.05, at=0.1 * n) for n in range(100)])
+    share = simulation.scheduler.fleet.get("w0").busyness.share(9.91)
+    assert share == pytest.approx(0.1, abs=0.03), "10 ms of each 100"
+    assert simulation.scheduler.arrivals.usual_budget_s == pytest.approx(0.05)
+
+
+def test_policies_are_ahead_tied_or_behind_by_their_paired_differences():
+    assert difference([0.9, 0.8, 0.7], [0.9, 0.8, 0.7004]).standing == "ahead"
+    assert difference([0.90, 0.80, 0.70], [0.92, 0.79, 0.72]).standing == "tied"
+    assert difference([0.90, 0.80, 0.70], [0.91, 0.81, 0.711]).standing == "behind"
+    with pytest.raises(ValueError, match="zip"):
+        difference([0.9, 0.8], [0.9, 0.8, 0.7])
