@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from taktline_gateway.compat.wire_arrays import EncodedFrame, decode, encode_openpi, encode_vla_eval
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_gateway.compat.wire_arrays import EncodedFrame, decode, encode_openpi, encode_vla_eval, packed_openpi
+from taktline_protocol import Array, ErrorCode, TaktlineError
 from taktline_protocol.limits import Limits
 
 LIMITS = Limits()
@@ -56,6 +56,12 @@ def same(left, right) -> bool:
 def test_openpi_encoding_is_byte_exact_and_decodes_to_the_same(value, golden):
     assert encode_openpi(value).hex() == golden
     assert same(decode(bytes.fromhex(golden), LIMITS), value)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float32", "float64"])
+def test_an_array_is_packed_from_its_bytes_as_its_numpy_form_would_be(dtype):
+    array = Array.from_numpy(np.arange(6, dtype=dtype).reshape(2, 3))
+    assert encode_openpi({"actions": packed_openpi(array)}) == encode_openpi({"actions": array.to_numpy()})
 
 
 def test_vla_eval_layout_has_text_keys_and_plain_scalars():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 
+import msgspec
 from taktline_protocol.messages import Observation
 
 ROBOTS_KEPT = 20_000
@@ -12,8 +12,7 @@ PAUSE_FACTOR = 1.5
 """A robot that was silent for longer than this many chunks has paused: that is no control cycle."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cycle:
+class Cycle(msgspec.Struct, frozen=True, gc=False):
     """One control cycle: from one observation of a robot to its next. Times in ms.
 
     Attributes:

@@ -64,7 +64,7 @@ class Lane:
         self._admissions = Admissions(self._phases)
         self._dispatch = Dispatch(route.policy, self._scheduler, telemetry, self._phases, self._refused)
         self._last_info: PolicyInfo | None = None
-        self._told: tuple[tuple[object, ...], PolicyInfo] | None = None
+        self._told: tuple[list[object], PolicyInfo] | None = None
         """What `info` was last made of, and what it was."""
         self._retiring: set[WorkerLink] = set()
         self._leaving: dict[Target, asyncio.TimerHandle] = {}  # connected, and not in the route
@@ -117,7 +117,7 @@ class Lane:
 
     def info(self) -> PolicyInfo:
         """What a client must know; cameras and sizes come from a worker, the last one seen where none is up."""
-        sources = (self.route, *(link.info for link in self._up.values()))
+        sources: list[object] = [self.route, *[link.info for link in self._up.values()]]
         if self._told is not None and len(sources) == len(self._told[0]) and all(map(is_, sources, self._told[0])):
             return self._told[1]
         wanted = self.route.revision

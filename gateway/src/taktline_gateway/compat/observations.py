@@ -6,10 +6,10 @@ the keys that were seen; nothing is assigned by position or by likeness.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import Array, ErrorCode, Image, PolicyInfo, TaktlineError
@@ -40,8 +40,7 @@ INSTRUCTION_KEYS = ("prompt", "task_description", "instruction", "task")
 MAX_KEYS_SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientInput:
+class ClientInput(msgspec.Struct, frozen=True):
     """What a policy reads, out of a client's observation."""
 
     images: dict[str, Image]

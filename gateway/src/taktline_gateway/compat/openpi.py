@@ -26,7 +26,7 @@ from taktline_gateway.compat.websocket_listener import (
     WebSocketListener,
     unless_closed,
 )
-from taktline_gateway.compat.wire_arrays import encode_openpi, rebuild, unpack
+from taktline_gateway.compat.wire_arrays import encode_openpi, packed_openpi, rebuild, unpack
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.tls import ServerTls
@@ -172,7 +172,7 @@ def result_of(chunk: ActionChunk, infer_ms: float, previous_ms: float | None) ->
     if previous_ms is not None:
         server_timing["prev_total_ms"] = previous_ms
     return {
-        "actions": chunk.actions.to_numpy(),
+        "actions": packed_openpi(chunk.actions),
         "server_timing": server_timing,
         "policy_timing": {"infer_ms": timings.inference_ms},
         "taktline": {"request_id": chunk.request_id, "revision": chunk.revision, "batch_size": chunk.batch_size},

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import Array, ErrorCode, TaktlineError
 from taktline_protocol.limits import Limits, check_body_size, check_structure_msgpack
 
 MAX_RANK = 6
@@ -27,6 +27,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     for order in "<>|="
 }
 """Every dtype string that may arrive. A lookup, since NumPy's own parser also reads objects, records and subarrays."""
+_WIRE_DTYPES = {"uint8": "|u1", "int32": "<i4", "int64": "<i8", "float32": "<f4", "float64": "<f8"}
 _ARRAY_KEYS = frozenset({"data", "dtype", "shape"})
 _SCALAR_KEYS = frozenset({"data", "dtype"})
 _IMAGE_FORMATS = ("raw", "jpeg", "png")
@@ -76,6 +77,11 @@ def rebuild(value: Any, marked: Marked | None = None) -> Any:
 def encode_openpi(value: Any) -> bytes:
     """Encodes with openpi's layout: marker keys are bin. Raises TypeError for a value that has no place on the wire."""
     return _openpi.encode(value)
+
+
+def packed_openpi(array: Array) -> dict[bytes, Any]:
+    """What `encode_openpi` makes of an array, from its bytes as they are."""
+    return {b"__ndarray__": True, b"data": array.data, b"dtype": _WIRE_DTYPES[array.dtype], b"shape": array.shape}
 
 
 def encode_vla_eval(value: Any) -> bytes:
