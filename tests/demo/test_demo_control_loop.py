@@ -59,8 +59,15 @@ def workcell():
 
 
 def run(environment, client, seed=0):
-    report = RobotReport("arm-1")
-    loop = ControlLoop(environment, client, report)
+    """One episode; before a client that takes no time on a simulated clock, which waits for what is asked."""
+    report, now = RobotReport("arm-1"), [100.0]
+
+    def sleep(seconds):
+        loop._requester.submit(int).result()
+        now[0] += seconds
+
+    timed = {} if client.delay_s else {"clock": lambda: now[0], "sleep": sleep}
+    loop = ControlLoop(environment, client, report, **timed)
     try:
         episode = loop.run_episode(seed)
     finally:

@@ -203,7 +203,8 @@ def test_what_their_products_would_refuse_is_refused_here(kubectl: Kubectl, name
     monitor["metadata"]["namespace"] = namespace
     endpoint = monitor["spec"]["podMetricsEndpoints"][0]
     for field, value, says in (
-        ("intervall", "15s", 'unknown field "intervall"'),
+        # kubectl says it where the kind's schema is published already, else the API server does, with the whole path.
+        ("intervall", "15s", 'intervall"'),
         ("interval", "15 seconds", "spec.podMetricsEndpoints[0].interval"),
     ):
         bad = monitor | {"spec": monitor["spec"] | {"podMetricsEndpoints": [endpoint | {field: value}]}}
