@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import IO
 
 FEW = 5
 FEW_FILES = 2
@@ -51,20 +52,19 @@ class Lane:
         """Run to the end, with `more` arguments, printing each line after `prefix`; sets `status`."""
         pytest = str(Path(sys.executable).with_name("pytest"))
         command = [pytest, "-o", f"cache_dir={self._cache}", *more, *self._arguments]
+        # The tests' models are tiny: more threads spend their time waiting for each other, here and in every process.
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
         if not prefix:
-            self.status = subprocess.run(command, cwd=self._root, check=False).returncode
+            self.status = subprocess.run(command, cwd=self._root, env=environment, check=False).returncode
             return
-        # Two processes with a thread for each core would spend their time waiting for each other.
-        threads = str(max(1, (os.cpu_count() or 1) // 2))
-        environment = {"OMP_NUM_THREADS": threads} | os.environ
         process = subprocess.Popen(
             command, cwd=self._root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.buffer.write(prefix.encode() + line)
-            sys.stdout.buffer.flush()
+        reader = threading.Thread(target=relay, args=(process.stdout, prefix.encode()), daemon=True)
+        reader.start()
         self.status = process.wait()
+        reader.join(10)  # and no longer: a process that a test left behind may hold the pipe
 
     def failed(self) -> list[str]:
         """Names of the tests that failed at last."""
@@ -75,6 +75,13 @@ class Lane:
         """Run what failed once more; whether it passed."""
         self.run("--last-failed", "--last-failed-no-failures", "none")
         return self.status == 0
+
+
+def relay(source: IO[bytes], prefix: bytes) -> None:
+    """Print the lines of `source` as they come, each after `prefix`."""
+    for line in source:
+        sys.stdout.buffer.write(prefix + line)
+        sys.stdout.buffer.flush()
 
 
 def split(tests: Path) -> dict[str, list[str]]:
