@@ -61,7 +61,10 @@ class BucketGraphs(ABC, Generic[RowT, BatchT]):
         self.device: torch.device = eager.device
         self.captured: dict[Bucket, Captured] = {}
         self._eager, self._template = eager, template
-        self.buckets = tuple(Bucket(rows, image_tokens + room) for rows in sorted(set(buckets)) for room in TEXT_ROOM)
+        # Symbols around many images can fill the smallest room; what is left holds the policy's usual row.
+        slots = [image_tokens + room for room in TEXT_ROOM if image_tokens + room >= self.length(template)]
+        slots = slots or [-(-self.length(template) // TEXT_ROOM[0]) * TEXT_ROOM[0]]
+        self.buckets = tuple(Bucket(rows, each) for rows in sorted(set(buckets)) for each in slots)
         self._batches = {bucket: self._laid_out([template], bucket) for bucket in self.buckets}
         self._actions = torch.zeros(self.buckets[-1].rows, *actions, device=self.device)
         self._named: set[tuple[str, Hashable]] = set()

@@ -231,5 +231,6 @@ def gated_delta_rule(
         LEVELS=CHUNK.bit_length() - 1,
         PRECISION="ieee" if exact else "tf32",
         num_warps=config.get("num_warps", 4),
+        num_stages=config.get("num_stages", 3),
     )
     return out

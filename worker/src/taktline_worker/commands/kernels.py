@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,6 +157,12 @@ def check(
 
     from taktline_protocol import ErrorCode, TaktlineError
 
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            "there is no compiler for kernels here: Triton is missing, or TRITON_INTERPRET has it interpret them",
+            "run this on Linux, without TRITON_INTERPRET",
+        )
     from taktline_worker.profiling import rehearsal
 
     wanted = policies or list(rehearsal.POLICIES)

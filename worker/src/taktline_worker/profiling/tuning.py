@@ -31,7 +31,10 @@ _GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "splits": (1, 2, 4, 7, 13),
         "num_warps": (4, 8),
         "num_stages": (2, 3),
-    }
+    },
+    "conv_silu_split": {"block": (256, 512), "rows": (2, 4, 8), "num_warps": (4, 8)},
+    "gated_delta_rule": {"value_block": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+    "rms_norm_silu_gate": {"num_warps": (1, 2, 4)},
 }
 
 

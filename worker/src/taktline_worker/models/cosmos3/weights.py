@@ -273,4 +273,4 @@ class _Packer:
             (self._kept[f"time_embedder.{name}.weight"], self._kept[f"time_embedder.{name}.bias"])
             for name in ("linear_1", "linear_2")
         )
-        return functional.linear(functional.silu(functional.linear(waves, *first)), *second)
+        return functional.linear(functional.silu(functional.linear(waves.to(first[0].device), *first)), *second)

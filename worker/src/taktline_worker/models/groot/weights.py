@@ -317,7 +317,7 @@ class _Packer(Packer):
         for name in ("linear_1", "linear_2"):
             weight, bias = (self.tensors[f"{prefix}{name}.{part}"].float() for part in ("weight", "bias"))
             parts.append(lambda x, weight=weight, bias=bias: functional.linear(x, weight, bias))  # type: ignore[misc]
-        return parts[1](functional.silu(parts[0](waves)))
+        return parts[1](functional.silu(parts[0](waves.to(weight.device))))
 
     def times(self) -> Tensor:
         """The integer time of each solver step (steps,)."""
@@ -345,7 +345,7 @@ class _Packer(Packer):
             state2=linear("state_encoder.layer2"),
             action1=linear("action_encoder.W1"),
             action2=Linear(self.place(second[: h.width].t()), None),
-            action_time=self.place(waves @ second[h.width :] + bias, torch.float32),
+            action_time=self.place(waves.to(second.device) @ second[h.width :] + bias, torch.float32),
             action3=Linear(third.weight, None),
             offset=self.place(last, torch.float32),
             decode1=linear("action_decoder.layer1"),

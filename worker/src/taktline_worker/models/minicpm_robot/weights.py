@@ -321,7 +321,8 @@ class _Packer(Packer):
         x = torch.cat((waves.cos(), waves.sin()), dim=1).float()
         for index, name in enumerate(("linear_1", "linear_2")):
             prefix = f"{HEAD}model.timestep_encoder.timestep_embedder.{name}"
-            x = functional.linear(functional.silu(x) if index else x, *self._pair(prefix))
+            weight, bias = self._pair(prefix)
+            x = functional.linear(functional.silu(x) if index else x.to(weight.device), weight, bias)
         return x
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
@@ -350,7 +351,7 @@ class _Packer(Packer):
             action=Linear(self.place(first[:, : h.action_width], wide), self.place(first_bias, wide)),
             state=Linear(self.place(first[:, h.action_width :], wide), None),
             second=Linear(self.place(second[:, : h.width], wide), None),
-            time=self.place(time @ second[:, h.width :].t() + second_bias, wide),
+            time=self.place(time.to(second.device) @ second[:, h.width :].t() + second_bias, wide),
             third=Linear(self.place(third, wide), None),
             offset=self.place(positions + third_bias, wide),
             decode1=linear("action_decoder.layer1"),

@@ -1,0 +1,111 @@
+"""Kernels compiled and engines' set-up rehearsed for GPUs that are not here, in processes that interpret no kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings")
+
+_REHEARSED = """
+import json, sys
+from dataclasses import asdict
+from taktline_worker.profiling import rehearsal
+
+found = []
+for policy in rehearsal.POLICIES:
+    for precision in rehearsal.precisions(policy, "sm_90"):
+        one = rehearsal.rehearse(policy, "sm_90", precision=precision, table="h200", compiled=False)
+        found.append(asdict(one) | {"without_rule": one.without_rule})
+json.dump(found, sys.stdout)
+"""
+
+_COMPILED = """
+import json, sys
+from dataclasses import asdict
+import torch
+from taktline_kernels import ahead
+from taktline_kernels.selector import KernelSelector, Rule
+from taktline_kernels.triton_impl import activations, attention, delta, fp8, heads
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+mode, arch = FakeTensorMode(), sys.argv[1]
+with ahead.recording(arch) as ledger, mode:
+    def made(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="cuda")
+
+    fp32 = torch.float32
+    q, gates = made(1, 160, 16, 128), made(1, 160, 16, dtype=fp32)
+    config = {"value_block": 32, "num_warps": 4}
+    for _ in range(2):
+        delta.gated_delta_rule(q, q, q, gates, gates, config=config)
+    delta.conv_silu_split(made(1, 160, 8192)[..., :6144], made(6144, 4), (2048, 2048, 2048), config={})
+    delta.rms_norm_silu_gate(q, made(128, dtype=fp32), q, 1e-6, config={"num_warps": 1})
+    activations.swiglu(made(2, 2 * 6144), {})
+    cos = made(160, 64, dtype=fp32)
+    heads.norm_rotate(made(160, 32 * 128), made(128), made(128), cos, cos, 16, 8, 1e-6, {})
+    fp8.quantise_rows(made(2, 2 * 9216), fp8.SWIGLU)
+    cache, lengths = made(1, 1018, 256), made(1, dtype=torch.int32)
+    attention.attention_cached(made(1, 50, 8, 256), cache, cache, lengths, 50, config={"block_m": 128, "num_warps": 8})
+json.dump([asdict(one) for one in ledger.kernels.values()], sys.stdout)
+"""
+
+
+def run(program: str, *arguments: str) -> list[dict[str, object]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, object]] = json.loads(done.stdout)
+    return found
+
+
+def test_every_engine_can_be_captured_on_a_gpu() -> None:
+    """Nothing that a stream capture refuses, every operation under a rule, and the kernels that are written for it."""
+    found = run(_REHEARSED)
+    assert {one["policy"] for one in found} >= {"pi05", "gr00t-n1.7", "minicpm-robot", "cosmos3-nano", "vjepa2-ac"}
+    for one in found:
+        assert one["graphs"], one["policy"]
+        assert not one["findings"], (one["policy"], one["precision"], one["findings"])
+        assert not [kernel for kernel in one["kernels"] if kernel["error"]]  # type: ignore[attr-defined]
+    launched = {
+        (one["policy"], one["precision"]): {kernel["name"] for kernel in one["kernels"]}  # type: ignore[attr-defined]
+        for one in found
+    }
+    assert {"_rule_kernel", "_conv_kernel", "_gate_kernel"} <= launched["minicpm-robot", "bf16"]
+    assert {"_norm_rotate_kernel", "_gated_kernel"} <= launched["gr00t-n1.7", "bf16"]
+    assert {"expert.cu:product", "geglu.cu:geglu_product"} <= launched["pi05", "bf16"]
+    assert "_rows_kernel" in launched["cosmos3-nano", "fp8"]
+    assert "_norm_kernel" in launched["vjepa2-ac", "fp8"]
+    # Left to PyTorch until somebody has measured the alternatives.
+    assert {op for one in found for op in one["without_rule"]} <= {"attention_suffix", "linear"}  # type: ignore[attr-defined]
+
+
+def test_kernels_compile_for_hopper() -> None:
+    found = run(_COMPILED, "sm_90")
+    by_name = {str(one["name"]): one for one in found}
+    assert by_name["_rule_kernel"]["launches"] == 2
+    for one in found:
+        assert not one["error"], one
+        assert 0 < one["registers"] <= 255  # type: ignore[operator]
+        assert one["stack_bytes"] == 0, one
+    assert by_name["_cached_kernel"]["shared_bytes"] > 100 << 10  # type: ignore[operator]
+
+
+def test_what_an_architecture_cannot_run_is_said() -> None:
+    """sm_86 has no e4m3 conversion, and blocks of 99 KB."""
+    errors = {str(one["name"]): str(one["error"]) for one in run(_COMPILED, "sm_86")}
+    assert "shared memory" in errors.pop("_cached_kernel")
+    assert "fp8e4nv" in errors.pop("_rows_kernel")
+    assert not any(errors.values()), errors
