@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from taktline_operator import cli, stuck, workload
-from taktline_operator.plan import Settings, ref_of
+from taktline_operator.plan import Ref, Settings, ref_of
 
 Json = dict[str, Any]
 
@@ -46,6 +46,56 @@ def test_a_slice_is_one_gpu_whatever_the_mesh_asks_for(make: Any) -> None:
     result = make.plan(policy, make.Observed(live=make.body(), now=make.now), make.settings)
     (accepted,) = [found for found in result.status["conditions"] if found["type"] == "Accepted"]
     assert (accepted["status"], accepted["reason"]) == ("False", "TooFewGpus")
+
+
+def claiming(make: Any, **more: Any) -> Any:
+    pool = {"name": "line", "accelerator": "h100", "claimTemplate": "one-gpu"}
+    return make.policy(pools=[pool | more.pop("pool", {})], **more)
+
+
+def test_a_gpu_by_resource_claim_asks_for_no_extended_resource(make: Any) -> None:
+    policy = claiming(make)
+    pod = make.applied(policy)[Ref("Deployment", "reach-line")]["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": "accelerator", "resourceClaimTemplateName": "one-gpu"}]
+    found = worker(pod)["resources"]
+    assert found["claims"] == [{"name": "accelerator"}]
+    assert not any(name.startswith("nvidia.com/") for side in ("requests", "limits") for name in found.get(side, {}))
+    assert found["requests"] == {"cpu": "4", "memory": "24Gi"}
+    # Others are as they were, to the byte.
+    plain = make.policy(pools=[{"name": "line", "accelerator": "h100"}])
+    other = make.applied(plain)[Ref("Deployment", "reach-line")]["spec"]["template"]["spec"]
+    assert "resourceClaims" not in other
+    assert "claims" not in worker(other)["resources"]
+
+
+def test_each_pod_of_a_group_has_a_claim_of_its_own_and_a_ray_head_has_none(make: Any) -> None:
+    planner = {"family": "vjepa2-ac", "source": {"path": "/srv/x"}, "revision": "a"}
+    spread = claiming(make, model=planner, engine={"parallel": {"search": 16}}, pool={"gpusPerNode": 8})
+    desired = make.plan(spread, make.Observed(live=make.body(), now=make.now), make.settings).desired
+    (group,) = [found for found in desired if found["kind"] == "StatefulSet"]
+    pod = group["spec"]["template"]["spec"]
+    assert pod["resourceClaims"][0]["resourceClaimTemplateName"] == "one-gpu"
+    assert worker(pod)["resources"]["claims"] == [{"name": "accelerator"}]
+    ray = claiming(make, model=planner, engine={"runtime": "ray", "parallel": {"search": 2}})
+    desired = make.plan(ray, make.Observed(live=make.body(), now=make.now), make.settings).desired
+    (service,) = [found for found in desired if found["kind"] == "RayService"]
+    config = service["spec"]["rayClusterConfig"]
+    head, rank = config["headGroupSpec"]["template"]["spec"], config["workerGroupSpecs"][0]["template"]["spec"]
+    assert "resourceClaims" not in head
+    assert "claims" not in worker(head)["resources"]
+    assert worker(rank)["resources"]["claims"] == [{"name": "accelerator"}]
+
+
+@pytest.mark.parametrize(("version", "served"), [((1, 33), False), ((1, 34), True), (None, True)])
+def test_a_cluster_that_would_drop_the_claim_is_told_so(make: Any, version: Any, served: bool) -> None:
+    """A pod without its claim would run, on a node with GPUs, and have none."""
+    observed = make.Observed(live=make.body(), now=make.now, version=version)
+    result = make.plan(claiming(make), observed, make.settings)
+    assert bool(result.writes) is served
+    if not served:
+        accepted = result.status["conditions"][0]
+        assert (accepted["status"], accepted["reason"]) == ("False", "ClaimsUnsupported")
+        assert "since 1.34, and this cluster is 1.33" in accepted["message"]
 
 
 def test_a_jetson_is_arm64_with_nvidias_runtime_also_where_nodes_are_named(make: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from taktline_operator import groups, keda, naming
-from taktline_operator.kube import ApiError, is_without_rights
+from taktline_operator.api_errors import ApiError, is_without_rights
 from taktline_operator.reconcile import Controller
 from taktline_operator.surveying import FORBIDDEN_S, Existence
 from taktline_protocol.errors import TaktlineError

@@ -12,6 +12,7 @@ from taktline_operator.naming import LABEL_ACCELERATOR, LABEL_QUARANTINE
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
 LOST_NODE_S = 30
+CLAIM = "accelerator"  # a pod's resource claim, where its pool names a ResourceClaimTemplate
 SPOT_TAINTS = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority", "karpenter.sh/capacity-type")
 ARCH_LABEL = "kubernetes.io/arch"
 
@@ -123,7 +124,12 @@ def tolerations(accelerator: str, *, spot: bool = False) -> list[dict[str, Any]]
 
 
 def resources(
-    accelerator: str, requests: dict[str, int | str], limits: dict[str, int | str], gpus: int = 1
+    accelerator: str,
+    requests: dict[str, int | str],
+    limits: dict[str, int | str],
+    gpus: int = 1,
+    *,
+    claimed: bool = False,
 ) -> dict[str, Any]:
     """Container resources of one worker: the class's defaults under what the pool asks for.
 
@@ -131,17 +137,21 @@ def resources(
 
     An extended resource must be requested and limited alike, so a GPU count set on one side holds for both. A default
     request never exceeds a limit that the pool sets.
+
+    Args:
+        claimed: the pod's resource claim brings the GPUs (dynamic resource allocation).
     """
     found = CLASSES[accelerator]
     wanted: dict[str, str] = {name: str(amount) for name, amount in requests.items()}
     capped: dict[str, str] = {name: str(amount) for name, amount in limits.items()}
     asked = wanted | capped
-    if found.device == "cuda" and not any(name.startswith("nvidia.com/") for name in asked):
+    if found.device == "cuda" and not claimed and not any(name.startswith("nvidia.com/") for name in asked):
         asked[GPU_RESOURCE] = str(gpus)
     extended = {name: amount for name, amount in asked.items() if "/" in name}
     defaults = {name: capped.get(name, _times(amount, gpus)) for name, amount in found.requests.items()}
     result = {"requests": defaults | wanted | extended, "limits": capped | extended}
-    return {side: amounts for side, amounts in result.items() if amounts}
+    claims = {"claims": [{"name": CLAIM}]} if claimed else {}
+    return {side: amounts for side, amounts in result.items() if amounts} | claims
 
 
 def _times(amount: str, count: int) -> str:

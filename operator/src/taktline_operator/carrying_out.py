@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from taktline_operator import discovery, events, faults, status
-from taktline_operator.kube import ApiError, is_without_rights
+from taktline_operator.api_errors import ApiError, is_without_rights
 from taktline_operator.plan import Plan, ref_of
 
 logger = logging.getLogger(__name__)

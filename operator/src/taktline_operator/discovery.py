@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from taktline_operator import groups, keda, kueue, monitors, ray_services
-from taktline_operator.kube import ApiError, is_without_rights
+from taktline_operator.api_errors import ApiError, is_without_rights
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from taktline_operator import accelerators, naming, revisions, workload
+from taktline_operator import naming, revisions, workload
 from taktline_operator.lineup import Line
 from taktline_operator.meshes import Shape
 from taktline_operator.spec import PolicyDeployment, Pool
@@ -46,7 +46,7 @@ def template(line: Line, image: str, shape: Shape, *, lws: bool) -> Json:
     container = spec["containers"][0]
     container["env"] += _rendezvous(policy, pool, shape, lws=lws)
     container["ports"].append({"name": "mesh", "containerPort": pool.mesh.port, "protocol": "TCP"})
-    container["resources"] = accelerators.resources(pool.accelerator, pool.resources.requests, pool.limits, shape.ranks)
+    container["resources"] = workload.resources(pool, shape.ranks)
     if pool.mesh.topology_key:  # `stateful_set` names the group; here already, so that another key is another group
         spec["affinity"]["podAffinity"] = _close(pool, {"matchLabelKeys": [LWS_KEY_LABEL]} if lws else {}, policy)
     made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)

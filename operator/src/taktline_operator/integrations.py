@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from taktline_operator import groups, keda, kueue, monitors, naming, ray_services
+from taktline_operator.api_errors import ApiError, is_without_rights
 from taktline_operator.gangs import Gang
-from taktline_operator.kube import ApiError, is_without_rights
 from taktline_operator.spec import PolicyDeployment
 
 logger = logging.getLogger(__name__)

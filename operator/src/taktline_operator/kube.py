@@ -14,6 +14,8 @@ from kubernetes import client, config
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 from taktline_operator import naming, schema
+from taktline_operator.api_errors import ApiError as ApiError
+from taktline_operator.api_errors import decoded
 
 Json = dict[str, Any]
 
@@ -55,40 +57,6 @@ METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 ONE_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 PAGE = 500  # objects of one list page
 TIMEOUT_S = 30
-
-
-class ApiError(Exception):
-    """The API server refused a request or gave no answer.
-
-    Attributes:
-        status: HTTP status; 0 when no answer came.
-        reason: the Status object's reason, for example `NotFound` or `Conflict`.
-        retry_after_s: what the server asked to wait; None when it did not say.
-        causes: reasons of the Status object's details, for example `NamespaceTerminating`.
-        kind: the kind that was asked for; empty where that is not known.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        reason: str,
-        message: str,
-        retry_after_s: float | None = None,
-        causes: frozenset[str] = frozenset(),
-        kind: str = "",
-    ) -> None:
-        super().__init__(f"{status or 'no answer'} {reason}: {message}")
-        self.causes = causes
-        self.kind = kind
-        self.status = status
-        self.reason = reason
-        self.message = message
-        self.retry_after_s = retry_after_s
-
-
-def is_without_rights(error: ApiError) -> bool:
-    """Whether the API server refused because of who asks: not for a quota, an admission policy or a namespace's end."""
-    return error.status == 403 and " cannot " in error.message and not error.causes
 
 
 def load_configuration(kubeconfig: Path | None) -> client.Configuration:
@@ -309,18 +277,6 @@ class KubeApi:
         finally:
             self._observe(method, kind_of(path), status, time.monotonic() - began)
         if reply.status >= 400:
-            raise _decode_error(reply.status, content, reply.headers.get("Retry-After"), kind_of(path))
-        decoded: Json = json.loads(content)
-        return decoded
-
-
-def _decode_error(status: int, content: bytes, retry_after: str | None, kind: str) -> ApiError:
-    try:
-        body = json.loads(content)
-        reason, message = str(body.get("reason", "")), str(body.get("message", ""))
-        details = body.get("details") or {}
-        causes = frozenset(str(cause.get("reason", "")) for cause in details.get("causes") or [])
-    except (ValueError, AttributeError):
-        reason, message, causes = "", content[:200].decode("utf-8", "replace"), frozenset()
-    seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
-    return ApiError(status, reason, message, seconds, causes, kind)
+            raise decoded(reply.status, content, reply.headers.get("Retry-After"), kind_of(path))
+        found: Json = json.loads(content)
+        return found

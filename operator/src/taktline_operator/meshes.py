@@ -11,6 +11,7 @@ from taktline_operator.spec import PolicyDeployment, Pool
 
 Json = dict[str, Any]
 
+OLDEST_CLAIMS = (1, 34)
 SPANNING_FAMILIES = ("vjepa2-ac",)
 """Families whose ranks meet over the network; those of the others share the memory of one node."""
 
@@ -94,6 +95,27 @@ def refusal(policy: PolicyDeployment, per_node: Mapping[str, int | None]) -> tup
                 f" {found.ranks} ranks in it; raise pools[].resources or leave them out{hint}"
             )
     return None
+
+
+def claims_refusal(policy: PolicyDeployment, version: tuple[int, int] | None) -> tuple[str, str] | None:
+    """Reason and message where the cluster cannot give pods their GPUs by claims; None where it may, or none is wanted.
+
+    An API server that does not know them drops them from a pod without a word: it would get no GPU.
+    """
+    wanted = [pool.name for pool in policy.spec.pools if pool.claim_template]
+    if not wanted or version is None or version >= OLDEST_CLAIMS:
+        return None
+    found, oldest = (".".join(map(str, pair)) for pair in (version, OLDEST_CLAIMS))
+    return (
+        "ClaimsUnsupported",
+        f"pool {wanted[0]}: claimTemplate needs dynamic resource allocation, which Kubernetes has on by default since"
+        f" {oldest}, and this cluster is {found}; leave it out to have GPUs of the device plugin, or upgrade",
+    )
+
+
+def uses_claims(policy: PolicyDeployment) -> bool:
+    """Whether any pool's GPUs come by resource claims."""
+    return any(pool.claim_template for pool in policy.spec.pools)
 
 
 def _instead(engine: Engine, family: str) -> str:

@@ -215,6 +215,9 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     unmountable = delivery_status.image_volumes_refusal(policy, observed.version)
     if unmountable is not None:
         return _refusal(policy, observed, *unmountable)
+    unclaimable = meshes.claims_refusal(policy, observed.version)
+    if unclaimable is not None:
+        return _refusal(policy, observed, *unclaimable)
     policy = msgspec.structs.replace(policy, tls=settings.worker_tls)
     if settings.model_cache and not policy.spec.delivery.cache.shared:
         policy = policy.with_cache(settings.model_cache)

@@ -141,13 +141,9 @@ def _template(line: Line, image: str, *, head: bool) -> Json:
         container.pop(name, None)
     container["volumeMounts"].append({"name": "ray", "mountPath": RAY_FOLDER})
     spec["volumes"].append({"name": "ray", "emptyDir": {}})
-    container["resources"] = accelerators.resources(
-        "cpu" if head else pool.accelerator,
-        {} if head else pool.resources.requests,
-        {} if head else pool.limits,
-        1,
-    )
+    container["resources"] = accelerators.resources("cpu", {}, {}) if head else workload.resources(pool, 1)
     if head:
+        spec.pop("resourceClaims", None)
         spec["affinity"] = accelerators.node_affinity("cpu")
     made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)
     return made

@@ -297,7 +297,7 @@ class Controller:
             kinds=usable,
             node_gpus=self._node_gpus,
             deliveries=await self._deliveries.of(pods) if self._deliveries and policy.spec.model.source.fetched else {},
-            version=await self._version() if policy.spec.model.source.oci else None,
+            version=await self._version() if policy.spec.model.source.oci or meshes.uses_claims(policy) else None,
         )
 
     async def _version(self) -> tuple[int, int] | None:

@@ -76,6 +76,7 @@ class Pool(_Struct, frozen=True):
     image: str | None = None
     runtime_class_name: str | None = None
     mig_profile: str = ""
+    claim_template: str = ""
     spot: bool = False
     startup_seconds: int | None = None
     gpus_per_node: int | None = None

@@ -223,6 +223,10 @@ def _pod_spec(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, Any
         spec["initContainers"] = fetching
     if secrets := delivery.pull_secrets(policy):
         spec["imagePullSecrets"] = secrets
+    if pool.claim_template:
+        spec["resourceClaims"] = [
+            {"name": accelerators.CLAIM, "resourceClaimTemplateName": pool.claim_template},
+        ]
     runtime_class = pool.runtime_class_name or found.runtime_class
     if runtime_class:
         spec["runtimeClassName"] = runtime_class
@@ -265,9 +269,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"},
             {"name": naming.METRICS_PORT_NAME, "containerPort": naming.METRICS_PORT, "protocol": "TCP"},
         ],
-        "resources": accelerators.resources(
-            pool.accelerator, pool.resources.requests, pool.limits, policy.spec.engine.gpus
-        ),
+        "resources": resources(pool, policy.spec.engine.gpus),
         "startupProbe": probe
         | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": startup_limit_s(pool) // STARTUP_PERIOD_S},
         "readinessProbe": probe | {"periodSeconds": 2, "failureThreshold": 2},
@@ -287,6 +289,12 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             *([{"name": "shm", "mountPath": SHM_MOUNT}] if policy.spec.engine.has_collectives else []),
         ],
     }
+
+
+def resources(pool: Pool, gpus: int) -> dict[str, Any]:
+    """Resources of a worker container with `gpus` ranks."""
+    claimed = bool(pool.claim_template)
+    return accelerators.resources(pool.accelerator, pool.resources.requests, pool.limits, gpus, claimed=claimed)
 
 
 def tls_files(policy: PolicyDeployment) -> dict[str, str]:
