@@ -166,6 +166,28 @@ RULES = [
         {"claimName": "models", "hostPath": "/var/lib/models"},
         "not both",
     ),
+    (
+        "one proxy",
+        "spec.delivery",
+        {"proxySecret": {"name": "way-out"}, "noProxy": "models.example"},
+        {"proxySecret": {"name": "way-out"}, "proxy": "http://proxy:3128"},
+        "set delivery.proxy or delivery.proxySecret, not both",
+    ),
+    (
+        "fields that Ray has no use for",
+        "spec",
+        engine_of("vjepa2-ac", runtime="ray") | A40,
+        engine_of("vjepa2-ac", runtime="ray")
+        | {"pools": [{"name": "p", "accelerator": "a40"}, {"name": "q", "accelerator": "a40", "gpusPerNode": 8}]},
+        "leave pools[].startupSeconds, gpusPerNode and mesh out",
+    ),
+    (
+        "GPUs by claim",
+        "spec",
+        {"pools": [{"name": "p", "accelerator": "h100", "claimTemplate": "one-gpu"}]},
+        {"pools": [{"name": "p", "accelerator": "h100", "claimTemplate": "one-gpu", "migProfile": "1g.10gb"}]},
+        "claimTemplate brings the GPUs",
+    ),
     ("folder of the cache", "spec.delivery.cache", {"hostPath": "/a"}, {"hostPath": "a"}, "must be an absolute folder"),
     ("digest", "spec.model.sha256", {"m": "a" * 64}, {"m": "A" * 64}, "64 lower-case hex digits"),
     ("ascending buckets", "spec.engine", {"buckets": [1, 3]}, {"buckets": [3, 1]}, "strictly ascending"),
