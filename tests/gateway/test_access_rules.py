@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from hypothesis import given
 from hypothesis import strategies as st
-from taktline_gateway.access import audit, tokens
+from taktline_gateway.access import audit, keys, tokens
 from taktline_gateway.access.access_file import AccessFile, Anonymous, Issuer, Key, Rates, Tenant, read_access_file
 from taktline_gateway.access.audit import AuditLog, Decision
 from taktline_gateway.access.control import AccessControl, Credential
@@ -154,6 +154,24 @@ def test_an_expired_key_and_no_key_are_refused(world):
     path, keys, _ = world
     assert "expired" in refused(path, keys["old"]).message
     assert "wants an API key" in refused(path, None).message
+
+
+@pytest.mark.parametrize("change", ["last", "id"])
+def test_a_wrong_key_and_an_unknown_one_take_the_same_single_comparison(world, monkeypatch, change):
+    """No `==`, which ends at the first byte that differs, and no way around it for ids that do not exist."""
+    path, made, _ = world
+    key = made["robot-a"]
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return real(one, other)
+
+    real = keys.hmac.compare_digest
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
+    wrong = key[:-1] + ("A" if key[-1] != "A" else "B") if change == "last" else key.replace("robot-a", "robot-zzz")
+    refused(path, wrong)
+    assert compared == [(32, 32)]
 
 
 def test_two_hashes_of_one_secret_differ():
