@@ -139,7 +139,7 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
 
     class Taking(asyncio.Protocol):
         fragmented = False
-        taken = 0
+        patience = data.draw(st.sampled_from([0, 2, 100]))
 
         def data_received(self, data: bytes) -> None:
             beside.receive_data(data)
@@ -150,10 +150,12 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
                     seen.append(frame)
 
         def room(self) -> int:
-            return 100_000 if beside.state is State.OPEN and not self.fragmented else 0
+            return 100_000 if beside.state is State.OPEN and not self.fragmented and not self.waits() else 0
+
+        def waits(self) -> bool:
+            return len(seen) > self.patience
 
         def message_arrived(self, data: bytes) -> None:
-            self.taken += 1
             seen.append(Frame(Opcode.BINARY, data))
 
         def pong_arrived(self, number: int) -> bool:
@@ -169,23 +171,27 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
     beside.send_response(beside.accept(request))
     while wire:
         room = reading.get_buffer(-1)
-        size = min(len(room), len(wire), data.draw(st.sampled_from([1, 13, 14, 1000, 1 << 22])))
+        size = min(len(room), len(wire), data.draw(st.sampled_from([1, 8, 13, 14, 1000, 1 << 22])))
         size = max(size, min(len(room), len(wire), len(wire) // 50))
         room[:size] = wire[:size]
         wire = wire[size:]
         reading.buffer_updated(size)
+        while taking.waits():  # nothing is read meanwhile
+            taking.patience = len(seen) + 2
+            reading.go_on()
     assert [(f.opcode, bytes(f.data), f.fin) for f in seen] == [(f.opcode, bytes(f.data), f.fin) for f in expected]
     assert (beside.state, str(beside.parser_exc)) == (alone.state, str(alone.parser_exc))
 
 
 def test_what_a_recipient_may_take_does_pass_the_library():
-    payloads = [bytes([number]) * size for number, size in enumerate((8, 125, 126, LONG, LONG + 1, 65_535, 70_000))]
+    payloads = [bytes([number]) * size for number, size in enumerate((8, 125, 126, 3000, LONG + 1, 65_535, 70_000))]
     protocol, taken = ServerProtocol(max_size=100_000), []
 
     class Taking(asyncio.Protocol):
         data_received = staticmethod(protocol.receive_data)
         message_arrived = staticmethod(lambda data: taken.append(data))
         room = staticmethod(lambda: 100_000 if protocol.state is State.OPEN else 0)
+        waits = staticmethod(lambda: False)
         pong_arrived = staticmethod(lambda number: taken.append(number) or True)
 
     reading = DirectReading(Taking(), read_in_chunks(protocol), Taking())
@@ -248,6 +254,45 @@ def test_a_real_connection_reads_long_messages_directly(run, longest):
                 await client.send([b"a" * 5000, b"b" * 300_000])
                 assert await client.recv() == b"a" * 5000 + b"b" * 300_000
                 assert not connection.overtaken.done()
+
+    run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_client_that_floods_waits_and_loses_nothing(run):
+    """As much is read at once as its long messages have, but small ones are not all parsed before they are taken."""
+    flood = [b"%d" % number for number in range(5000)]
+
+    async def body():
+        opened, go_on, read = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        async def handle(connection):
+            connection.longest = 500_000
+            for _ in range(3):
+                await connection.answer(await connection.next_message())
+            opened.set()
+            await go_on.wait()
+            read.set_result([await connection.next_message() for _ in range(2 + len(flood))])
+
+        async with serve(
+            handle, "127.0.0.1", 0, create_connection=FencedConnection, compression=None, max_queue=2
+        ) as server:
+            host, port = server.sockets[0].getsockname()
+            async with connect(f"ws://{host}:{port}", compression=None) as client:
+                for _ in range(3):
+                    await client.send(b"a" * 300_000)
+                    await client.recv()
+                await opened.wait()
+                (connection,) = server.connections
+                long = Frame(Opcode.BINARY, b"b" * 300_000).serialize(mask=True)
+                small = b"".join(Frame(Opcode.BINARY, one).serialize(mask=True) for one in flood)
+                client.transport.write(small + long)
+                client.transport.write(long)
+                while not connection.recv_messages.paused:  # noqa: ASYNC110 (nothing tells when it has been read)
+                    await asyncio.sleep(0.01)
+                assert len(connection.recv_messages.frames) < 1000
+                go_on.set()
+                assert await read == [*flood, b"b" * 300_000, b"b" * 300_000]
 
     run(asyncio.wait_for(body(), 60))
 

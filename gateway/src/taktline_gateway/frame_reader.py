@@ -6,7 +6,8 @@ small buffer, and a long payload from the socket into a buffer of its own size.
 
 Most of what a robot sends are two kinds of frames: a binary message in one piece, and the answer to a ping of eight
 bytes. A connection may take these past the library's parser (`Recipient`), in most cases with one read of the socket;
-everything else goes through it.
+everything else goes through it. More is read ahead of the parser only while nothing else comes, and no more than such a
+message has.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Recipient(typing.Protocol):
     """A connection that takes whole frames."""
 
     def room(self) -> int:
-        """The longest message that it takes now; 0 while the library must see every byte."""
+        """The longest message that it takes now; 0 while the library must see every byte, and while it waits."""
+
+    def waits(self) -> bool:
+        """Whether it has been given so much that nothing more is to be read for now."""
 
     def message_arrived(self, data: bytes) -> None:
         """One whole binary message."""
@@ -75,18 +79,21 @@ class DirectReading(asyncio.BufferedProtocol):
         self._missing: memoryview | None = None
         """The part of the recipient's payload that has not come; None while the library's parser reads."""
         self._mask = b""
-        self._wide = False
-        """Whether the bytes that come next were asked for in the wide buffer."""
+        self._usual = 0
+        """So many bytes are read ahead of the parser: as many as the last message had, while such messages come."""
+        self._ahead = False
+        """Whether the bytes that come next were asked for so."""
+        self._held = b""
+        """What was read and has to wait with the recipient."""
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
         if self._missing is not None:
             return self._missing
-        if self._recipient is not None and self._reader.between_frames and self._recipient.room():
-            self._wide = True
-            return _wide
-        self._wide = False
-        return self._reader.missing or _scratch
+        self._ahead = self._usual > 0 and not self._held and self._reader.between_frames
+        if self._ahead:
+            return _wide[: self._usual]
+        return _scratch if self._held else self._reader.missing or _scratch
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
@@ -97,22 +104,43 @@ class DirectReading(asyncio.BufferedProtocol):
             assert self._recipient is not None
             payload, self._payload, self._missing = self._payload, memoryview(b""), None
             self._recipient.message_arrived(apply_mask(payload, self._mask))
-        elif self._wide and self._recipient is not None:
-            taken = self._take(nbytes, self._recipient)
-            if taken < nbytes:
-                self._data_received(bytes(_wide[taken:nbytes]))
-        elif self._reader.missing is None:
-            self._data_received(bytes(_scratch[:nbytes]))
+        elif self._held:
+            self._held += _scratch[:nbytes]
+        elif self._ahead or self._reader.missing is None:
+            came = (_wide if self._ahead else _scratch)[:nbytes]
+            between = self._recipient is not None and self._reader.between_frames
+            left = came[self._take(came) :] if between else came
+            if left:
+                self._usual = 0
+                self._feed(left)
         elif self._reader.filled(nbytes):
             self._data_received(b"")  # its parser goes on
 
-    def _take(self, nbytes: int, recipient: Recipient) -> int:
-        """Takes the recipient's frames from the beginning of what came; how many bytes they were."""
+    def go_on(self) -> bool:
+        """The recipient waits no more, so what was held goes on; whether that was all."""
+        held, self._held = self._held, b""
+        self._feed(held)
+        return not self._held
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        """Gives bytes to the library, a few at a time, as each may hold a thousand frames for the recipient."""
         at = 0
-        while nbytes - at >= _LARGE.size and (room := recipient.room()):  # shorter ones are left to the library
-            first, second = _wide[at], _wide[at + 1]
+        while at < len(data) and not self._reader.eof:
+            if self._recipient is not None and self._recipient.waits():
+                self._held = bytes(data[at:])
+                return
+            self._data_received(bytes(data[at : at + LONG]))
+            at += LONG
+
+    def _take(self, came: memoryview) -> int:
+        """Takes the recipient's frames from the beginning of what came; how many bytes they were."""
+        recipient = self._recipient
+        assert recipient is not None
+        at = 0
+        while len(came) - at >= _LARGE.size and (room := recipient.room()):  # shorter ones are left to the library
+            first, second = came[at], came[at + 1]
             if first == _FINAL_PONG and second == _MASKED | 8:
-                mask, masked = _PONG.unpack_from(_wide, at)[2:]
+                mask, masked = _PONG.unpack_from(came, at)[2:]
                 if not recipient.pong_arrived(masked ^ (mask << 32 | mask)):
                     break
                 at += _PONG.size
@@ -121,24 +149,26 @@ class DirectReading(asyncio.BufferedProtocol):
                 break
             if second == _MASKED | 127:
                 begin = at + _LARGE.size
-                _, _, size, mask = _LARGE.unpack_from(_wide, at)
+                _, _, size, mask = _LARGE.unpack_from(came, at)
             elif second == _MASKED | 126:
                 begin = at + _MEDIUM.size
-                _, _, size, mask = _MEDIUM.unpack_from(_wide, at)
+                _, _, size, mask = _MEDIUM.unpack_from(came, at)
             else:
                 begin = at + _SMALL.size
-                size, mask = second & ~_MASKED, _SMALL.unpack_from(_wide, at)[2]
+                size, mask = second & ~_MASKED, _SMALL.unpack_from(came, at)[2]
             if size > room:
                 break
             end = begin + size
-            if end > nbytes:
+            if end > len(came):
                 if not LONG < size <= MOST_AHEAD:
                     break
                 self._payload, self._mask = np.empty(size, np.uint8).data, mask
-                self._payload[: nbytes - begin] = _wide[begin:nbytes]
-                self._missing = self._payload[nbytes - begin :]
-                return nbytes
-            recipient.message_arrived(apply_mask(_wide[begin:end], mask))
+                self._payload[: len(came) - begin] = came[begin:]
+                self._missing = self._payload[len(came) - begin :]
+                # A little more than one of them, so that a read which brings it whole also finds the end.
+                self._usual = min(MOST_AHEAD, size + LONG)
+                return len(came)
+            recipient.message_arrived(apply_mask(came[begin:end], mask))
             at = end
         return at
 

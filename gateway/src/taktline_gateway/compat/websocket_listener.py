@@ -71,6 +71,7 @@ class FencedConnection(ServerConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
         super().connection_made(transport)
+        self.recv_messages.resume = self._resume_reading
         transport.set_protocol(self._reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -91,7 +92,13 @@ class FencedConnection(ServerConnection):
 
     def room(self) -> int:
         """The longest message that `message_arrived` may be told of now."""
-        return self.longest if self.protocol.state is State.OPEN and not self._fragmented else 0
+        if self.protocol.state is not State.OPEN or self._fragmented or self.recv_messages.paused:
+            return 0
+        return self.longest
+
+    def waits(self) -> bool:
+        """Whether messages wait for the handler, so that no more are to be read."""
+        return self.recv_messages.paused
 
     def message_arrived(self, data: bytes) -> None:
         """A whole message, past the library."""
@@ -141,6 +148,11 @@ class FencedConnection(ServerConnection):
         self.transport.write(b"".join(parts))
         if self.paused or self.transport.is_closing():
             await self.drain()
+
+    def _resume_reading(self) -> None:
+        """The handler has taken messages that waited: on with what was read after them, then with the socket."""
+        if self._reading.go_on() and not self.recv_messages.paused:
+            self.transport.resume_reading()
 
     def _message_began(self) -> None:
         fenced = self._fence is not None and not self._fence.done()
