@@ -2,8 +2,9 @@
 
     python benchmarks/fp8_error.py [--episodes N] [--json FILE]
 
-Of π0 and π0.5: bf16, FP8 products in vision tower and prefix (`engine.precision: fp8`), FP8 or INT8 weights of the
-action expert (`engine.quantisation`), and both. The computation runs over reference operations on the CPU
+Of GR00T and MiniCPM-Robot: bf16 and FP8 products in the backbone (`fp8_backbones`). Of π0 and π0.5: bf16, FP8
+products in vision tower and prefix (`engine.precision: fp8`), FP8 or INT8 weights of the action expert
+(`engine.quantisation`), and both. The computation runs over reference operations on the CPU
 (`fused_reference`), with the roundings of the GPU's. Golden cases have random weights and are compared with official
 fp32 actions. The shipped policy drives its simulated arm: each of N layouts once for each block, in lockstep, in each
 number format; the error is between the formats' answers to the observations of the fp32 episodes, in rad.
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from fp8_backbones import backbone_errors
 from fused_reference import FusedReference
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -168,7 +170,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    golden = golden_errors()
+    golden = [*golden_errors(), *backbone_errors()]
     for row in golden:
         print(f"{row['case']:>34} {row['dtype']:>16}: relative error {row['relative']:.2e}, cosine {row['cosine']:.6f}")
     demo = demo_errors(options.checkpoint, options.episodes) if options.episodes else []

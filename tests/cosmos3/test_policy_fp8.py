@@ -9,6 +9,7 @@ import torch
 from taktline_kernels import gpu_reference
 from taktline_kernels.fp8_rows import Fp8Rows
 from taktline_protocol import TaktlineError
+from taktline_worker import fp8_layers
 from taktline_worker.models.cosmos3 import fp8, modules, synthetic
 from taktline_worker.models.cosmos3.runner import Cosmos3Runner
 from taktline_worker.models.cosmos3.weights import Linear, pack_weights
@@ -21,7 +22,7 @@ CASES = {"nano": (synthetic.NANO, OFFICIAL_TINY), "edge": (synthetic.EDGE, EDGE_
 
 @pytest.fixture(autouse=True)
 def stated(monkeypatch):
-    monkeypatch.setattr(fp8, "functions", lambda: gpu_reference)
+    monkeypatch.setattr(fp8_layers, "functions", lambda: gpu_reference)
     monkeypatch.setattr(modules, "functions", lambda: gpu_reference)
 
 

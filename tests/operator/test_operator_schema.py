@@ -282,13 +282,6 @@ RULES = [
         "not both",
     ),
     (
-        "families with fp8",
-        "spec",
-        engine_of("vjepa2-ac", precision="fp8"),
-        engine_of("gr00t-n1.7", precision="fp8"),
-        "fp8 is there for families pi0, pi05, vjepa2-ac, cosmos3-nano and cosmos3-edge",
-    ),
-    (
         "families with quantised weights",
         "spec",
         engine_of("pi0", quantisation={"expert": "int8"}) | A40,

@@ -141,8 +141,9 @@ class QuantisationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the worker runs the checkpoint. None keeps the checkpoint's own value; `search` is for planners only.
 
-    `fp8` is bf16 with the widest products in FP8, for π0 and π0.5 (vision tower and prefix), vjepa2-ac (predictor) and
-    Cosmos3 (tower of video and actions) on a Hopper GPU; it moves actions further than bf16 does. Camera frames over
+    `fp8` is bf16 with the widest products in FP8, on a Hopper GPU: those of π0's and π0.5's vision tower and prefix, of
+    GR00T's and MiniCPM-Robot's vision blocks and text layers, of vjepa2-ac's predictor, of Cosmos3's tower of video and
+    actions; it moves actions further than bf16 does. Camera frames over
     `max_image_pixels` are refused by their header, before any pixel is decoded. `frame_cache_mb` is the memory for
     frames seen before: their pixels on the host and, where that is exact, as much again for what the vision tower made
     of them on the device; 0 keeps none.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -18,8 +17,11 @@ from torch import Tensor
 from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
 from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.engine_options import check_replicas_only, config_error, control_period_s
+from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.groot.config import BACKBONE_FILE, CONFIG_FILE, GrootArchitecture, read_architecture
 from taktline_worker.models.groot.embodiment import Embodiment, read_embodiment
+from taktline_worker.models.groot.fp8 import quantise
 from taktline_worker.models.groot.graphs import GrootGraphs
 from taktline_worker.models.groot.processor import GrootProcessor, PendingGrootRow, PreparedRow, open_tokenizer
 from taktline_worker.models.groot.profile import GrootProfile
@@ -29,7 +31,7 @@ from taktline_worker.models.groot.weights import load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 
 FAMILY = "gr00t-n1.7"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,11 +115,10 @@ class GrootAdapter:
             TaktlineError: CONFIG_INVALID for another number of cameras or tokens: the embodiment and its template say.
         """
         if views or prompt_tokens:
-            raise _config_error(
+            raise config_error(
                 "an embodiment has cameras and a prompt of its own", "leave --views and --prompt-tokens out"
             )
-        precision: Literal["fp32", "bf16"] = "fp32" if self.description.precision == "fp32" else "bf16"
-        return GrootProfile(self.runner, self.largest_row().row, precision)
+        return GrootProfile(self.runner, self.largest_row().row, self.description.precision)
 
     def largest_row(self) -> PreparedRow:
         """Every camera at the checkpoint's own size and an instruction of usual length."""
@@ -153,14 +154,14 @@ def load(config: EngineConfig) -> GrootAdapter:
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
-        raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
+        raise config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
     options = config.engine
-    if options.precision not in _DTYPES:
-        raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
-    if options.parallel.tp != 1 or options.parallel.cfg != 1 or options.parallel.search != 1:
-        raise _config_error("engine.parallel asks for more than dp", "GR00T fits one GPU: use dp, one replica a GPU")
+    device = choose_device(options.device)
+    if options.precision == "fp8":
+        check_device(device)
+    check_replicas_only(options.parallel)
     if options.rtc.mode == "trained" or options.rtc.schedule not in (None, RTC.schedule):
-        raise _config_error(
+        raise config_error(
             f"engine.rtc asks for mode {options.rtc.mode} and schedule {options.rtc.schedule}",
             "GR00T follows a tail in its own way only: set mode to auto or off and leave the schedule out",
         )
@@ -174,10 +175,10 @@ def load(config: EngineConfig) -> GrootAdapter:
     processor = GrootProcessor(
         architecture, embodiment, open_tokenizer(folder), config.model.cameras, options.max_image_pixels
     )
-    period_s = _control_period_s(folder, options.control_period_ms)
-    device = choose_device(options.device)
+    sidecar = read_sidecar(folder, Sidecar, "docs/groot.md")
+    period_s = control_period_s(options.control_period_ms, sidecar.control_period_ms)
     weights = load_weights(files, architecture, [embodiment.slot], _DTYPES[options.precision], device)
-    runner = GrootRunner(weights, architecture)
+    runner = GrootRunner(quantise(weights) if options.precision == "fp8" else weights, architecture)
     return GrootAdapter(processor, runner, options.precision, period_s, options.rtc.mode != "off", options.buckets)
 
 
@@ -190,7 +191,7 @@ def _architecture(folder: Path, files: TensorFiles, config: EngineConfig) -> Gro
     if steps is None:
         return found
     if not 1 <= steps <= found.head.time_buckets:
-        raise _config_error(f"engine.solver_steps is {steps}", f"set 1 to {found.head.time_buckets}")
+        raise config_error(f"engine.solver_steps is {steps}", f"set 1 to {found.head.time_buckets}")
     return replace(found, head=replace(found.head, solver_steps=steps))
 
 
@@ -198,7 +199,7 @@ def _shortened(embodiment: Embodiment, horizon: int | None) -> Embodiment:
     if horizon is None:
         return embodiment
     if not 1 <= horizon <= embodiment.rows:
-        raise _config_error(
+        raise config_error(
             f"engine.action_horizon is {horizon}, embodiment {embodiment.tag!r} decodes {embodiment.rows} actions",
             f"set 1 to {embodiment.rows}",
         )
@@ -215,21 +216,3 @@ def _check_widths(architecture: GrootArchitecture, e: Embodiment) -> None:
             f" has {head.state_width}, {head.action_width} and {head.embodiments} slots",
             "use the processor files and tensors of one checkpoint",
         )
-
-
-def _control_period_s(folder: Path, stated_ms: float | None) -> float:
-    period_ms = stated_ms
-    if period_ms is None:
-        period_ms = read_sidecar(folder, Sidecar, "docs/groot.md").control_period_ms
-    if period_ms is None:
-        raise _config_error(
-            "the control period is not stated, and no GR00T file holds it",
-            "set spec.engine.controlPeriodMs, or control_period_ms in taktline.json",
-        )
-    if not 0 < period_ms <= 60_000:
-        raise _config_error(f"the control period is {period_ms:g} ms", "set the time between two action rows")
-    return period_ms / 1000.0
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

@@ -10,6 +10,7 @@ from taktline_kernels import ops
 from torch import Tensor
 from torch.nn import functional
 
+from taktline_worker.fp8_layers import after_swiglu
 from taktline_worker.layers import attend
 from taktline_worker.models.groot.config import (
     VISION_THETA,
@@ -173,7 +174,7 @@ def _text_layer(
     heads = qkv.view(*x.shape[:2], -1, t.head_dim)
     q, k, v = heads[:, :, : t.heads], heads[:, :, t.heads : -t.kv_heads], heads[:, :, -t.kv_heads :]
     x, n = ops.add_rms_norm(x, layer.out(attend(q, k, v, causal=True)), layer.norm2, t.norm_eps)
-    return x, layer.down(ops.swiglu(layer.gate_up(n)))
+    return x, after_swiglu(layer.down, layer.gate_up(n))
 
 
 def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
@@ -14,7 +13,9 @@ from taktline_worker.models.groot.graphs import GrootGraphs
 from taktline_worker.models.groot.runner import GrootRunner
 from taktline_worker.models.groot.work import PHASES, phase_work
 
-_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0}
+_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 2.0}
+_BLOCK_BYTES = {"fp8": 1.0}
+"""Of vision blocks and text layers, where those are others."""
 
 
 class GrootProfile:
@@ -27,10 +28,10 @@ class GrootProfile:
 
     policy = "gr00t-n1.7"
 
-    def __init__(self, runner: GrootRunner | GrootGraphs, row: GrootRow, precision: Literal["fp32", "bf16"]) -> None:
+    def __init__(self, runner: GrootRunner | GrootGraphs, row: GrootRow, precision: str) -> None:
         self._runner, self._row = runner, row
         self._eager = runner.eager if isinstance(runner, GrootGraphs) else runner
-        self.precision: str = precision
+        self.precision = precision
         self.device = str(runner.device)
         self.captured = isinstance(runner, GrootGraphs) and bool(runner.captured)
         a = self._eager.architecture
@@ -59,6 +60,7 @@ class GrootProfile:
             grids=self._row.grids,
             text=self._text,
             weight_bytes=_WEIGHT_BYTES[self.precision],
+            block_bytes=_BLOCK_BYTES.get(self.precision),
         )
         return [Phase(name, calls[name], work[name].flops, work[name].bytes) for name in PHASES]
 

@@ -9,6 +9,7 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
+from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.groot.batch import GrootRow
 from taktline_worker.models.groot.config import (
     GrootArchitecture,
@@ -17,6 +18,7 @@ from taktline_worker.models.groot.config import (
     VisionConfig,
     expected_shapes,
 )
+from taktline_worker.models.groot.fp8 import quantise
 from taktline_worker.models.groot.graphs import GrootGraphs
 from taktline_worker.models.groot.profile import GrootProfile
 from taktline_worker.models.groot.runner import GrootRunner
@@ -119,23 +121,22 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     """GR00T of the published size as what is measured; LIBERO's shape unless the request says otherwise.
 
     Raises:
-        TaktlineError: CONFIG_INVALID for a precision that the family does not have.
+        TaktlineError: CONFIG_INVALID for FP8 on a device that lacks it.
     """
     del name
-    if precision not in ("fp32", "bf16"):
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID, f"there is no {precision} for this family", "ask for bf16 or fp32"
-        )
+    if precision == "fp8":
+        check_device(device)
     views = request.views or 2
     # The chat's frame takes 5 tokens and each image 2; LIBERO's instructions take about 19.
     each = (SIDE // PUBLISHED.vision.patch // PUBLISHED.vision.merge) ** 2
     tokens = 5 + views * (each + 2) + (request.prompt_tokens or 19)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     weights = pack_weights(random_tensors(PUBLISHED, device), PUBLISHED, [0], dtype, device)
+    weights = quantise(weights) if precision == "fp8" else weights
     row = random_row(PUBLISHED, views, tokens)
     eager = GrootRunner(weights, PUBLISHED)
     if device.type != "cuda":
-        return GrootProfile(eager, row, precision)  # type: ignore[arg-type]
+        return GrootProfile(eager, row, precision)
     graphs = GrootGraphs(eager, row, request.batches)
     graphs.capture()
-    return GrootProfile(graphs, row, precision)  # type: ignore[arg-type]
+    return GrootProfile(graphs, row, precision)

@@ -10,7 +10,13 @@ PHASES = ("vision", "text", "head")
 
 
 def phase_work(
-    a: GrootArchitecture, *, batch: int, grids: tuple[Grid, ...], text: int, weight_bytes: float
+    a: GrootArchitecture,
+    *,
+    batch: int,
+    grids: tuple[Grid, ...],
+    text: int,
+    weight_bytes: float,
+    block_bytes: float | None = None,
 ) -> dict[str, Work]:
     """Work by phase: the vision tower and its mergers; text layers and refinement; the action head's solver loop.
 
@@ -22,6 +28,7 @@ def phase_work(
         grids: of one row's images.
         text: tokens of a row beside its image tokens.
         weight_bytes: bytes a weight.
+        block_bytes: bytes a weight of vision blocks and text layers, where those are others.
     """
     v, t, h = a.vision, a.text, a.head
     merged = v.merge**2
@@ -32,7 +39,9 @@ def phase_work(
         count * 2 * (v.depth * block + v.width * v.patch_values + merger / merged) + v.depth * 4 * count**2 * v.width
         for count in patches
     )
-    vision_weights = v.depth * block + v.width * v.patch_values + merger
+    wide = weight_bytes
+    narrow = wide if block_bytes is None else block_bytes
+    vision_bytes = narrow * v.depth * block + wide * (v.width * v.patch_values + merger)
 
     images = sum(patches) // merged
     slots, query = images + text, t.heads * t.head_dim
@@ -57,9 +66,9 @@ def phase_work(
         step += tokens * 2 * own + 4 * tokens * seen * h.width
     steps = h.solver_steps
     return {
-        "vision": Work(batch * vision, weight_bytes * vision_weights),
-        "text": Work(batch * backbone, weight_bytes * text_weights),
-        "head": Work(batch * (memory + steps * step), weight_bytes * (memory_weights + steps * step_weights)),
+        "vision": Work(batch * vision, vision_bytes),
+        "text": Work(batch * backbone, narrow * t.layers * layer + wide * h.vl_layers * refined),
+        "head": Work(batch * (memory + steps * step), wide * (memory_weights + steps * step_weights)),
     }
 
 

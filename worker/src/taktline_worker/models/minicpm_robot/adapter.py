@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions
 from torch import Tensor
 
 from taktline_worker.adapter import Answer, CapturedGraph, Description
 from taktline_worker.checkpoint import TensorFiles, read_json, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.engine_options import check_replicas_only, config_error, control_period_s
+from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
 from taktline_worker.models.minicpm_robot.config import (
     CONFIG_FILE,
@@ -24,6 +26,7 @@ from taktline_worker.models.minicpm_robot.config import (
     held,
     read_architecture,
 )
+from taktline_worker.models.minicpm_robot.fp8 import quantise
 from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
 from taktline_worker.models.minicpm_robot.processor import MiniCpmProcessor, PendingRow, Sidecar
 from taktline_worker.models.minicpm_robot.profile import MiniCpmProfile
@@ -34,7 +37,7 @@ from taktline_worker.observation import RobotInput
 
 FAMILY = "minicpm-robot"
 PAGE = "docs/minicpm.md"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class MiniCpmAdapter:
             TaktlineError: CONFIG_INVALID for another number of cameras or tokens: folder and template say them.
         """
         if views or prompt_tokens:
-            raise _config_error(
+            raise config_error(
                 "the folder has cameras and a prompt of its own", "leave --views and --prompt-tokens out"
             )
         return MiniCpmProfile(self.runner, self.largest_row(), self.description.precision)
@@ -141,7 +144,7 @@ def load(config: EngineConfig) -> MiniCpmAdapter:
     """
     path, options = Path(config.model.path), config.engine
     if not path.is_dir():
-        raise _config_error(f"model.path {path} is no folder", "mount the volume that holds the checkpoint")
+        raise config_error(f"model.path {path} is no folder", "mount the volume that holds the checkpoint")
     _check_options(options)
     verify_digests(path, config.model.sha256)
     folder = open_folder(path)
@@ -153,13 +156,13 @@ def load(config: EngineConfig) -> MiniCpmAdapter:
     )
     rows = a.head.horizon if options.action_horizon is None else options.action_horizon
     if not 1 <= rows <= a.head.horizon:
-        raise _config_error(
+        raise config_error(
             f"engine.action_horizon is {rows}, the checkpoint has {a.head.horizon}", f"set 1 to {a.head.horizon}"
         )
-    period_s = _control_period_s(folder.sidecar, options.control_period_ms)
+    period_s = control_period_s(options.control_period_ms, folder.sidecar.control_period_ms, " (LIBERO: 50)")
     device = choose_device(options.device)
     weights = load_weights(folder.files, a, [embodiment], _DTYPES[options.precision], device)
-    runner = MiniCpmRunner(weights, a, folder.prompt.image_token)
+    runner = MiniCpmRunner(quantise(weights) if options.precision == "fp8" else weights, a, folder.prompt.image_token)
     return MiniCpmAdapter(processor, runner, options.precision, period_s, rows, options.buckets)
 
 
@@ -178,7 +181,7 @@ def read_embodiment(stated: str, sidecar: Sidecar) -> int:
     if not stated:
         return sidecar.embodiment
     if not stated.isdecimal():
-        raise _config_error(
+        raise config_error(
             f"model.statistics is {stated!r}; this family has embodiments by number and no statistics",
             "set the embodiment's number, e.g. 0 for LIBERO, or leave it out",
         )
@@ -186,29 +189,12 @@ def read_embodiment(stated: str, sidecar: Sidecar) -> int:
 
 
 def _check_options(options: EngineOptions) -> None:
-    if options.precision not in _DTYPES:
-        raise _config_error(f"engine.precision is {options.precision}", "this family has bf16 and fp32")
-    if options.parallel.tp != 1 or options.parallel.cfg != 1 or options.parallel.search != 1:
-        raise _config_error("engine.parallel asks for more than dp", "this family fits one GPU: use dp")
+    if options.precision == "fp8":
+        check_device(choose_device(options.device))
+    check_replicas_only(options.parallel)
     if options.rtc.mode in ("guided", "trained"):
-        raise _config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family takes no tail: set auto or off")
+        raise config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family takes no tail: set auto or off")
     if options.solver_steps not in (None, SOLVER_STEPS) or options.cheaper_steps:
-        raise _config_error(
+        raise config_error(
             "engine asks for other solver steps", f"the head was trained for {SOLVER_STEPS}: leave them out"
         )
-
-
-def _control_period_s(sidecar: Sidecar, stated_ms: float | None) -> float:
-    period_ms = sidecar.control_period_ms if stated_ms is None else stated_ms
-    if period_ms is None:
-        raise _config_error(
-            "the control period is not stated, and no published file holds it",
-            "set spec.engine.controlPeriodMs, or control_period_ms in taktline.json (LIBERO: 50)",
-        )
-    if not 0 < period_ms <= 60_000:
-        raise _config_error(f"the control period is {period_ms:g} ms", "set the time between two action rows")
-    return period_ms / 1000.0
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

@@ -7,12 +7,12 @@ right: every layer is causal, so a row's tokens see none of its padding.
 from __future__ import annotations
 
 import torch
-from taktline_kernels.ops.activations import swiglu
 from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate
 from taktline_kernels.ops.norms import add_rms_norm, rms_norm
 from torch import Tensor
 from torch.nn import functional
 
+from taktline_worker.fp8_layers import after_swiglu
 from taktline_worker.layers import Norm, attend, rotate
 from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
 from taktline_worker.models.minicpm_robot.weights import (
@@ -92,7 +92,7 @@ def encode_text(
     following = [layer.norm1 for layer in weights.layers[1:]] + [weights.norm]
     for layer, norm in zip(weights.layers, following, strict=True):
         x, n = add_rms_norm(x, _mixed(layer, t, n, cos[:, None], sin[:, None]), layer.norm2, t.eps)
-        x, n = add_rms_norm(x, layer.down(swiglu(layer.gate_up(n))), norm, t.eps)
+        x, n = add_rms_norm(x, after_swiglu(layer.down, layer.gate_up(n)), norm, t.eps)
     return n
 
 

@@ -14,7 +14,9 @@ from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
 from taktline_worker.models.minicpm_robot.work import PHASES, phase_work
 
-_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0}
+_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 2.0}
+_BLOCK_BYTES = {"fp8": 1.0}
+"""Of vision blocks and text layers, where those are others."""
 
 
 class MiniCpmProfile:
@@ -58,6 +60,7 @@ class MiniCpmProfile:
             images=len(self._row.patches),
             text=self._text,
             weight_bytes=_WEIGHT_BYTES[self.precision],
+            block_bytes=_BLOCK_BYTES.get(self.precision),
         )
         return [Phase(name, calls[name], work[name].flops, work[name].bytes) for name in PHASES]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
+from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
 from taktline_worker.models.minicpm_robot.config import (
     HeadConfig,
@@ -17,6 +17,7 @@ from taktline_worker.models.minicpm_robot.config import (
     VisionConfig,
     expected_shapes,
 )
+from taktline_worker.models.minicpm_robot.fp8 import quantise
 from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
 from taktline_worker.models.minicpm_robot.profile import MiniCpmProfile
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
@@ -118,15 +119,14 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     """MiniCPM-RobotManip of the published size as what is measured; two views unless the request says otherwise.
 
     Raises:
-        TaktlineError: CONFIG_INVALID for a precision that the family does not have.
+        TaktlineError: CONFIG_INVALID for FP8 on a device that lacks it.
     """
     del name
-    if precision not in ("fp32", "bf16"):
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID, f"there is no {precision} for this family", "ask for bf16 or fp32"
-        )
+    if precision == "fp8":
+        check_device(device)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     weights = pack_weights(random_tensors(PUBLISHED, device), PUBLISHED, [0], dtype, device)
+    weights = quantise(weights) if precision == "fp8" else weights
     # The template takes about 9 tokens, LIBERO's instructions about 19.
     row = random_row(PUBLISHED, request.views or 2, request.prompt_tokens or 28)
     eager = MiniCpmRunner(weights, PUBLISHED, IMAGE_TOKEN)

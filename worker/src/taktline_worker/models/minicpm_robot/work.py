@@ -10,7 +10,15 @@ _HEAD_BYTES = 4.0
 """The action head stays fp32."""
 
 
-def phase_work(a: MiniCpmArchitecture, *, batch: int, images: int, text: int, weight_bytes: float) -> dict[str, Work]:
+def phase_work(
+    a: MiniCpmArchitecture,
+    *,
+    batch: int,
+    images: int,
+    text: int,
+    weight_bytes: float,
+    block_bytes: float | None = None,
+) -> dict[str, Work]:
     """Work by phase: the vision tower and its mergers; the text layers; the action head's four predictions.
 
     Bytes are the weights once, and once a prediction in the head; activations are taken to stay in caches. Norms,
@@ -22,6 +30,7 @@ def phase_work(a: MiniCpmArchitecture, *, batch: int, images: int, text: int, we
         images: of a row.
         text: tokens of a row beside its image tokens.
         weight_bytes: bytes a weight of the backbone.
+        block_bytes: bytes a weight of vision blocks and text layers, where those are others.
     """
     v, t, h = a.vision, a.text, a.head
     patches, merged = v.grid**2, v.grid**2 // 4
@@ -33,7 +42,9 @@ def phase_work(a: MiniCpmArchitecture, *, batch: int, images: int, text: int, we
     vision += 4 * v.width * (before * patches**2 + after * merged**2)
     vision += 2 * (patches * 4 * v.width**2 + merged * window) + 4 * v.width * patches * 4
     vision += 2 * v.image_tokens * end
-    vision_weights = v.depth * block + 3 * v.patch**2 * v.width + 4 * v.width**2 + window + end
+    wide = weight_bytes
+    narrow = wide if block_bytes is None else block_bytes
+    vision_bytes = narrow * v.depth * block + wide * (3 * v.patch**2 * v.width + 4 * v.width**2 + window + end)
 
     slots, pairs = images * v.image_tokens + text, t.heads * t.head_dim
     full = t.width * (2 * pairs + 2 * t.kv_heads * t.head_dim) + pairs * t.width
@@ -54,8 +65,8 @@ def phase_work(a: MiniCpmArchitecture, *, batch: int, images: int, text: int, we
     step += crossing * 4 * tokens * slots * w + (h.layers - crossing) * 4 * tokens**2 * w
     step_weights = own + encoder + decoder
     return {
-        "vision": Work(batch * images * vision, weight_bytes * vision_weights),
-        "text": Work(batch * backbone, weight_bytes * text_weights),
+        "vision": Work(batch * images * vision, vision_bytes),
+        "text": Work(batch * backbone, narrow * text_weights),
         "head": Work(
             batch * (slots * 2 * memory_weights + SOLVER_STEPS * step),
             _HEAD_BYTES * (memory_weights + SOLVER_STEPS * step_weights),

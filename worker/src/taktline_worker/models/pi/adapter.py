@@ -21,6 +21,7 @@ from torch import Tensor
 from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
@@ -343,11 +344,8 @@ def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
 def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, device: torch.device) -> PiWeights:
     """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
     policy = FP32
-    if precision == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0)):
-        raise _config_error(
-            "engine.precision is fp8, which needs a Hopper GPU or a later one",
-            "set spec.engine.precision to bf16, or place the policy in such a pool",
-        )
+    if precision == "fp8":
+        check_device(device)
     if precision in ("bf16", "fp8"):
         policy = BF16_VISION if device.type == "cuda" else BF16
     return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)
