@@ -287,6 +287,6 @@ class Policies:
 
 
 @pytest.fixture
-def policies(kubectl: Kubectl, namespace: str) -> Policies:
+def policies(kubectl: Kubectl, namespace: str, installed: None) -> Policies:
     """PolicyDeployments of a fresh namespace."""
     return Policies(kubectl, namespace)
