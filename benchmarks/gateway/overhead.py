@@ -8,7 +8,8 @@ the median of the ratios within each round. `added` is a request's latency less 
 queue, batching and the second process cost. The robots are the same code for every server of a protocol.
 
 The goals are judged at the end. Requests a second mean little while others are at work: their share of the cores is
-shown (`others`), and CPU a request, which they move least. Three rounds take about five minutes.
+shown (`others`), and CPU a request, which they move least. Three rounds take about five minutes. Where others cannot be
+sent away, `chrt -r 1 python -m benchmarks.gateway.overhead --seconds 0.7` puts them off for the moments of measuring.
 """
 
 from __future__ import annotations
