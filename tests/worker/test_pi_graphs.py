@@ -177,6 +177,7 @@ def test_a_folder_is_served_from_graphs(
     for device, number_format in (("cpu", "fp32"), ("cuda", precision)):
         loaded = adapter.load(config_of(folder, family, device=device, precision=number_format))
         assert isinstance(loaded.runner, GraphRunner) is (device == "cuda")
+        assert getattr(loaded.runner, "unnormalises", False) is (device == "cuda")
         rows = [loaded.begin(observations.make(family, seed=seed), pool).result() for seed in (1, 2, 3)]
         assert (rows[0].row.raw is not None) is (device == "cuda")
         answers.append([torch.from_numpy(chunk) for chunk in loaded.finish(rows, loaded.run(rows, 4))])

@@ -30,6 +30,7 @@ from taktline_worker.models.pi.profile import PiProfile
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
 from taktline_worker.models.pi.tokenizer import BOS_ID
+from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, fewer_steps, pack_weights
 from taktline_worker.observation import RobotInput
 from taktline_worker.rtc import RtcPlan
@@ -50,7 +51,7 @@ class BatchRunner(Protocol):
         """Where it runs."""
 
     def run(self, batch: PiBatch) -> Tensor:
-        """fp32 (B, H, action width) on the CPU, normalised units."""
+        """Actions on the CPU: fp32 (B, H, action width), or (B, H, D) in robot units where `unnormalises` says so."""
 
 
 class PiAdapter:
@@ -77,6 +78,7 @@ class PiAdapter:
         self.guided = guided
         self._cheaper = dict(cheaper or {})
         self._precision, self._quantisation = precision, quantisation
+        self._in_robot_units = _unnormalises(runner)
         conventions, rtc = processor.conventions, processor.rtc
         self.description = Description(
             family=processor.architecture.family,
@@ -97,7 +99,7 @@ class PiAdapter:
         return self.processor.begin(observation, pool)
 
     def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
-        """fp32 (rows, H, action width) on the CPU, normalised units."""
+        """As `runner` gives them: normalised, or in robot units where it `unnormalises`; `finish` knows."""
         del bucket  # the graph runner pads by itself; eager, padding would only cost time
         return self._run(rows, self.runner, self.guided)
 
@@ -115,15 +117,20 @@ class PiAdapter:
         network = [prepared.row for prepared in rows]
         apart = [row.rtc is not None and guided is not None for row in network]
         if guided is None or not any(apart):
-            return runner.run(self._collate(network))
+            return self._answered(runner, network)
         parts = {True: guided, False: runner}
         outputs: dict[bool, Tensor] = {
-            own: part.run(self._collate([row for row, on in zip(network, apart, strict=True) if on is own]))
+            own: self._answered(part, [row for row, on in zip(network, apart, strict=True) if on is own])
             for own, part in parts.items()
             if own in apart
         }
         remaining = {own: iter(part) for own, part in outputs.items()}
         return torch.stack([next(remaining[own]) for own in apart])
+
+    def _answered(self, runner: BatchRunner, rows: Sequence[PiRow]) -> Tensor:
+        """Rows of one runner, in the units of all."""
+        outputs = runner.run(self._collate(rows))
+        return self.processor.unnormalise(outputs) if self._in_robot_units and not _unnormalises(runner) else outputs
 
     def _collate(self, rows: Sequence[PiRow]) -> PiBatch:
         return collate(rows, self.processor.architecture.tokens_per_image, rtc=self.processor.rtc)
@@ -131,9 +138,10 @@ class PiAdapter:
     def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[Answer | TaktlineError]:
         """float32 (H, D) in robot units, with what a tail did to it, or the error of a row that is not finite."""
         results: list[Answer | TaktlineError] = []
+        finish = self.processor.complete if self._in_robot_units else self.processor.finish
         for prepared, actions in zip(rows, outputs, strict=True):
             try:
-                chunk = self.processor.finish(actions, prepared.state)
+                chunk = finish(actions, prepared.state)
             except TaktlineError as error:
                 results.append(error)
             else:
@@ -204,6 +212,10 @@ class PiAdapter:
             state=torch.zeros(a.action_width) if a.family == "pi0" else None,
         )
         return PreparedRow(row, np.zeros(c.state_dim))
+
+
+def _unnormalises(runner: BatchRunner) -> bool:
+    return bool(getattr(runner, "unnormalises", False))
 
 
 def load(config: EngineConfig) -> PiAdapter:
@@ -309,7 +321,15 @@ def make_runner(
     shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
     number_format: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
     runner = GraphRunner(
-        weights, architecture, conventions.horizon, shapes, number_format, conventions.resize, guidance, quantisation
+        weights,
+        architecture,
+        conventions.horizon,
+        shapes,
+        number_format,
+        conventions.resize,
+        guidance,
+        quantisation,
+        Unnormaliser(conventions.action_normaliser, conventions.action_dim, weights.embedding.device),
     )
     runner.capture()
     return runner

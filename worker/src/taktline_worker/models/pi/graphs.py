@@ -19,6 +19,7 @@ from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.resize import Resize
 from taktline_worker.models.pi.rtc import guidance_steps
 from taktline_worker.models.pi.runner import PiBatch
+from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.models.pi.weights import PiWeights
 
 FRAME_BYTES = 640 * 480 * 3
@@ -41,7 +42,7 @@ class Bucket:
 
 
 class GraphRunner:
-    """Replays one graph a batch: patches, vision, prefix and all solver steps, with no allocation after `capture`.
+    """Replays one graph a batch, from patches to robot units, with no allocation after `capture`.
 
     One call at a time: every bucket uses the same buffers, sized for the largest. A batch is padded to the smallest
     captured bucket that holds it; padded rows have one valid slot and no influence on the others.
@@ -56,6 +57,10 @@ class GraphRunner:
         guidance: bound of the weight by which rows with an RTC tail are drawn to it, in the same graph as all others;
             None where no row may have one.
         quantisation: how the expert's matrices are stored for small buckets; None keeps them bf16.
+        unnormalise: what makes robot units of the actions at the end of each graph; None leaves them as they are.
+
+    Attributes:
+        unnormalises: whether `run` answers in robot units.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class GraphRunner:
         resize: Resize = "bilinear",
         guidance: float | None = None,
         quantisation: QuantisationOptions | None = None,
+        unnormalise: Unnormaliser | None = None,
     ) -> None:
         a, device = architecture, weights.embedding.device
         self.architecture, self.horizon, self.device = a, horizon, device
@@ -84,6 +90,10 @@ class GraphRunner:
         self._source = torch.zeros(rows * slots, dtype=torch.int64, device=device)
         self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
         self._actions = torch.zeros(rows, horizon, a.action_width, device=device)
+        self._unnormalise, self.unnormalises = unnormalise, unnormalise is not None
+        self._answers = self._actions
+        if unnormalise is not None:
+            self._answers = torch.zeros(rows, horizon, unnormalise.width, dtype=unnormalise.dtype, device=device)
         self._state = torch.zeros(rows, a.action_width, device=device) if has_state else None
         self._bound, self._times = guidance, weights.times.tolist()
         self._target, self._influence = torch.zeros_like(self._actions), torch.zeros(rows, horizon, device=device)
@@ -122,6 +132,8 @@ class GraphRunner:
         self.encode_images(bucket)
         self.encode_prefix(bucket)
         self.solve(bucket)
+        if self._unnormalise is not None:
+            self._answers[: bucket.rows].copy_(self._unnormalise(self._actions[: bucket.rows]))
 
     def encode_images(self, bucket: Bucket) -> None:
         """Vision tower and projector."""
@@ -221,7 +233,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def run(self, batch: PiBatch) -> Tensor:
-        """Actions of each row, fp32 (B, H, action width) on the CPU, normalised units.
+        """Actions of each row on the CPU: fp32 (B, H, action width), or (B, H, D) where it `unnormalises`.
 
         Raises:
             ValueError: the batch fits no bucket.
@@ -229,7 +241,7 @@ class GraphRunner:
         bucket = self.bucket_for(batch)
         self.load(batch, bucket)
         self.captured[bucket].graph.replay()
-        return self._actions[: batch.tokens.shape[0]].cpu()
+        return self._answers[: batch.tokens.shape[0]].cpu()
 
 
 class _tf32:

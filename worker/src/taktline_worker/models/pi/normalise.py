@@ -66,13 +66,19 @@ class Normaliser:
         """Model units (..., D) -> robot units (..., D)."""
         if self.mode == "IDENTITY":
             return value
-        low, high, x = self._operands(value)
+        x = value if self.always_add_eps else value.astype(self.low.dtype, copy=False)
+        rule, scale, offset = self.restoring(value.shape[-1])
+        return np.asarray(restore(rule, x, scale, offset))
+
+    def restoring(self, width: int) -> tuple[str, FloatArray, FloatArray]:
+        """What `restore` takes for the first `width` numbers: its rule, scale and offset (width,). Not of IDENTITY."""
+        low, high = self.low[:width], self.high[:width]
         eps = low.dtype.type(self.eps)
         if self.mode == "MEAN_STD":
-            return np.asarray(x * (high + eps) + low if self.always_add_eps else x * high + low)
+            return "scaled", (high + eps if self.always_add_eps else high), low
         if self.always_add_eps:
-            return np.asarray((x + 1.0) / 2.0 * (high - low + eps) + low)
-        return np.asarray((x + 1.0) * self._span(low, high) / 2.0 + low)
+            return "halved", high - low + eps, low
+        return "spanned", self._span(low, high), low
 
     def undo(self, value: NDArray[np.float64]) -> NDArray[np.float64]:
         """The value (..., D) that `inverse` maps to `value`, in float64.
@@ -106,6 +112,19 @@ class Normaliser:
         width = value.shape[-1]
         x = value if self.always_add_eps else value.astype(self.low.dtype, copy=False)
         return self.low[:width], self.high[:width], x
+
+
+def restore(rule: str, x: Any, scale: Any, offset: Any) -> Any:
+    """Model units to robot units, of arrays or of tensors: one elementwise operation after the other, as trained.
+
+    Args:
+        rule: `scaled` by a deviation, or from [-1, 1] to a range, `halved` first (openpi) or `spanned` first (LeRobot).
+    """
+    if rule == "scaled":
+        return x * scale + offset
+    if rule == "halved":
+        return (x + 1.0) / 2.0 * scale + offset
+    return (x + 1.0) * scale / 2.0 + offset
 
 
 def identity() -> Normaliser:

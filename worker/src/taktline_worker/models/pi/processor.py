@@ -21,6 +21,7 @@ from taktline_worker.models.pi.resize import to_model_input
 from taktline_worker.models.pi.rtc import RtcRow, read_row
 from taktline_worker.models.pi.runner import PiRow
 from taktline_worker.models.pi.tokenizer import BOS_ID, Tokenizer
+from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
 from taktline_worker.rtc import RtcSettings
 
@@ -75,6 +76,7 @@ class PiProcessor:
 
     Attributes:
         raw: leave the resizing to the runner, for rows without a tail. Set before the first observation.
+        unnormalise: network outputs on the CPU to robot units.
 
     Raises:
         TaktlineError: CONFIG_INVALID where `cameras` names a camera the checkpoint lacks, or leaves one out.
@@ -96,6 +98,7 @@ class PiProcessor:
         self.raw = False
         self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
         self._tokenizer = tokenizer
+        self.unnormalise = Unnormaliser(conventions.action_normaliser, conventions.action_dim, torch.device("cpu"))
         self._max_pixels = max_pixels
         self._slot_of = _accepted_names(conventions.slots, cameras)
         shown: dict[str, str] = {}
@@ -196,8 +199,12 @@ class PiProcessor:
         Raises:
             TaktlineError: WORKER_FAILED where the network's output is not finite.
         """
+        return self.complete(self.unnormalise(actions), state)
+
+    def complete(self, actions: Tensor, state: NDArray[np.float64]) -> NDArray[np.float32]:
+        """What `unnormalise` gave, (H, D) on the CPU -> float32 (H, D) as the robot executes it; raises as `finish`."""
         conventions = self.conventions
-        cut = conventions.action_normaliser.inverse(actions[:, : conventions.action_dim].numpy())
+        cut: NDArray[np.floating] = actions.numpy()
         if conventions.relative_mask:
             mask = np.array(conventions.relative_mask)
             offset = np.where(mask, state[: len(mask)], 0.0).astype(cut.dtype)
