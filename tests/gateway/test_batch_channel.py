@@ -396,6 +396,31 @@ async def ends(reader: asyncio.StreamReader) -> bool:
         return True
 
 
+def test_a_connection_that_is_given_up_as_it_opens_is_not_left_behind(monkeypatch):
+    """Whoever is cancelled in the very turn in which the worker has agreed has no channel that it could close."""
+
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("nothing is sent")
+
+        port = await listen("127.0.0.1", infer)
+        connecting = asyncio.create_task(BatchChannel.connect("127.0.0.1", port.port, port.token))
+        ends = BatchChannel._opening_ends
+
+        def agreed(channel, error) -> None:
+            ends(channel, error)
+            connecting.cancel()
+
+        monkeypatch.setattr(BatchChannel, "_opening_ends", agreed)
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        for connection in list(port._connections):
+            await connection.gone.wait()
+        await port.close(0.0)
+
+    run(body)
+
+
 def test_a_port_that_closes_at_once_cannot_be_reached(monkeypatch):
     """The connection may go between its being made and the first word on it."""
 

@@ -86,11 +86,12 @@ class BatchChannel(FrameProtocol):
                         cls, host, port, ssl=context, server_hostname=name
                     )
                 await channel._open(token)
-        except TimeoutError as error:
-            raise OSError("the batch port does not answer") from error
-        finally:
-            if transport is not None and not channel._opened:
+        except BaseException as error:  # who cancels this has no channel to close
+            if transport is not None:
                 transport.abort()
+            if isinstance(error, TimeoutError):
+                raise OSError("the batch port does not answer") from error
+            raise
         return channel
 
     @property
