@@ -11,9 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.tags import cpython_tags
+from packaging.utils import parse_wheel_filename
 
 from .conftest import ROOT
 
@@ -86,6 +90,71 @@ def test_the_workers_extras_reach_its_packages_and_its_bill(tmp_path):
         for name in NAMES
     }
     assert with_video == {"gateway": False, "operator": False, "worker": True}
+
+
+EXTRAS = "--extra=video --extra=ray"
+LIBC_MINOR = 36  # glibc 2.36 of Debian bookworm, on which the base image is built
+
+
+def environment_of(machine: str) -> dict[str, str]:
+    """What markers of requirements see in an image for `machine`."""
+    return {
+        "implementation_name": "cpython",
+        "os_name": "posix",
+        "platform_machine": machine,
+        "platform_python_implementation": "CPython",
+        "platform_system": "Linux",
+        "python_full_version": "3.11.13",
+        "python_version": "3.11",
+        "sys_platform": "linux",
+        "extra": "",
+    }
+
+
+def supported_tags(machine: str) -> set[str]:
+    """Tags of the wheels that Python 3.11 of the base image takes on `machine`."""
+    oldest = 5 if machine == "x86_64" else 17  # of glibc, for which there ever were wheels of that machine
+    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(LIBC_MINOR, oldest - 1, -1)]
+    platforms += [f"{old}_{machine}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
+    found = {str(tag) for tag in cpython_tags((3, 11), ["cp311"], platforms)}
+    found |= {f"py{version}-none-{platform}" for version in ("3", "311") for platform in [*platforms, "any"]}
+    return found | {"py2-none-any", "py311-none-any"}
+
+
+def without_wheel(name: str, machine: str) -> list[str]:
+    """Locked packages of an image for which no wheel fits `machine`: they would have to be compiled in the build."""
+    selection = re.findall(r"^RUN uv sync .*--no-editable (.+)$", (FOLDER / f"{name}.Dockerfile").read_text(), re.M)
+    uv = subprocess.run([ROOT / "tools/find-uv"], capture_output=True, text=True, check=True).stdout.strip()
+    command = [uv, "export", "--quiet", "--frozen", "--no-dev", "--no-emit-workspace", "--no-hashes", "--no-annotate"]
+    command += ["--format=requirements.txt", *selection[0].split(), *(EXTRAS.split() if name == "worker" else [])]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = [Requirement(line) for line in listed if line and not line.startswith("#")]
+    assert len(wanted) > 30
+    locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    wheels = {
+        (package["name"], package["version"]): [one["url"].rpartition("/")[2] for one in package.get("wheels", [])]
+        for package in locked
+        if "version" in package
+    }
+    tags, missing = supported_tags(machine), []
+    for requirement in wanted:
+        if requirement.marker and not requirement.marker.evaluate(environment_of(machine)):
+            continue
+        version = str(requirement.specifier).removeprefix("==")
+        names = wheels[requirement.name, version]
+        if not any(tags & {str(tag) for tag in parse_wheel_filename(found)[3]} for found in names):
+            missing.append(f"{requirement.name} {version}")
+    return missing
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_locked_package_has_a_wheel_for_both_machines(name, machine):
+    assert without_wheel(name, machine) == []
+
+
+def test_a_package_without_a_wheel_for_a_machine_would_be_found():
+    assert "torch 2.11.0" in without_wheel("worker", "riscv64")
 
 
 def test_what_is_sent_to_the_engine_is_what_the_files_copy():
