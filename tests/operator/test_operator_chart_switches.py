@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from taktline_operator import cli, monitors, naming, schema, workload
 from taktline_operator.plan import Settings, plan
 from taktline_operator.spec import WorkerTls
@@ -198,3 +199,30 @@ def test_helm_test_asks_the_service_or_the_named_way(render: Any) -> None:
     assert gateway("--set", "gateway.tls.secret=t")["GATEWAY"] == "https://taktline-gateway.factory:80"
     assert gateway("--set", "test.url=https://robots.example")["GATEWAY"] == "https://robots.example"
     assert gateway("--set", "test.keySecret=k")["KEY"] == {"secretKeyRef": {"name": "k", "key": "key"}}
+
+
+def notes(helm: Any, *values: str) -> str:
+    """What `helm install` tells at its end."""
+    said = helm("install", "--generate-name", "--dry-run=client", *values)
+    assert said.returncode == 0, said.stderr
+    return str(said.stdout.partition("NOTES:")[2])
+
+
+def test_an_installation_ends_with_the_commands_that_come_next(helm: Any) -> None:
+    said = notes(helm)
+    assert re.search(r"^  helm test taktline-\d+ -n factory$", said, re.MULTILINE)
+    (example,) = re.findall(r"^  kubectl apply -f (\S+)$", said, re.MULTILINE)
+    (policy,) = re.findall(r"^  kubectl wait --for=condition=Available pd/(\S+)", said, re.MULTILINE)
+    assert yaml.safe_load((CHART.ROOT / example).read_text())["metadata"]["name"] == policy
+    assert "http://taktline-gateway.factory/v1/policies/NAME/act" in said
+    assert "get secret" not in said
+
+
+def test_it_says_where_robots_of_this_installation_go_and_what_they_show(helm: Any) -> None:
+    values = "gateway.tls.secret=t,gateway.access.mode=keys,gateway.access.secret=robot-keys"
+    said = notes(helm, "--set", values)
+    assert "https://taktline-gateway.factory:80/v1/policies/NAME/act" in said
+    assert "kubectl -n factory get secret robot-keys" in said
+    assert "https://taktline-gateway.factory/v1/" in notes(helm, "--set", values + ",gateway.service.port=443")
+    assert "http://taktline-gateway.factory:8080/v1/" in notes(helm, "--set", "gateway.service.port=8080")
+    assert "taktline-operator crd | kubectl apply" in notes(helm, "--set", "crds.install=false")
