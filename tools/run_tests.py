@@ -51,7 +51,8 @@ class Lane:
     def run(self, *more: str, prefix: str = "") -> None:
         """Run to the end, with `more` arguments, printing each line after `prefix`; sets `status`."""
         pytest = str(Path(sys.executable).with_name("pytest"))
-        command = [pytest, "-o", f"cache_dir={self._cache}", *more, *self._arguments]
+        # Unbuffered, so that lines come as they are written; by a flag, which the tests' own processes do not inherit.
+        command = [sys.executable, "-u", pytest, "-o", f"cache_dir={self._cache}", *more, *self._arguments]
         # The tests' models are tiny: more threads spend their time waiting for each other, here and in every process.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         if not prefix:

@@ -271,10 +271,10 @@ def test_a_candidate_that_fails_costs_time_but_no_answer(stack, serving, fault):
 
 
 def test_a_candidate_too_slow_for_a_deadline_is_counted_and_the_serving_revision_answers(stack, serving):
-    other = stack.start_worker(revision="r2", t_sync="1:500,2:500")
+    other = stack.start_worker(revision="r2", t_sync="1:5000,2:5000")
     stack.write_routes(serving, candidate=candidate(other, weight=100))
     trial_up(stack)
-    answers = [stack.act(budget_ms=200.0) for _ in range(5)]
+    answers = [stack.act(budget_ms=2000.0) for _ in range(5)]
     assert [(status, body.revision) for status, body in answers] == [(200, "r1")] * 5
     found = trial(stack)
     assert found.rescued == found.candidate.missed == 5
