@@ -64,7 +64,7 @@ def line_chart(
     if x_mark is not None:
         x, bottom = at(x_mark[0], low_y)
         parts.append(f'<line x1="{x}" y1="{TOP}" x2="{x}" y2="{bottom}" stroke="{INK}" stroke-dasharray="3 4"/>')
-        parts.append(f'<text x="{x - 4}" y="{TOP + 12}" text-anchor="end" fill="{INK}">{x_mark[1]}</text>')
+        parts.append(f'<text x="{x}" y="{TOP - 4}" text-anchor="middle" fill="{INK}">{x_mark[1]}</text>')
     for index, (name, points) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
         line = " ".join("{},{}".format(*at(x, y)) for x, y in sorted(points))

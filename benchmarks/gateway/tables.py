@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gateway.paired import difference
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 PAGE = ROOT / "docs" / "scheduling.md"
@@ -63,24 +65,26 @@ def scheduling() -> str:
 
 
 def best_of() -> str:
-    """In how many cases ours is the best."""
-    rows = rows_of("gateway-scheduling.json", "gateway-scheduling")
-    groups: dict[tuple[str, str, float], dict[str, float]] = {}
-    for row in rows:
-        groups.setdefault((row["policy"], row["trace"], row["load"]), {})[row["scheduler"]] = row["on_time"]
-    behind = [
-        (key, shares["Taktline"], max(shares.values()), max(shares, key=lambda name: shares[name]))
-        for key, shares in groups.items()
-        if shares["Taktline"] < max(shares.values()) - 5e-4
-    ]
-    text = f"Best, or within 0.05 points of the best: {len(groups) - len(behind)} of {len(groups)} cases."
-    if not behind:
-        return text
-    table = markdown(
-        ("engine", "trace", "load", "ours", "best", "by"),
-        ((k[0], k[1], f"{k[2]:g}", f"{100 * ours:.2f}", f"{100 * best:.2f}", by) for k, ours, best, by in behind),
+    """In how many cases ours is the best, and where it is not, against which of the others and by how much."""
+    groups: dict[tuple[str, str, float], dict[str, Row]] = {}
+    for row in rows_of("gateway-scheduling.json", "gateway-scheduling"):
+        groups.setdefault((row["policy"], row["trace"], row["load"]), {})[row["scheduler"]] = row
+    below = []
+    for (policy, trace, load), rows in groups.items():
+        ours = rows.pop("Taktline")
+        best = max(rows.values(), key=lambda row: row["on_time"])
+        against = difference(ours["on_time_by_seed"], best["on_time_by_seed"])
+        if against.standing != "ahead":
+            shares = (f"{100 * row['on_time']:.2f}" for row in (ours, best))
+            gap = f"{100 * against.mean:+.2f} ± {100 * against.half:.2f}"
+            below.append((policy, trace, f"{load:g}", *shares, best["scheduler"], gap, against.standing))
+    tied = sum(cells[-1] == "tied" for cells in below)
+    text = (
+        f"Best, or within 0.05 points of the best: {len(groups) - len(below)} of {len(groups)} cases; "
+        f"tied with it: {tied}; behind it: {len(below) - tied}."
     )
-    return f"{text} The others:\n\n{table}"
+    head = ("engine", "trace", "load", "ours", "best", "by", "difference (95%)", "")
+    return f"{text}\n\n{markdown(head, below)}" if below else text
 
 
 def bound() -> str:

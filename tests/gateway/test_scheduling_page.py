@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks.gateway.figures import FIGURES, FROM, RESULTS
+from benchmarks.gateway.paired import difference
 from benchmarks.gateway.tables import PAGE, TABLES, filled, rows_of
 
 
@@ -42,3 +43,17 @@ def test_the_goals_that_the_rows_speak_of():
     assert all(row["share_of_peak"] <= 0.5 for row in overload if row["scheduler"].startswith("FIFO"))
     robots = rows_of("gateway-robots-per-gpu.json", "gateway-robots-per-gpu")
     assert all(row["robots"] >= 12 for row in robots if row["scheduler"] == "Taktline")
+
+
+def test_where_it_is_behind_another_policy_it_is_by_less_than_a_point():
+    rows = rows_of("gateway-scheduling.json", "gateway-scheduling")
+    cases: dict[tuple[str, str, float], dict[str, list[float]]] = {}
+    for row in rows:
+        case = cases.setdefault((row["policy"], row["trace"], row["load"]), {})
+        case[row["scheduler"]] = row["on_time_by_seed"]
+    assert len(cases) == 126
+    for case, shares in cases.items():
+        ours = shares.pop("Taktline")
+        for name, others in shares.items():
+            against = difference(ours, others)
+            assert against.mean >= -0.01, (case, name)
