@@ -34,3 +34,10 @@ def test_a_legend_is_filled_as_grafana_does():
 def test_variables_are_filled_longest_name_first():
     source = render.Source("http://127.0.0.1:1", 0, 1, {"policy": "a", "policy_long": "b", "__rate_interval": "5s"})
     assert source.filled("x{p=~'$policy_long',q=~'$policy'}[$__rate_interval]") == "x{p=~'b',q=~'a'}[5s]"
+
+
+@pytest.mark.parametrize("high", [1.0, 900.0, 128.3 * 2**20, 17 * 2**30])
+def test_ticks_of_bytes_are_powers_of_two_apart_and_few(high):
+    step = render.whole_step(0.0, high)
+    assert math.log2(step).is_integer()
+    assert 1 <= high / step <= 8

@@ -19,6 +19,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MultipleLocator
 
 Json = dict[str, Any]
 Series = tuple[dict[str, str], np.ndarray, np.ndarray]
@@ -142,6 +143,8 @@ def _overrides(panel: Json) -> dict[str, dict[str, Any]]:
 
 
 def _no_data(axes: Axes) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
     axes.text(0.5, 0.5, "no data", ha="center", va="center", color="#888888", transform=axes.transAxes)
 
 
@@ -174,15 +177,23 @@ def _time_series(axes: Axes, panel: Json, source: Source) -> None:
             )
     if not drawn:
         _no_data(axes)
+        return
     defaults = panel["fieldConfig"]["defaults"]
     low, high = axes.get_ylim()
     axes.set_ylim(defaults.get("min", low), 1.02 * defaults["max"] if "max" in defaults else high + 0.1 * abs(high))
+    if unit in ("bytes", "Bps"):
+        axes.yaxis.set_major_locator(MultipleLocator(whole_step(*axes.get_ylim())))
     axes.yaxis.set_major_formatter(lambda value, _: shown(value, unit))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} min")
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
     if 0 < len(drawn) <= 14:
-        axes.legend(fontsize=6.5, loc="upper left", ncols=1 + len(drawn) // 7, framealpha=0.6)
+        axes.legend(fontsize=6.5, loc="best", ncols=1 + len(drawn) // 7, framealpha=0.6)
+
+
+def whole_step(low: float, high: float) -> float:
+    """Bytes between the ticks of an axis: a power of two, so that they are round in MiB, and at most eight of them."""
+    return float(2.0 ** max(0, math.ceil(math.log2(max(1.0, high - low) / 8))))
 
 
 def _lonely(values: np.ndarray) -> bool:

@@ -95,7 +95,7 @@ def page() -> Page:
         time_series(
             "Late answers by revision",
             "Share of each revision's own answers that came after the deadline.",
-            Query(f"{slo.REVISION_MISSES}{_CHOSEN}", "{{revision}}"),
+            Query(f"{slo.REVISION_MISSES}{_CHOSEN}", "{{policy}} {{revision}}"),
             unit="percentunit",
         ),
         time_series(
