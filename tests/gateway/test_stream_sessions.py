@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,12 @@ from taktline_gateway.pending import ClientGone
 from taktline_gateway.stream.conversation import Conversation
 from taktline_gateway.stream.endpoint import Streams
 from taktline_gateway.stream.sessions import Flight, HeldFrame, Session, Sessions
+from taktline_gateway.stream.transport import StreamTransport
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.messages import Image
 from taktline_protocol.stream import Hello
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 
 class Clock:
@@ -260,3 +264,16 @@ def test_connections_that_come_and_go_fill_no_memory(clock):
     assert len(sessions) == 3
     assert live in list(sessions), "those that are connected stay"
     assert sessions.held_bytes == 20
+
+
+async def test_a_connection_that_is_lost_keeps_no_message():
+    """Its parser remembers the last one, and is part of a cycle that the collector breaks only much later."""
+    config = Config(app=lambda scope: None, lifespan="off")
+    config.load()
+    state = ServerState()
+    made = StreamTransport(config=config, server_state=state, app_state={}, _loop=asyncio.get_running_loop())
+    state.connections.add(made)
+    assert inspect.getgeneratorstate(made.conn.parser) == inspect.GEN_SUSPENDED
+    made.connection_lost(ConnectionResetError())
+    assert inspect.getgeneratorstate(made.conn.parser) == inspect.GEN_CLOSED
+    assert not state.connections

@@ -28,3 +28,8 @@ class StreamTransport(WebSocketsSansIOProtocol):
         scope: dict[str, object] = self.scope  # type: ignore[assignment]
         scope[ABORT] = self.transport.abort
         await super().run_asgi()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over. Its parser holds the last message, whose cameras must not wait for the collector."""
+        super().connection_lost(exc)
+        self.conn.parser.close()
