@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import ssl
@@ -15,6 +16,7 @@ from taktline_gateway.batch_channel import BatchChannel
 from taktline_gateway.tls import TlsFiles as GatewayFiles
 from taktline_gateway.tls import WorkerTls
 from taktline_protocol import Image, worker_pb2
+from taktline_protocol.batch_frames import VERSION, Open, frame
 from taktline_worker import batch_port
 from taktline_worker.batch_port import listen
 from taktline_worker.tls import TlsFiles, server_context
@@ -152,6 +154,47 @@ def test_a_handshake_that_is_never_finished_is_ended(authorities, tmp_path, monk
             silent.setblocking(False)
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.get_running_loop().sock_recv(silent, 1) == b""
+        await port.close(0.0)
+
+    run(body)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_session_outlasts_the_trust_in_its_issuer(authorities, tmp_path, version):
+    """A session is resumed without a look at the certificate: whoever holds one must not come back by it."""
+    factory, stranger = authorities
+
+    async def body():
+        async def infer(request, frames, context):
+            raise AssertionError("no batch is sent")
+
+        port = await listen("127.0.0.1", infer, context=server_context(server_files(tmp_path, factory)))
+        context = gateway_tls(factory, factory).context
+        context.maximum_version = version
+
+        def enter(session: ssl.SSLSession | None = None) -> ssl.SSLSocket:
+            connection = socket.create_connection(("127.0.0.1", port.port), timeout=60.0)
+            try:
+                connection = context.wrap_socket(connection, server_hostname=NAME, session=session)
+                connection.sendall(b"".join(frame(Open(VERSION, port.token))))
+                if not connection.recv(1):
+                    raise ConnectionResetError("closed without an answer")
+            except OSError:
+                connection.close()
+                raise
+            return connection
+
+        session, first = None, None
+        with contextlib.suppress(ssl.SSLError):  # the older version may be refused altogether
+            first = await asyncio.to_thread(enter)
+            session = first.session
+        assert first is not None or version is ssl.TLSVersion.TLSv1_2
+        shutil.copy(stranger.ca, tmp_path / "ca.crt")
+        os.utime(tmp_path / "ca.crt", (1, 1))  # another time than before, however fast this was
+        with pytest.raises(OSError):  # noqa: PT011 (an alert, or the end of the connection)
+            (await asyncio.to_thread(enter, session)).close()
+        if first is not None:
+            first.close()
         await port.close(0.0)
 
     run(body)
