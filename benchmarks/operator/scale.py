@@ -334,9 +334,12 @@ class Scale:
         self.result["steady_cores"] = round(cpu / self.options.quiet_s, 4)
 
     async def _is_quiet(self) -> bool:
-        before = (await self.reading()).writes
-        await asyncio.sleep(5)
-        return (await self.reading()).writes == before
+        """Whether nothing was written, and hardly anything looked at, for ten seconds: what is under way is over."""
+        before = await self.reading()
+        await asyncio.sleep(10)
+        after = await self.reading()
+        looks = after.total(metrics.OPERATOR_RECONCILES) - before.total(metrics.OPERATOR_RECONCILES)
+        return after.writes == before.writes and looks <= 2
 
     async def one_change(self) -> None:
         """API calls of one more replica of one policy, mean over a few."""
