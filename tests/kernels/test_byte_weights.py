@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,7 +79,55 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_the_cut_follows_the_weight_alone() -> None:
-    published = {"qkv": (2560, 1024, 3), "out": (1024, 2048, 8), "gate_up": (4096, 1024, 2), "down": (1024, 4096, 8)}
-    for name, (channels, depth, parts) in published.items():
-        assert kernel._parts(channels, depth, 64, 128) == parts, name
+    published = {
+        "qkv": (2560, 1024, 64, 3),
+        "out": (1024, 2048, 64, 8),
+        "gate_up": (4096, 1024, 32, 1),
+        "down": (1024, 4096, 64, 8),
+    }
+    for name, (channels, depth, block, parts) in published.items():
+        assert kernel._parts(channels, depth, block, 128) == parts, name
     assert kernel._parts(64, 100, 64, 128) == 1
+
+
+_COMPILED = """
+import json, sys
+from dataclasses import asdict
+import torch
+from taktline_kernels import ahead
+from taktline_kernels.fp8_rows import ByteWeight
+from taktline_kernels.triton_impl import byte_weights
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+dtype = getattr(torch, sys.argv[2])
+with ahead.recording(sys.argv[1]) as ledger, FakeTensorMode():
+    def product(channels, depth, **settings):
+        weight = torch.empty(channels, depth, dtype=dtype, device="cuda")
+        scales = torch.empty(channels, dtype=torch.float32, device="cuda")
+        x = torch.empty(50, depth, dtype=torch.bfloat16, device="cuda")
+        byte_weights.linear(x, ByteWeight(weight, scales), {}, **settings)
+
+    product(1024, 4096)
+    product(8192, 1024, gated=True)
+json.dump([asdict(one) for one in ledger.kernels.values()], sys.stdout)
+"""
+
+
+@pytest.mark.parametrize(("arch", "stored"), [("sm_86", "int8"), ("sm_90", "float8_e4m3fn")])
+def test_it_compiles_and_fits_where_it_is_meant_to_run(arch: str, stored: str) -> None:
+    """An A40's blocks have the least shared memory of the GPUs that it is for."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILED, arch, stored],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert {one["name"] for one in found} == {"_product_kernel", "_sum_kernel"}
+    for one in found:
+        assert not one["error"], one
+        assert one["stack_bytes"] == 0, one

@@ -141,7 +141,8 @@ def linear(x: Tensor, weight: ByteWeight, config: Mapping[str, int], *, gated: b
     x = x.contiguous()
     depth = x.shape[-1]
     rows, channels = x.numel() // depth, weight.values.shape[0] // (2 if gated else 1)
-    block_n = config.get("block_n", 64)
+    # A gated block has two sums: of 64 channels they would not fit the registers, and 32 need no parts of the depth.
+    block_n = config.get("block_n", 32 if gated else 64)
     block_k = min(config.get("block_k", 128), power_of_two(depth))
     block_m = config.get("block_m", 64)
     split = config.get("split", 0) or _parts(channels, depth, block_n, block_k)
