@@ -96,6 +96,22 @@ async def ask(url: str, robots: int, seconds: float, metrics_address: str) -> di
     }
 
 
+def save(rows: list[dict[str, Any]], t_sync: Any, out: Path) -> Path:
+    """Writes what there is so far, so that a run that is ended early keeps it."""
+    content = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/end_to_end.py",
+        "t_sync": t_sync,
+        "rows": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    target = out / "end_to_end.json"
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    return target
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,20 +146,11 @@ def main() -> None:
                     stated = json.load(answer)
                 for robots in map(int, options.clients.split(",")):
                     rows.append(asyncio.run(ask(deployment.url, robots, options.seconds, metrics_address)))
+                    save(rows, stated.get("t_sync"), options.out)
                     print(json.dumps(rows[-1]), flush=True)
             finally:
                 deployment.stop()
-    options.out.mkdir(parents=True, exist_ok=True)
-    content = {
-        "device": torch.cuda.get_device_name() if not tiny else "cpu",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/end_to_end.py",
-        "t_sync": stated.get("t_sync"),
-        "rows": rows,
-    }
-    target = options.out / "end_to_end.json"
-    target.write_text(json.dumps(content, indent=1) + "\n")
+    target = save(rows, stated.get("t_sync"), options.out)
     heads = ("robots", "per_s", "round_trip_ms", "p99_ms", "queue_ms", "transfer_ms", "inference_ms", "engine_share")
     print(" ".join(f"{head:>13}" for head in heads))
     for row in rows:

@@ -101,15 +101,25 @@ def main() -> None:
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     options.out.mkdir(parents=True, exist_ok=True)
     for subject in options.only.split(","):
-        rows = measure(subject, device, versions, quick=options.quick)
         target = options.out / f"engine_cosmos3_{subject}.json"
-        target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+        def save(rows: list[Row], target: Path = target) -> None:
+            target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+        save(measure(subject, device, versions, save, quick=options.quick))
         say(f"wrote {target}")
         torch.cuda.empty_cache()
 
 
-def measure(subject: str, device: torch.device, versions: dict[str, str], *, quick: bool) -> list[Row]:
-    """All batch sizes of one policy and shape, and the peers of some."""
+def measure(
+    subject: str,
+    device: torch.device,
+    versions: dict[str, str],
+    save: Callable[[list[Row]], None],
+    *,
+    quick: bool,
+) -> list[Row]:
+    """All batch sizes of one policy and shape, and the peers of some; `save` gets what there is so far."""
     name, batches = SUBJECTS[subject]
     a, settings = POLICIES[name]
     batches = batches[:1] if quick else batches
@@ -131,8 +141,12 @@ def measure(subject: str, device: torch.device, versions: dict[str, str], *, qui
     say(f"{name}: {len(runner.captured)} graphs captured")
     found["ours"] = runner.run(random_rows(name, 1))[0].actions
     profile = Cosmos3Profile(name, runner, VAE, "bf16", PROMPT_TOKENS)
-    rows = [measured_row(profile, name, batch, versions) for batch in batches]
+    rows: list[Row] = []
+    for batch in batches:
+        rows.append(measured_row(profile, name, batch, versions))
+        save(rows)
     rows += in_fp8(runner, found, name, batches, versions)
+    save(rows)
     texts = {
         "text_ms": quantile(event_times(partial(encode_text, runner), 2, 10), 0.5),
         "text_floor_ms": text_work(a, PROMPT_TOKENS, 2.0).floor_ms(H200.flops, H200.bytes_per_s),
@@ -148,6 +162,7 @@ def measure(subject: str, device: torch.device, versions: dict[str, str], *, qui
     for batch in batches[:: max(1, len(batches) - 1)]:
         own = next(row for row in rows if row.batch == batch and row.dtype == "bf16")
         add_peer(own, "plain PyTorch, eager", measured(peer_call(plain, encode, random_rows(name, batch))))
+        save(rows)
     if not quick:
         torch._dynamo.config.recompile_limit = 64
         compiled = PlainCosmos3(plain.w.items(), a, settings, torch.bfloat16, compiled=True)

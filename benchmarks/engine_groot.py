@@ -60,6 +60,12 @@ def main() -> None:
     )
     del tensors
     rows: list[Row] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "engine_groot.json"
+
+    def save() -> None:
+        target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
     for shape, (images, tokens, batches) in SHAPES.items():
         row = random_row(PUBLISHED, images, tokens)
         sizes = [batch for batch in batches if not options.quick or batch in (1, 8)]
@@ -98,18 +104,12 @@ def main() -> None:
             say(f"{shape} batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
             if batch in (1, 8, 32):
                 add_peer(rows[-1], "plain PyTorch, eager", event_times(plain.prepared(rows_of(row, batch)), 2, 10))
+            save()
         laid = lay_out(rows_of(row, 1), PUBLISHED).to(device)
         say(
             f"{shape} batch 1, eager: {quantile(event_times(lambda laid=laid: eager.compute(laid), 3, 10), 0.5):.1f} ms"
         )  # type: ignore[misc]
         del graphs
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / "engine_groot.json"
-
-    def save() -> None:
-        target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-
-    save()
     if not options.quick:
         compiled = PlainGroot(plain._model, plain._head, PUBLISHED.text.image_token, compiled=True)
         for batch in (1, 32):

@@ -60,6 +60,12 @@ def main() -> None:
         PlainHead(head_tensors(tensors), PUBLISHED.head.heads, PUBLISHED.head.horizon),
     )
     rows: list[Row] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "engine_minicpm.json"
+
+    def save() -> None:
+        target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
     for views in VIEWS:
         row = random_row(PUBLISHED, views, TEXT)
         sizes = BATCHES[views][:1] if options.quick else BATCHES[views]
@@ -102,10 +108,8 @@ def main() -> None:
             say(f"{views} views, batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
             if batch == 1:
                 add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda here=here: plain(here), 2, 10))  # type: ignore[misc]
+            save()
         del graphs
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / "engine_minicpm.json"
-    target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     say(f"wrote {target}")
 
 

@@ -240,6 +240,21 @@ PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 }
 
 
+def save(rows: list[Row], out: Path, gpus: int, device_name: str) -> Path:
+    """Writes what there is so far, so that a run that is ended early keeps it."""
+    out.mkdir(parents=True, exist_ok=True)
+    content = {
+        "device": device_name,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/multi_gpu.py",
+        "rows": [asdict(row) for row in rows],
+    }
+    target = out / f"multi_gpu_x{gpus}.json"
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    return target
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -255,6 +270,7 @@ def main() -> None:
     if visible and options.gpus > visible:
         parser.error(f"--gpus {options.gpus}, and {visible} are visible")
     device = torch.device("cuda" if visible else "cpu")
+    device_name = torch.cuda.get_device_name() if visible else "cpu"
     rows: list[Row] = []
     # A GPU's worth of random weights is 7 GB: shared memory spares the disk.
     fast = Path("/dev/shm") if visible and Path("/dev/shm").is_dir() else None  # noqa: S108
@@ -263,18 +279,8 @@ def main() -> None:
         for part in wanted:
             for row in PARTS[part](setting):
                 rows.append(row)
+                target = save(rows, options.out, setting.gpus, device_name)
                 say(f"{row.part} on {row.gpus}: {row.median_ms:.1f} ms, {row.per_s:.2f}/s, {row.scale:.2f} x one")
-    options.out.mkdir(parents=True, exist_ok=True)
-    device_name = torch.cuda.get_device_name() if visible else "cpu"
-    content = {
-        "device": device_name,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/multi_gpu.py",
-        "rows": [asdict(row) for row in rows],
-    }
-    target = options.out / f"multi_gpu_x{setting.gpus}.json"
-    target.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\n{'part':<24} {'GPUs':>4} {'median ms':>10} {'per s':>9} {'x one':>6}   on {device_name}")
     for row in rows:
         print(f"{row.part:<24} {row.gpus:>4} {row.median_ms:>10.1f} {row.per_s:>9.2f} {row.scale:>6.2f}")

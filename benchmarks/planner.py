@@ -288,8 +288,8 @@ def fleet_rows(world: VJepa2World, dtype: str, runs: int) -> list[Row]:
     return rows
 
 
-def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Everything that one GPU answers."""
+def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[list[Row]], None]) -> list[Row]:
+    """Everything that one GPU answers; `save` gets what there is so far."""
     checkpoint = random_checkpoint(device)
     rounded, full = pack_weights(checkpoint, BF16, device), pack_weights(checkpoint, FP32, device)
     world = make_world(rounded, checkpoint)
@@ -325,8 +325,10 @@ def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
         short = replace(SETTINGS, rounds=3)
         rows.append(row(dtype, plan_seconds(world, [Problem(scene, short)], mesh, options.runs)[0], short, 1))
         say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
+        save(rows)
         if options.fleet:
             rows += fleet_rows(world, dtype, max(1, options.runs // 3))
+            save(rows)
     if options.peer:
         del world, exact
         gc.collect()
@@ -348,7 +350,7 @@ def on_one(options: argparse.Namespace, device: torch.device) -> list[Row]:
     return rows
 
 
-def on_several(rank: int, size: int) -> list[Row]:
+def on_several(rank: int, size: int, save: Callable[[list[Row]], None]) -> list[Row]:
     """The same plan on all ranks of a torchrun and on rank 0 alone."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -372,6 +374,7 @@ def on_several(rank: int, size: int) -> list[Row]:
                 assert equal, "plans differ between one rank and several"
                 speedup = alone[0] / statistics.median(seconds)
                 rows.append(row(dtype, seconds, settings, size, one_gpu_s=alone[0], speedup=speedup, bit_equal=equal))
+                save(rows)
                 say(f"{dtype}, {rounds} rounds on {size}: {rows[-1].median_ms:.0f} ms, {speedup:.3f} times one GPU")
             dist.barrier()
         del world
@@ -391,11 +394,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args()
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    rows = on_several(rank, size) if size > 1 else on_one(options, torch.device("cuda"))
-    if rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
-        target = options.out / ("planner.json" if size == 1 else f"planner_x{size}.json")
+    target = options.out / ("planner.json" if size == 1 else f"planner_x{size}.json")
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def save(rows: list[Row]) -> None:
         target.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+
+    rows = on_several(rank, size, save) if size > 1 else on_one(options, torch.device("cuda"), save)
+    if rank == 0:
+        save(rows)
         say(f"wrote {target}")
 
 

@@ -22,6 +22,8 @@ for policy in rehearsal.POLICIES:
     for precision in rehearsal.precisions(policy, "sm_90"):
         one = rehearsal.rehearse(policy, "sm_90", precision=precision, table="h200", compiled=False)
         found.append(asdict(one) | {"without_rule": one.without_rule})
+one = rehearsal.rehearse("pi05", "sm_86", compiled=False)
+found.append(asdict(one) | {"without_rule": []})
 json.dump(found, sys.stdout)
 """
 
@@ -52,6 +54,7 @@ with ahead.recording(arch) as ledger, mode:
     fp8.quantise_rows(made(2, 2 * 9216), fp8.SWIGLU)
     cache, lengths = made(1, 1018, 256), made(1, dtype=torch.int32)
     attention.attention_cached(made(1, 50, 8, 256), cache, cache, lengths, 50, config={"block_m": 128, "num_warps": 8})
+    attention.attention_cached(made(1, 50, 8, 256), cache, cache, lengths, 50, config={"block_n": 32})
 json.dump([asdict(one) for one in ledger.kernels.values()], sys.stdout)
 """
 
@@ -82,19 +85,23 @@ def test_every_engine_can_be_captured_on_a_gpu() -> None:
     launched = {
         (one["policy"], one["precision"]): {kernel["name"] for kernel in one["kernels"]}  # type: ignore[attr-defined]
         for one in found
+        if one["arch"] == "sm_90"
     }
     assert {"_rule_kernel", "_conv_kernel", "_gate_kernel"} <= launched["minicpm-robot", "bf16"]
     assert {"_norm_rotate_kernel", "_gated_kernel"} <= launched["gr00t-n1.7", "bf16"]
     assert {"expert.cu:product", "geglu.cu:geglu_product"} <= launched["pi05", "bf16"]
     assert "_rows_kernel" in launched["cosmos3-nano", "fp8"]
     assert "_norm_kernel" in launched["vjepa2-ac", "fp8"]
+    # Blocks of a smaller GPU have less shared memory, so its keys come in smaller parts.
+    small = [kernel["settings"] for kernel in found[-1]["kernels"] if kernel["name"] == "_cached_kernel"]  # type: ignore[attr-defined]
+    assert {settings["BLOCK_N"] for settings in small} == {32}
     # Left to PyTorch until somebody has measured the alternatives.
     assert {op for one in found for op in one["without_rule"]} <= {"attention_suffix", "linear"}  # type: ignore[attr-defined]
 
 
 def test_kernels_compile_for_hopper() -> None:
     found = run(_COMPILED, "sm_90")
-    by_name = {str(one["name"]): one for one in found}
+    by_name = {str(one["name"]): one for one in reversed(found)}
     assert by_name["_rule_kernel"]["launches"] == 2
     for one in found:
         assert not one["error"], one
@@ -105,7 +112,9 @@ def test_kernels_compile_for_hopper() -> None:
 
 def test_what_an_architecture_cannot_run_is_said() -> None:
     """sm_86 has no e4m3 conversion, and blocks of 99 KB."""
-    errors = {str(one["name"]): str(one["error"]) for one in run(_COMPILED, "sm_86")}
-    assert "shared memory" in errors.pop("_cached_kernel")
-    assert "fp8e4nv" in errors.pop("_rows_kernel")
-    assert not any(errors.values()), errors
+    refused = {(str(one["name"]), str(one["error"])) for one in run(_COMPILED, "sm_86") if one["error"]}
+    assert {name for name, _ in refused} == {"_cached_kernel", "_rows_kernel"}
+    reasons = dict(refused)
+    assert len(reasons) == len(refused)
+    assert "shared memory" in reasons["_cached_kernel"]
+    assert "fp8e4nv" in reasons["_rows_kernel"]

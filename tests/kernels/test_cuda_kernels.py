@@ -45,6 +45,15 @@ def test_the_sources_compile_for_hopper_on_any_machine(file: str, defines: dict[
         nvrtc.compile_source(file, tuple(sorted((defines | {"blockIdx": 0}).items())))
 
 
+@pytest.mark.parametrize("tile", ["least", "most"])
+def test_the_gated_product_compiles_for_hopper_on_any_machine(tile: str) -> None:
+    nvrtc = importlib.import_module("taktline_kernels.cuda.nvrtc")
+    geglu = importlib.import_module("taktline_kernels.cuda.geglu")
+    columns = {"least": min, "most": max}[tile](geglu.TOKEN_TILES)
+    defines = (("BN", columns), ("STAGES", geglu._STAGES))
+    assert nvrtc.compile_source("geglu.cu", defines, geglu.wgmma_source(columns))[:4] == b"\x7fELF"
+
+
 def test_weight_image_is_what_the_kernel_multiplies() -> None:
     """Walks the image as the kernel's descriptors and fragments do, and gets the plain product."""
     n, k, columns, depth = 64, 1024, 32, 512

@@ -25,7 +25,8 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_87": 163 << 10, "sm_8
 """Architecture -> most shared memory of a block (CUDA programming guide, table of compute capabilities). A100 is sm_80;
 A40 and RTX 30 sm_86; Jetson Orin sm_87; L40S and RTX 40 sm_89; H100 and H200 sm_90."""
 
-_PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 142, "sm_90": 132}
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 142, "sm_90": 132}
+"""Streaming multiprocessors of the largest card of each."""
 _UNSET = ("PDL", "launch_pdl", "debug", "instrumentation_mode")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -223,7 +224,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc.CudaKernel, "launch", launch
     yield cublaslt, "linear", linear
     yield geglu, "tensor_map", lambda tensor, box: None
-    yield geglu, "_processors", lambda device: _PROCESSORS[ledger.arch]
+    yield geglu, "_processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
     for module in (geglu, image_attention):
         yield module, "_kernel", _fresh(module._kernel)

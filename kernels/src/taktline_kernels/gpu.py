@@ -41,6 +41,7 @@ __all__ = [
     "swiglu_fp8",
 ]
 
+_ROOM_FOR_WIDE_BLOCKS = 128 << 10
 CACHE_MARGIN = 128
 """Rows of finite values that must follow the last cache row in memory: attention reads whole blocks."""
 
@@ -251,7 +252,13 @@ def attention_cached_fp8(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: T
 
 def _attention_config(q: Tensor, k_cache: Tensor) -> Mapping[str, int]:
     shape = {"batch": q.shape[0], "rows": q.shape[1] * q.shape[2], "cache": k_cache.shape[1]}
-    return default_selector().choose("attention_cached", shape, q.dtype, q.device).config
+    config = default_selector().choose("attention_cached", shape, q.dtype, q.device).config
+    if not config and q.is_cuda:
+        # The kernel's own settings take 104 KB; a block of an A40, an L40S or an RTX card has 99.
+        properties = torch.cuda.get_device_properties(q.device)
+        room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # PyTorch's stubs lack it
+        return {} if room >= _ROOM_FOR_WIDE_BLOCKS else {"block_n": 32}
+    return config
 
 
 def action_head(

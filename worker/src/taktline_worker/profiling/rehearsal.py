@@ -188,6 +188,10 @@ def pretended_gpu(
     cuda: dict[str, Any] = {
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: table.upper() or arch,
+        "get_device_properties": lambda device=None: mock.Mock(
+            shared_memory_per_block_optin=ahead.SHARED_BYTES[arch],
+            multi_processor_count=ahead.PROCESSORS[arch],
+        ),
         "current_device": lambda: 0,
         "synchronize": lambda device=None: watch.note("a stop for the device"),
         "empty_cache": lambda: None,

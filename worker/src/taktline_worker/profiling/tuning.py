@@ -27,7 +27,7 @@ _WORTH = 0.02
 _GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_cached": {
         "block_m": (64, 128),
-        "block_n": (64,),
+        "block_n": (32, 64),
         "splits": (1, 2, 4, 7, 13),
         "num_warps": (4, 8),
         "num_stages": (2, 3),
