@@ -59,16 +59,20 @@ json.dump([asdict(one) for one in ledger.kernels.values()], sys.stdout)
 """
 
 
-def run(program: str, *arguments: str) -> list[dict[str, object]]:
+def started(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+
+
+def run(program: str, *arguments: str) -> list[dict[str, object]]:
+    done = started(program, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[dict[str, object]] = json.loads(done.stdout)
     return found
@@ -118,3 +122,16 @@ def test_what_an_architecture_cannot_run_is_said() -> None:
     assert len(reasons) == len(refused)
     assert "shared memory" in reasons["_cached_kernel"]
     assert "fp8e4nv" in reasons["_rows_kernel"]
+
+
+def test_the_command_lists_kernels_and_what_has_no_rule() -> None:
+    command = "from taktline_worker.commands.kernels import app; app()"
+    done = started(command, "check", "minicpm-robot", "--precision", "bf16", "--batches", "1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "minicpm-robot bf16 on sm_90: 2 graphs" in done.stdout
+    assert "_rule_kernel" in done.stdout
+    assert "PRECISION=tf32" in done.stdout
+    assert "linear: the torch reference runs" in done.stdout
+    refused = started(command, "check", "pi05", "--arch", "sm_86", "--precision", "fp8")
+    assert refused.returncode != 0
+    assert "pi05 has no fp8 on sm_86" in refused.stderr

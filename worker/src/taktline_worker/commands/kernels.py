@@ -202,7 +202,9 @@ def _print_rehearsed(one: Rehearsed) -> None:
         table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold")
     for kernel in one.kernels:
-        settings = " ".join(f"{name}={int(value)}" for name, value in kernel.settings.items())
+        settings = " ".join(
+            f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in kernel.settings.items()
+        )
         numbers = (kernel.registers, kernel.stack_bytes, kernel.shared_bytes)
         table.add_row(kernel.name, *map(str, numbers), settings if not kernel.error else f"REFUSED: {kernel.error}")
     console.print(table, markup=False)

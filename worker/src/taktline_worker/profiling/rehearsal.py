@@ -362,8 +362,7 @@ def precisions(policy: str, arch: str, wanted: str = "") -> tuple[str, ...]:
         capability = ahead.compute_capability(arch)
     except ValueError as error:
         raise TaktlineError(ErrorCode.CONFIG_INVALID, str(error), "give --arch one of them") from error
-    bf16_only = policy in ("gr00t-n1.7", "minicpm-robot")
-    known = ("bf16",) if bf16_only or capability < CAPABILITY else ("bf16", "fp8")
+    known = ("bf16",) if capability < CAPABILITY else ("bf16", "fp8")
     if wanted and wanted not in known:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
