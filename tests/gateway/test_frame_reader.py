@@ -138,7 +138,7 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
     seen: list[Frame] = []
 
     class Taking(asyncio.Protocol):
-        fragmented = False
+        fragmented = behind = False
         patience = data.draw(st.sampled_from([0, 2, 100]))
 
         def data_received(self, data: bytes) -> None:
@@ -154,6 +154,9 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
 
         def waits(self) -> bool:
             return len(seen) > self.patience
+
+        def rest_follows(self) -> None:
+            self.behind = True
 
         def message_arrived(self, data: bytes) -> None:
             seen.append(Frame(Opcode.BINARY, data))
@@ -176,8 +179,8 @@ def test_frames_taken_past_the_library_are_those_it_would_have_read(groups, data
         room[:size] = wire[:size]
         wire = wire[size:]
         reading.buffer_updated(size)
-        while taking.waits():  # nothing is read meanwhile
-            taking.patience = len(seen) + 2
+        while taking.waits() or taking.behind:  # nothing is read meanwhile
+            taking.patience, taking.behind = max(taking.patience, len(seen) + 2), False
             reading.go_on()
     assert [(f.opcode, bytes(f.data), f.fin) for f in seen] == [(f.opcode, bytes(f.data), f.fin) for f in expected]
     assert (beside.state, str(beside.parser_exc)) == (alone.state, str(alone.parser_exc))
@@ -192,6 +195,7 @@ def test_what_a_recipient_may_take_does_pass_the_library():
         message_arrived = staticmethod(lambda data: taken.append(data))
         room = staticmethod(lambda: 100_000 if protocol.state is State.OPEN else 0)
         waits = staticmethod(lambda: False)
+        rest_follows = staticmethod(lambda: pytest.fail("nothing is left to the library"))
         pong_arrived = staticmethod(lambda number: taken.append(number) or True)
 
     reading = DirectReading(Taking(), read_in_chunks(protocol), Taking())
@@ -293,6 +297,72 @@ def test_a_client_that_floods_waits_and_loses_nothing(run):
                 assert len(connection.recv_messages.frames) < 1000
                 go_on.set()
                 assert await read == [*flood, b"b" * 300_000, b"b" * 300_000]
+
+    run(asyncio.wait_for(body(), 60))
+
+
+def test_what_was_read_at_once_is_not_parsed_at_once():
+    """As much as a long message may be read, but that may also hold a hundred thousand frames: others want the loop."""
+    protocol, parsed, rests = ServerProtocol(max_size=500_000), [], []
+
+    class Taking(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            parsed.append(len(data))
+            protocol.receive_data(data)
+
+        message_arrived = staticmethod(lambda data: None)
+        room = staticmethod(lambda: 500_000 if protocol.state is State.OPEN else 0)
+        waits = staticmethod(lambda: False)
+        rest_follows = staticmethod(lambda: rests.append(len(parsed)))
+
+    reading = DirectReading(Taking(), read_in_chunks(protocol), Taking())
+
+    def feed(wire: bytes) -> int:
+        room = reading.get_buffer(-1)
+        size = min(len(room), len(wire))
+        room[:size] = wire[:size]
+        reading.buffer_updated(size)
+        return size
+
+    feed(REQUEST)
+    (request,) = protocol.events_received()
+    protocol.send_response(protocol.accept(request))
+    long = Frame(Opcode.BINARY, bytes(300_000)).serialize(mask=True)
+    while long:
+        long = long[feed(long) :]
+    parsed.clear()
+    flood = Frame(Opcode.PING, b"").serialize(mask=True) * 20_000
+    assert feed(flood) == len(flood)
+    assert parsed == [LONG]
+    turns = 1
+    while rests:
+        rests.clear()
+        assert len(parsed) == turns, "each turn of the loop is a small piece"
+        reading.go_on()
+        turns += 1
+    assert sum(parsed) == len(flood)
+    assert max(parsed) <= LONG
+    assert len(protocol.events_received()) == 20_000
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_client_that_floods_with_pings_is_answered_each_and_heard_after_them(run):
+    async def body():
+        async def handle(connection):
+            connection.longest = 500_000
+            while True:
+                await connection.answer(await connection.next_message())
+
+        async with serve(handle, "127.0.0.1", 0, create_connection=FencedConnection, compression=None) as server:
+            host, port = server.sockets[0].getsockname()
+            async with connect(f"ws://{host}:{port}", compression=None) as client:
+                await client.send(b"a" * 300_000)
+                await client.recv()
+                last = await client.ping(b"last")
+                flood = Frame(Opcode.PING, b"").serialize(mask=True) * 10_000
+                client.transport.write(flood + Frame(Opcode.TEXT, b"heard").serialize(mask=True))
+                assert await client.recv() == "heard"
+                await last
 
     run(asyncio.wait_for(body(), 60))
 

@@ -57,6 +57,9 @@ class Recipient(typing.Protocol):
     def waits(self) -> bool:
         """Whether it has been given so much that nothing more is to be read for now."""
 
+    def rest_follows(self) -> None:
+        """More was read than the library is to parse at once: nothing is to be read until `go_on`, a turn later."""
+
     def message_arrived(self, data: bytes) -> None:
         """One whole binary message."""
 
@@ -117,17 +120,23 @@ class DirectReading(asyncio.BufferedProtocol):
             self._data_received(b"")  # its parser goes on
 
     def go_on(self) -> bool:
-        """The recipient waits no more, so what was held goes on; whether that was all."""
+        """What was held goes on, since the recipient waits no more or a turn has passed; whether that was all."""
         held, self._held = self._held, b""
         self._feed(held)
         return not self._held
 
     def _feed(self, data: bytes | memoryview) -> None:
-        """Gives bytes to the library, a few at a time, as each may hold a thousand frames for the recipient."""
+        """Gives bytes to the library, a few at a time: each may hold a thousand frames, and others want the loop, too.
+
+        What goes into a long payload is only copied, so that may be more.
+        """
         at = 0
         while at < len(data) and not self._reader.eof:
-            if self._recipient is not None and self._recipient.waits():
+            waits = self._recipient is not None and self._recipient.waits()
+            if self._recipient is not None and (waits or (at and self._reader.missing is None)):
                 self._held = bytes(data[at:])
+                if not waits:
+                    self._recipient.rest_follows()
                 return
             self._data_received(bytes(data[at : at + LONG]))
             at += LONG

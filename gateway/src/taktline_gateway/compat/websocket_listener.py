@@ -67,6 +67,7 @@ class FencedConnection(ServerConnection):
         self._fence: asyncio.Future[float] | None = None
         self._fragmented = False
         self._waiting: asyncio.Future[bytes | None] | None = None
+        self._going_on: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
@@ -148,6 +149,17 @@ class FencedConnection(ServerConnection):
         self.transport.write(b"".join(parts))
         if self.paused or self.transport.is_closing():
             await self.drain()
+
+    def rest_follows(self) -> None:
+        """Reads nothing until the next turn of the loop has gone on with what is held."""
+        self.transport.pause_reading()
+        if self._going_on is None:
+            self._going_on = self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._going_on = None
+        if not self.recv_messages.paused:  # else its handler goes on
+            self._resume_reading()
 
     def _resume_reading(self) -> None:
         """The handler has taken messages that waited: on with what was read after them, then with the socket."""
