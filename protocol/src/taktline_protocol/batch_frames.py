@@ -38,7 +38,8 @@ _SMALL = 1 << 16
 def local_name(port: int, token: bytes) -> str:
     """The abstract Unix socket of Linux on which a port is found, too, within its own network namespace.
 
-    Only who has been told the token finds it, so whatever answers there is the worker of that token.
+    The token in it keeps workers apart whose ports are the same. Others on the machine can list such names and take one
+    whose worker has ended, as they can take its TCP port: who must be kept out is kept out by TLS.
     """
     return f"\0taktline-batch-{port}-{hashlib.sha256(token).hexdigest()[:32]}"
 
