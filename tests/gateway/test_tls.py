@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import ssl
@@ -17,7 +18,7 @@ import pytest
 from taktline import Access, Robot
 from taktline_gateway.tls import ServerTls, TlsFiles
 from taktline_protocol import TaktlineError
-from websockets.sync.client import connect
+from websockets.asyncio.client import connect
 
 from tests.gateway.certificates import Authority
 from tests.gateway.conftest import Stack, free_port, until
@@ -49,6 +50,14 @@ def answers(port: int, context: ssl.SSLContext) -> bool:
             return bool(tls.recv(1))
     except (ssl.SSLError, ConnectionError):
         return False
+
+
+async def first_message(url: str, context: ssl.SSLContext, hello: bytes | None = None) -> bytes | str:
+    """What a WebSocket says first, or to `hello`; the library's blocking client now and then hangs with TLS."""
+    async with connect(url, ssl=context, compression=None) as client:
+        if hello is not None:
+            await client.send(hello)
+        return await client.recv()
 
 
 class Secured(Stack):
@@ -101,12 +110,10 @@ def test_every_listener_speaks_tls(secured, authorities):
         until(lambda: robot.info().ready, "the worker being up")
         assert robot.act(*SEEN).actions.shape == (10, 6)
     context = trusting(factory)
-    with connect(f"wss://127.0.0.1:{secured.ports['openpi']}/", ssl=context, compression=None) as client:
-        assert msgspec.msgpack.decode(client.recv())["policy"] == "scripted"
+    metadata = asyncio.run(first_message(f"wss://127.0.0.1:{secured.ports['openpi']}/", context))
+    assert msgspec.msgpack.decode(metadata)["policy"] == "scripted"
     hello = msgspec.msgpack.encode({"type": "hello", "payload": {}, "seq": 1, "timestamp": 0.0})
-    with connect(f"wss://127.0.0.1:{secured.ports['vla-eval']}/", ssl=context, compression=None) as client:
-        client.send(hello)
-        client.recv()
+    assert asyncio.run(first_message(f"wss://127.0.0.1:{secured.ports['vla-eval']}/", context, hello))
     trust = grpc.ssl_channel_credentials(factory.ca.read_bytes())
     with grpc.secure_channel(f"127.0.0.1:{secured.ports['lerobot']}", trust) as channel:
         channel.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=20)
