@@ -144,19 +144,21 @@ def test_a_death_costs_its_own_batch_only(start: Any, batch: Any, config_file: P
         assert np.isfinite(np.frombuffer(alone.actions.data, "<f4")).all()
         assert stub.Infer(batch("x", policy="other"), timeout=30).results[0].error.code == "unknown_policy"
 
-        # One replica stands still with a batch; the next batch goes to the other one.
+        # One replica stands still with what it has; the other one serves. Their shares follow the times that they
+        # measured at start, which on a busy machine may be several times apart.
         pids = pod.pids()
         os.kill(pids[0], signal.SIGSTOP)
-        calls = [stub.Infer.future(batch("a", "b"), timeout=60) for _ in range(2)]
+        calls = [stub.Infer.future(batch("a", "b"), timeout=60) for _ in range(8)]
         served = until(lambda: [call for call in calls if call.done()], "the answer of the other replica")
         assert [result.actions.data for result in served[0].result().results] == [alone.actions.data] * 2
-        (held,) = (call for call in calls if not call.done())
 
-        lost = held.result()  # the pod ends a replica that is stuck for ten seconds
+        answers = [call.result().results for call in calls]  # the pod ends a replica that is stuck for ten seconds
         assert [entry["replica"] for entry in pod.events("a replica is stuck in a batch")] == [0]
-        assert [result.request_id for result in lost.results] == ["a", "b"]
-        assert {result.error.code for result in lost.results} == {"worker_failed"}
-        assert all("replica 0" in result.error.message and result.error.next_step for result in lost.results)
+        assert all([result.request_id for result in results] == ["a", "b"] for results in answers)
+        lost = [result for results in answers for result in results if result.HasField("error")]
+        assert lost
+        assert {result.error.code for result in lost} == {"worker_failed"}
+        assert all("replica 0" in result.error.message and result.error.next_step for result in lost)
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=20).status == 1, "the other one serves"
         assert stub.Infer(batch("d"), timeout=30).results[0].actions.data == alone.actions.data
 
