@@ -53,7 +53,7 @@ def _groot() -> Iterator[dict[str, Any]]:
     a = read_architecture(config, backbone, files.shapes)
     for name in ("case_b1", "case_b2"):
         case = load_file(GOLDEN / f"{name}.safetensors")
-        rows = _golden_rows(case)
+        rows = golden_rows(case)
         for number_format in ("bf16", "fp8"):
             weights = load_weights(files, a, list(range(a.head.embodiments)), DTYPES[number_format], CPU)
             weights = groot_fp8.quantise(weights) if number_format == "fp8" else weights
@@ -61,7 +61,8 @@ def _groot() -> Iterator[dict[str, Any]]:
             yield _row("gr00t-n1.7", f"groot_n1_7_tiny/{name}", number_format, actions, case["actions"])
 
 
-def _golden_rows(case: dict[str, Tensor]) -> list[GrootRow]:
+def golden_rows(case: dict[str, Tensor]) -> list[GrootRow]:
+    """The rows of a golden case of GR00T, without padding."""
     count = len(case["input_ids"])
     images = len(case["image_grid_thw"]) // count
     patches = case["pixel_values"].view(count, images, -1, case["pixel_values"].shape[1])

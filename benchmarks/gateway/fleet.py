@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
@@ -143,20 +144,20 @@ class AccountedRobot:
             link.cut()
 
 
-class _Link:
+class _Link(ABC):
     leaving = False
 
     def __init__(self, host: str, port: int, name: str, plan: Plan) -> None:
         self.host, self.port, self.name, self.plan = host, port, name, plan
 
-    async def open(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def open(self) -> None: ...
 
-    async def ask(self, seq: int) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    async def ask(self, seq: int) -> str: ...
 
-    def cut(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def cut(self) -> None: ...
 
 
 class _RestLink(_Link):

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import msgspec
@@ -33,7 +34,7 @@ class Count:
     errors: int = 0
 
 
-class Robot:
+class Robot(ABC):
     """One connection. `open` connects, `ask` sends a request and returns whether its answer was good."""
 
     def __init__(self, host: str, port: int, name: str) -> None:
@@ -54,9 +55,9 @@ class Robot:
         if hasattr(self, "_writer"):
             self._writer.transport.abort()
 
+    @abstractmethod
     async def ask(self) -> bool:
         """One request and its answer."""
-        raise NotImplementedError
 
 
 class HttpRobot(Robot):

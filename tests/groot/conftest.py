@@ -24,6 +24,8 @@ from taktline_worker.models.groot.weights import load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 
+from benchmarks.fp8_backbones import golden_rows
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "groot_n1_7_tiny"
 HORIZON = 6
 CPU = torch.device("cpu")
@@ -61,22 +63,7 @@ def make_runner(dtype: torch.dtype = torch.float32, device: torch.device = CPU) 
 def read_case(name: str) -> tuple[dict[str, Tensor], list[GrootRow]]:
     """A golden case and its rows without padding."""
     case = load_file(GOLDEN / f"{name}.safetensors")
-    count = len(case["input_ids"])
-    images = len(case["image_grid_thw"]) // count
-    patches = case["pixel_values"].view(count, images, -1, case["pixel_values"].shape[1])
-    grids = case["image_grid_thw"].view(count, images, 3).tolist()
-    rows = [
-        GrootRow(
-            patches=tuple(patches[i]),
-            grids=tuple((rows, columns) for _, rows, columns in grids[i]),
-            tokens=case["input_ids"][i][case["attention_mask"][i].bool()].numpy(),
-            state=case["state"][i, 0],
-            noise=case["noise"][i],
-            embodiment=int(case["embodiment_id"][i]),
-        )
-        for i in range(count)
-    ]
-    return case, rows
+    return case, golden_rows(case)
 
 
 def make_tokenizer(target: Path, image_id: int = 500) -> None:

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from taktline_kernels import fp8_rows, ops
 from taktline_kernels.fp8_rows import Fp8Rows
-from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
+
+from taktline_worker.engine_options import config_error
 
 CAPABILITY = (9, 0)
 STEP = 16
@@ -76,8 +77,7 @@ def after_swiglu(down: Any, gate_up: Tensor) -> Tensor:
 def check_device(device: torch.device) -> None:
     """Raises CONFIG_INVALID unless the GPU multiplies FP8."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID,
+        raise config_error(
             "engine.precision is fp8, which needs a Hopper GPU or a later one",
             "set spec.engine.precision to bf16, or place the policy in such a pool",
         )

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from taktline_kernels.fp8_rows import ByteFormat, ByteWeight, byte_weight
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import QuantisationOptions
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from taktline_worker.engine_options import config_error
 from taktline_worker.models.pi.weights import GemmaLayer
 
 FP8_CAPABILITY = (8, 9)
@@ -80,4 +81,4 @@ def check(
 
 
 def _refused(reason: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, f"engine.quantisation cannot be followed: {reason}", next_step)
+    return config_error(f"engine.quantisation cannot be followed: {reason}", next_step)
