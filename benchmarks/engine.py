@@ -22,6 +22,7 @@ import torch
 import triton
 from floors import H200, phase_floors_ms
 from plain_pi05 import PlainPi05, official_dtypes
+from taktline_protocol.deployment import QuantisationOptions
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
 from taktline_worker.models.pi.runner import PiBatch, PiRunner
 from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
@@ -36,11 +37,20 @@ SHAPES = [
 OTHERS = [Bucket(rows, 3, 1) for rows in (1, 8, 32)]
 """Shapes of FP8 and of π0, and of the eager peer."""
 COMPILED = [Bucket(32, 3, 1), Bucket(1, 3, 1)]
-Subject = tuple[str, Literal["bf16", "fp8"]]
+ONE_ROW = [Bucket(1, 3, 1), Bucket(1, 2, 60)]
+"""Shapes of an expert stored in bytes."""
+Subject = tuple[str, str]
+"""A policy and a precision: bf16, fp8, or bf16 with the expert's matrices in a byte a number."""
 SUBJECTS: dict[Subject, str] = {
     ("pi05", "bf16"): "engine_pi05.json",
     ("pi05", "fp8"): "engine_pi05_fp8.json",
+    ("pi05", "bf16+fp8-expert"): "engine_pi05_fp8_expert.json",
+    ("pi05", "bf16+int8-expert"): "engine_pi05_int8_expert.json",
     ("pi0", "bf16"): "engine_pi0.json",
+}
+STORED = {
+    "bf16+fp8-expert": QuantisationOptions(expert="fp8"),
+    "bf16+int8-expert": QuantisationOptions(expert="int8"),
 }
 START = time.monotonic()
 
@@ -212,7 +222,10 @@ def build(
     weights = pack_weights(
         dict(tensors), architecture, conventions(3, HORIZON, STEPS), BF16_VISION, torch.device("cuda")
     )
-    runner = runners[subject] = GraphRunner(weights, architecture, HORIZON, shapes, precision)
+    towers: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
+    runner = runners[subject] = GraphRunner(
+        weights, architecture, HORIZON, shapes, towers, quantisation=STORED.get(precision)
+    )
     del weights
     runner.capture()
     say(f"{policy} {precision}: {len(shapes)} graphs captured")
@@ -276,6 +289,8 @@ def main() -> None:
     tensors = random_tensors(PI05, device)
     build(tensors, ("pi05", "bf16"), shapes, runners)
     build(tensors, ("pi05", "fp8"), [b for b in OTHERS if b in shapes], runners)
+    for stored in STORED:
+        build(tensors, ("pi05", stored), [b for b in ONE_ROW if b in shapes], runners)
     bf16 = official_dtypes(tensors, torch.bfloat16)
     found["pi05"] = accuracy(runners, tensors, "pi05", bf16)
     del tensors
@@ -301,7 +316,7 @@ def main() -> None:
             if subject == ("pi05", "bf16"):
                 own[bucket] = row
             else:
-                name = "this engine's bf16" if subject[1] == "fp8" else "this engine's pi05"
+                name = "this engine's pi05" if subject[0] == "pi0" else "this engine's bf16"
                 add_peer(row, name, [own[bucket].median_ms])
         save()
 
@@ -327,12 +342,12 @@ def main() -> None:
         save()
         del graph, compiled
 
-    heads = (("policy", 6), ("dtype", 5), ("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7))
+    heads = (("policy", 6), ("dtype", 16), ("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7))
     heads += (("floor", 7), ("x floor", 7), ("peer ms", 8), ("ratio", 6))
     print(" ".join(f"{name:>{width}}" for name, width in heads), " peer")
     for row in (row for group in rows.values() for row in group):
         print(
-            f"{row.policy:>6} {row.dtype:>5} {row.shape['views']:>5} {row.shape['prompt_tokens']:>6} {row.batch:>5} "
+            f"{row.policy:>6} {row.dtype:>16} {row.shape['views']:>5} {row.shape['prompt_tokens']:>6} {row.batch:>5} "
             f"{row.median_ms:>8.2f} {row.p99_ms / row.median_ms:>7.3f} {row.floor_ms:>7.2f} "
             f"{row.median_ms / row.floor_ms:>7.2f} {row.peer_median_ms or 0:>8.1f} {row.ratio or 0:>6.2f}  {row.peer}"
         )
