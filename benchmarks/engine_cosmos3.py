@@ -200,9 +200,7 @@ def in_fp8(
 @torch.inference_mode()
 def encode_text(runner: Cosmos3Runner) -> None:
     """One instruction that was not seen before."""
-    runner._texts.clear()
-    vocabulary = runner.architecture.vocabulary
-    runner._text(tuple(token % vocabulary for token in range(PROMPT_TOKENS)), empty=False)
+    runner.encode_text([token % runner.architecture.vocabulary for token in range(PROMPT_TOKENS)])
 
 
 def measured_row(profile: Cosmos3Profile, name: str, batch: int, versions: dict[str, str]) -> Row:

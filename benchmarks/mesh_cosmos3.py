@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture
 from taktline_worker.models.cosmos3.graphs import GraphRunner
-from taktline_worker.models.cosmos3.mesh import Mesh, OneRank, ProcessGroupMesh, Split, debug_checksum
+from taktline_worker.models.cosmos3.mesh import Mesh, OneRank, Place, ProcessGroupMesh, Split, debug_checksum
 from taktline_worker.models.cosmos3.request import LATENT_CHANNELS, RequestSettings, draw_noise
 from taktline_worker.models.cosmos3.runner import Inputs
 from taktline_worker.models.cosmos3.synthetic import POLICIES, PROMPT_TOKENS, random_tensors
-from taktline_worker.models.cosmos3.weights import pack_weights
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, pack_weights
 from torch import distributed as dist
 
 EMPTY_TOKENS = 10
@@ -39,7 +39,7 @@ def forms(ranks: int) -> list[Form]:
     found: list[Form] = [(2, ranks // 2, "tensor")]
     if ranks > 2:
         found.append((2, ranks // 2, "sequence"))
-    return [*found, (1, ranks, "tensor"), (1, ranks, "sequence")]
+    return [*found, (1, ranks, "sequence"), (1, ranks, "tensor")]
 
 
 def random_inputs(a: Cosmos3Architecture, s: RequestSettings) -> Inputs:
@@ -78,11 +78,19 @@ def milliseconds(call: Callable[[], object], device: torch.device, runs: int) ->
     return sorted(times)
 
 
-def run(name: str, mesh: Mesh, device: torch.device, runs: int) -> dict[str, Any]:
+def share(name: str, place: Place, device: torch.device, held: dict[tuple[str, int], Cosmos3Weights]) -> Cosmos3Weights:
+    """This rank's share of the weights; the whole ones serve all forms but those that split the matrices."""
+    key = name, place.shards
+    if key not in held:
+        a, settings = POLICIES[name]
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        held[key] = pack_weights(random_tensors(a, device), a, settings, dtype, device, place)
+    return held[key]
+
+
+def run(name: str, mesh: Mesh, weights: Cosmos3Weights, device: torch.device, runs: int) -> dict[str, Any]:
     """The denoising loop on one mesh: times, actions, and a checksum of this rank's state."""
     a, settings = POLICIES[name]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = pack_weights(random_tensors(a, device), a, settings, dtype, device, mesh.place)
     room = -(-PROMPT_TOKENS // 64) * 64
     runner = GraphRunner(weights, a, settings, None, mesh, rows=(1,), texts=(room,))
     if device.type == "cuda":
@@ -99,7 +107,7 @@ def run(name: str, mesh: Mesh, device: torch.device, runs: int) -> dict[str, Any
         "actions": runner.unpack(state)[1].float().cpu(),
         "checksum": debug_checksum(state[:, runner.video_values :]),
     }
-    del runner, weights, buffers
+    del runner, buffers
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
@@ -127,9 +135,11 @@ def main() -> None:
     runs = 5 if options.quick or options.tiny else 30
     rows: list[dict[str, Any]] = []
     for name in options.only.split(","):
-        alone = run(name, OneRank(), device, runs)
+        held: dict[tuple[str, int], Cosmos3Weights] = {}
+        alone = run(name, OneRank(), share(name, Place(), device, held), device, runs)
         for branches, ranks, split in forms(size):
-            got = run(name, ProcessGroupMesh(branches, ranks, split), device, runs)
+            mesh = ProcessGroupMesh(branches, ranks, split)
+            got = run(name, mesh, share(name, mesh.place, device, held), device, runs)
             sums: list[Any] = [None] * size
             dist.all_gather_object(sums, got["checksum"])
             if rank == 0:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from taktline_worker.models.cosmos3.config import read_architecture
 from taktline_worker.models.cosmos3.graphs import GraphRunner
+from taktline_worker.models.cosmos3.request import OFFICIAL
 from taktline_worker.models.cosmos3.runner import Bucket, Cosmos3Runner
+from taktline_worker.models.cosmos3.synthetic import EDGE, NANO, random_tensors
 from taktline_worker.models.cosmos3.weights import pack_weights
 
-from tests.cosmos3.tiny_policy import EDGE_TINY, OFFICIAL_TINY, fake_encoder, make_model, make_request
+from tests.cosmos3.tiny_policy import (
+    ACTION_WIDTH,
+    DOMAINS,
+    EDGE_TINY,
+    OFFICIAL_TINY,
+    VOCABULARY,
+    fake_encoder,
+    make_model,
+    make_request,
+)
 
 SETTINGS = {"nano": OFFICIAL_TINY, "edge": EDGE_TINY}
 
@@ -78,18 +90,46 @@ def test_a_text_that_is_in_its_lane_already_is_not_copied_again(models):
     assert relative(runner.run([row])[0].actions, first.actions) < 1e-5
 
 
+def captured_pair(kind, settings, dtype, **widths):
+    """An eager runner and one of captured graphs over the same random weights; diffusers is not needed."""
+    small = {"layers": 3, "vocabulary": VOCABULARY, "domains": DOMAINS, "action_width": ACTION_WIDTH}
+    a = replace({"nano": NANO, "edge": EDGE}[kind], **small, **widths)
+    cuda = torch.device("cuda")
+    weights = pack_weights(random_tensors(a, cuda), a, settings, dtype, cuda)
+    eager = Cosmos3Runner(weights, a, settings, encoder_on("cuda"))
+    # The encoder's stand-in goes through the CPU, which no graph can.
+    graphs = GraphRunner(weights, a, settings, None, rows=(1, 2), texts=(64, 16), imagine=True)
+    graphs.capture()
+    graphs.encoder = encoder_on("cuda")
+    return eager, graphs
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_replayed_graph_is_the_eager_run(models, kind, dtype):
-    eager = make(models, kind, Cosmos3Runner, "cuda", dtype)
-    graphs = make(models, kind, GraphRunner, "cuda", dtype, rows=(1, 2), texts=(64,), imagine=True)
-    encoder, graphs.encoder = graphs.encoder, None  # the stand-in goes through the CPU, which no graph can
-    graphs.capture()
-    graphs.encoder = encoder
+def test_a_replayed_graph_is_the_eager_run(kind, dtype):
     settings = SETTINGS[kind]
+    widths = {"width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "sections": (4, 2, 2)}
+    eager, graphs = captured_pair(kind, settings, dtype, **widths)
     for batch in ([(1, 9)], [(2, 30), (3, 12)], [(1, 9)]):
         rows = [make_request(settings, seed, length, imagine=seed == 2) for seed, length in batch]
         for got, wanted in zip(graphs.run(rows), eager.run(rows), strict=True):
             assert relative(got.actions, wanted.actions) < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert graphs.misses == eager.misses == {"instruction": 3, "empty_prompt": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_kernels_of_the_official_request_give_what_fp32_gives(kind):
+    """As many tokens and as wide heads as published, so that the GPU's table names the kernels that serve."""
+    settings = replace(OFFICIAL, interval=SETTINGS[kind].interval, domain=3)
+    widths = {"width": 512, "heads": 8, "kv_heads": 2, "mlp": 1024}
+    exact = captured_pair(kind, settings, torch.float32, **widths)[0]
+    eager, graphs = captured_pair(kind, settings, torch.bfloat16, **widths)
+    rows = [make_request(settings, seed, length) for seed, length in ((1, 9), (2, 60))]
+    wanted = exact.run(rows)
+    for runner in (eager, graphs):
+        for got, true in zip(runner.run(rows), wanted, strict=True):
+            assert relative(got.actions, true.actions) < 3e-2

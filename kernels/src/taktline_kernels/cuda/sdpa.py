@@ -1,4 +1,4 @@
-"""Attention through PyTorch's scaled_dot_product_attention (FlashAttention or cuDNN, PyTorch's choice)."""
+"""Attention through the kernels that PyTorch brings: FlashAttention and cuDNN's."""
 
 from __future__ import annotations
 
@@ -24,28 +24,30 @@ def attention_suffix(
     suffix_v: Tensor,
     config: Mapping[str, int],
 ) -> Tensor:
-    """Run `ops.attention_suffix` in two parts: FlashAttention takes no mask, so only the prefix goes another way.
+    """Run `ops.attention_suffix` in two parts: cuDNN is fast without a mask only, so the prefix goes another way.
 
-    The parts are weighed by their sums of exponentials. For suffixes of thousands of tokens behind a short prefix.
+    The parts are weighed by their sums of exponentials. For suffixes of thousands of tokens behind a short prefix, in
+    bf16 on a GPU; queries, keys and values are read where they lie, and fewer key heads are not repeated.
     """
-    heads = q.shape[2]
-    queries = q.transpose(1, 2)
-    keys, values, suffix_keys, suffix_values = (
-        t.transpose(1, 2) if t.shape[2] == heads else t.transpose(1, 2).repeat_interleave(heads // t.shape[2], dim=1)
-        for t in (prefix_k, prefix_v, suffix_k, suffix_v)
-    )
-    slots = torch.arange(keys.shape[2], device=q.device)
-    bias = q.new_zeros(q.shape[0], 1, 1, keys.shape[2])
-    bias = bias.masked_fill(slots >= prefix_lengths[:, None, None, None], float("-inf"))
-    bias = bias.expand(-1, heads, queries.shape[2], -1)
     aten = torch.ops.aten
+    queries, keys, values = (t.transpose(1, 2) for t in (q, suffix_k, suffix_v))
     if q.is_cuda:
-        whole, whole_log = aten._scaled_dot_product_flash_attention(queries, suffix_keys, suffix_values)[:2]
-        part, part_log = aten._scaled_dot_product_efficient_attention(queries, keys, values, bias, True)[:2]
-    else:
-        cpu = aten._scaled_dot_product_flash_attention_for_cpu
-        whole, whole_log = cpu(queries, suffix_keys, suffix_values)
-        part, part_log = cpu(queries, keys, values, attn_mask=bias)
-    share = torch.sigmoid(part_log[..., : queries.shape[2]].float() - whole_log[..., : queries.shape[2]].float())
-    out = torch.lerp(whole.float(), part.float(), share[..., None])
-    return out.to(q.dtype).transpose(1, 2)
+        from taktline_kernels.triton_impl.long_attention import merge_prefix
+
+        found = aten._scaled_dot_product_cudnn_attention(queries, keys, values, None, True)
+        out: Tensor = found[0].transpose(1, 2).contiguous()
+        merge_prefix(q, prefix_k, prefix_v, prefix_lengths, out, found[1].flatten(2), config)
+        return out
+    group = q.shape[2] // suffix_k.shape[2]
+    slots = torch.arange(prefix_k.shape[1], device=q.device)
+    bias = q.new_zeros(q.shape[0], 1, 1, prefix_k.shape[1])
+    bias = bias.masked_fill(slots >= prefix_lengths[:, None, None, None], float("-inf"))
+    bias = bias.expand(-1, q.shape[2], q.shape[1], -1)
+    parts = []
+    for k, v, mask in ((keys, values, None), (prefix_k.transpose(1, 2), prefix_v.transpose(1, 2), bias)):
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        parts.append(aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v, attn_mask=mask))
+    (whole, whole_log), (part, part_log) = parts
+    share = torch.sigmoid(part_log.float() - whole_log.float())
+    merged = torch.lerp(whole.float(), part.float(), share[..., None])
+    return merged.to(q.dtype).transpose(1, 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from taktline_worker.graph_capture import Captured, GraphPool
+from taktline_worker.models.cosmos3 import modules
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture
 from taktline_worker.models.cosmos3.mesh import Mesh
 from taktline_worker.models.cosmos3.request import RequestSettings
@@ -21,12 +22,31 @@ TEXT_ROOM = (256, 512)
 """Text slots of a bucket; the published prompt has about 200 tokens."""
 
 
+class TextRoom:
+    """What a graph that encodes one text of up to `room` tokens reads and writes."""
+
+    def __init__(self, room: int, runner: Cosmos3Runner) -> None:
+        a, weights, device = runner.architecture, runner.weights, runner.device
+        self.tokens = torch.zeros(room, dtype=torch.int64, device=device)
+        cos, sin = modules.rope_table(a, modules.text_positions(room))
+        self.cos, self.sin = cos.to(device), sin.to(device)
+        shape = (a.layers, room, a.kv_heads // runner.mesh.place.shards, a.head_dim)
+        self.keys = torch.zeros(shape, dtype=weights.dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
+    def compute(self, runner: Cosmos3Runner) -> None:
+        """Token ids in, keys and values of every layer out."""
+        found = modules.encode_text(runner.weights, runner.architecture, self.tokens, self.cos, self.sin, runner.mesh)
+        self.keys.copy_(found[0])
+        self.values.copy_(found[1])
+
+
 class GraphRunner(Cosmos3Runner):
     """As `Cosmos3Runner`, padding each batch to the smallest bucket that holds it and replaying that bucket's graph.
 
-    Texts are encoded eagerly: their keys and values are made once an instruction. A longer prompt or a larger batch
-    than any bucket runs eagerly, and the log says so once for each shape. Without `capture`, as on a CPU, buckets are
-    used in the same way and computed eagerly.
+    A text is encoded by a graph of its own, once an instruction; what fills it up comes after it, where no token of it
+    looks. A longer prompt or a larger batch than any bucket runs eagerly, and the log says so once for each shape.
+    Without `capture`, as on a CPU, buckets are used in the same way and computed eagerly.
 
     Args:
         rows: batch sizes of the buckets.
@@ -49,6 +69,7 @@ class GraphRunner(Cosmos3Runner):
         super().__init__(weights, architecture, settings, encoder, mesh)
         self.captured: dict[Bucket, Captured] = {}
         self.encoders: dict[int, Captured] = {}
+        self.text_encoders: dict[int, tuple[TextRoom, Captured]] = {}
         self.buckets = tuple(
             Bucket(count, text, wanted)
             for count in sorted(set(rows))
@@ -61,7 +82,7 @@ class GraphRunner(Cosmos3Runner):
         self._named: set[Bucket] = set()
 
     def capture(self) -> None:
-        """Captures every bucket and, where frames come in, the encoder for each batch size; the largest first.
+        """Captures every bucket, texts and, where frames come in, the encoder for each batch size; the largest first.
 
         On a mesh every rank calls this, as the graphs hold the exchanges between them.
         """
@@ -73,6 +94,10 @@ class GraphRunner(Cosmos3Runner):
                 rows=bucket.rows,
                 text=bucket.text,
             )
+        for size in sorted({bucket.text for bucket in self.buckets}, reverse=True):
+            room = TextRoom(size, self)
+            graph = pool.capture(lambda room=room: room.compute(self), text=size)  # type: ignore[misc]
+            self.text_encoders[size] = room, graph
         if self.encoder is None:
             return
         counts = sorted({bucket.rows for bucket in self.buckets}, reverse=True)
@@ -89,6 +114,17 @@ class GraphRunner(Cosmos3Runner):
         self._frames[: len(frames)].copy_(frames, non_blocking=True)
         self.encoders[count].graph.replay()
         return self._latents[count][: len(frames)]
+
+    def encode_text(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Cosmos3Runner`; through the smallest graph that holds the text."""
+        size = next((size for size in sorted(self.text_encoders) if size >= len(tokens)), None)
+        if size is None:
+            return super().encode_text(tokens)
+        room, captured = self.text_encoders[size]
+        room.tokens.zero_()
+        room.tokens[: len(tokens)].copy_(torch.tensor(tokens, dtype=torch.int64))
+        captured.graph.replay()
+        return room.keys[:, : len(tokens)].clone(), room.values[:, : len(tokens)].clone()
 
     def bucket_for(self, rows: int, text: int, imagine: bool) -> Bucket:
         """The smallest bucket that holds the batch; one of its own size, computed eagerly, where none does."""

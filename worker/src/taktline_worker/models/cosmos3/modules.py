@@ -122,16 +122,21 @@ def encode_text(
     x = functional.embedding(tokens, weights.embedding)[None]
     keys, values = [], []
     last = weights.text[-1]
+    heads, kv_heads = a.heads // mesh.place.shards, a.kv_heads // mesh.place.shards
     for layer in weights.text:
-        q, k, v = _split_heads(layer.qkv(ops.rms_norm(x, layer.norm1, a.norm_eps)), a, mesh)
-        q = q if layer.q_norm is None else ops.rms_norm(q, layer.q_norm - 1.0, a.norm_eps)
-        k = k if layer.k_norm is None else ops.rms_norm(k, layer.k_norm - 1.0, a.norm_eps)
-        shared = k if layer.shared_norm is None else ops.rms_norm(k, layer.shared_norm - 1.0, a.norm_eps)
-        keys.append(ops.rope(shared, cos, sin)[0])
+        qkv = layer.qkv(ops.rms_norm(x, layer.norm1, a.norm_eps))
+        q, k, v = _split_heads(qkv, a, mesh)
+        # The other tower reads these keys or, where it has a norm of its own for them, others of the same product.
+        shared = k
+        if layer.shared_norm is not None:
+            shared = k.clone()
+            norms = layer.shared_norm, layer.shared_norm
+            ops.norm_rotate(shared.flatten(2), *norms, cos, sin, heads=kv_heads, kv_heads=0, eps=a.norm_eps)
+        ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=heads, kv_heads=kv_heads, eps=a.norm_eps)
+        keys.append(shared[0])
         values.append(v[0])
         if layer is last:
             break
-        q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
         seen = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
@@ -197,15 +202,15 @@ def _gathered_heads(
     layer: TowerLayer, a: Cosmos3Architecture, n: Any, cos: Tensor, sin: Tensor, mesh: Mesh, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of this rank's tokens, keys and values of all: the queries are made while those are on their way."""
-    assert layer.q_norm is not None
-    assert layer.k_norm is not None
     lanes, own = cos.shape[:2]
     of_q, of_kv = layer.qkv.split(a.heads * a.head_dim)
-    k, v = of_kv(n).view(lanes, own, -1, a.head_dim).chunk(2, dim=2)
-    k = ops.rope(ops.rms_norm(k, layer.k_norm - 1.0, a.norm_eps), cos, sin)
-    arriving = mesh.gather(torch.cat((k, v), dim=2))
-    q = of_q(n).view(lanes, own, -1, a.head_dim)
-    q = ops.rope(ops.rms_norm(q, layer.q_norm - 1.0, a.norm_eps), cos, sin)
+    table = cos.flatten(0, 1), sin.flatten(0, 1)
+    kv = of_kv(n)
+    ops.norm_rotate(kv, layer.k_norm, layer.k_norm, *table, heads=0, kv_heads=a.kv_heads, eps=a.norm_eps)
+    arriving = mesh.gather(kv.view(lanes, own, -1, a.head_dim))
+    q = of_q(n)
+    ops.norm_rotate(q, layer.q_norm, layer.q_norm, *table, heads=a.heads, kv_heads=0, eps=a.norm_eps)
+    q = q.view(lanes, own, -1, a.head_dim)
     k, v = arriving()[:, :tokens].chunk(2, dim=2)
     return q, k, v
 

@@ -330,15 +330,19 @@ class Cosmos3Runner:
             kept.move_to_end(tokens)
             return kept[tokens]
         self.misses[name] += 1
-        cos, sin = modules.rope_table(self.architecture, modules.text_positions(len(tokens)))
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        found = modules.encode_text(
-            self.weights, self.architecture, ids, cos.to(self.device), sin.to(self.device), self.mesh
-        )
+        found = self.encode_text(tokens)
         while len(kept) >= (1 if empty else KEPT_TEXTS):
             kept.popitem(last=False)
         kept[tokens] = found
         return found
+
+    def encode_text(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values (layers, L, kv heads, head_dim) of a prompt's token ids; not kept. All ranks call it."""
+        cos, sin = modules.rope_table(self.architecture, modules.text_positions(len(tokens)))
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        return modules.encode_text(
+            self.weights, self.architecture, ids, cos.to(self.device), sin.to(self.device), self.mesh
+        )
 
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
         """Rotary table of this rank's tokens behind a text of `length` tokens."""
