@@ -23,10 +23,10 @@ class Authority:
         self.ca = folder / f"{name}.pem"
         self.ca.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
-        """Certificate and key of `name`, good for `hosts`."""
+    def issue(self, name: str, *hosts: str, ends: datetime.datetime | None = None) -> tuple[Path, Path]:
+        """Certificate and key of `name`, good for `hosts`, for a day or until `ends`."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._signed(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hosts)
+        certificate = self._signed(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hosts, ends=ends)
         paths = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         form = serialization.PrivateFormat.PKCS8
         plain = serialization.NoEncryption()
@@ -41,7 +41,7 @@ class Authority:
             path.write_bytes(data)
         return paths
 
-    def _signed(self, subject, key, hosts=(), *, authority=False) -> x509.Certificate:
+    def _signed(self, subject, key, hosts=(), *, authority=False, ends=None) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         builder = (
             x509.CertificateBuilder()
@@ -50,7 +50,7 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(minutes=5))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_after(ends or now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         )
         if hosts:

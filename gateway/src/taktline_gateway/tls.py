@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import datetime
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
+from cryptography import x509
 from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_gateway.logs import log
@@ -85,9 +87,30 @@ class ServerTls:
         log(_logger, logging.INFO, "certificate_read", cert=str(self.files.cert))
         return True
 
-    def _choose(self, handshake: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def _choose(
+        self, handshake: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext
+    ) -> int | None:
+        if self.files.ca is not None and handshake.session_reused:
+            # TLS 1.2 resumes by session ids, too, for which `ssl` has no switch. The certificate of a resumed session
+            # is not looked at again: it may have expired, its issuer may be trusted no more. The alert makes both ends
+            # forget the session, so the client's next connection is a whole handshake.
+            return ssl.ALERT_DESCRIPTION_HANDSHAKE_FAILURE
         if self._current is not self.context:
             handshake.context = self._current
+        return None
+
+
+def expired_but_resumed(auth: Mapping[str, Sequence[bytes]]) -> bool:
+    """Whether a gRPC client came by a resumed session after its certificate had expired; `auth` is of the call.
+
+    gRPC resumes sessions for days and offers no switch for it. It forgets them when trust changes, but looks at no
+    certificate of theirs again.
+    """
+    if b"true" not in auth.get("ssl_session_reused", ()):
+        return False
+    shown = auth.get("x509_pem_cert", ())
+    now = datetime.datetime.now(datetime.UTC)
+    return any(x509.load_pem_x509_certificate(pem).not_valid_after_utc <= now for pem in shown)
 
 
 class WorkerTls:

@@ -33,7 +33,7 @@ from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
-from taktline_gateway.tls import ServerTls
+from taktline_gateway.tls import ServerTls, expired_but_resumed
 
 SERVICE = "transport.AsyncInference"
 PULL_WAIT_S = 2.0
@@ -114,11 +114,13 @@ class LerobotListener:
 
     async def _ready(self, request: bytes, context: Context) -> bytes:
         """A robot begins; what an earlier one left on this connection is forgotten."""
+        await self._check_certificate(context)
         self._sessions.pop(context.peer(), None)
         return b""
 
     async def _instructions(self, request: bytes, context: Context) -> bytes:
         """Binds the connection to a policy, once a worker of it is ready. Nothing that a client names is loaded."""
+        await self._check_certificate(context)
         try:
             setup = read_record(setup_data(request), "RemotePolicyConfig")
             key = next(
@@ -227,6 +229,18 @@ class LerobotListener:
                 "start the client anew: it sends them once, when it begins",
             )
         return session
+
+    async def _check_certificate(self, context: Context) -> None:
+        """Refuses who came by a resumed session after its certificate had expired."""
+        if self._tls is not None and self._tls.files.ca is not None and expired_but_resumed(context.auth_context()):
+            await self._abort(
+                context,
+                TaktlineError(
+                    ErrorCode.UNAUTHENTICATED,
+                    "the certificate of this client has expired since its TLS session began",
+                    "give the client a new certificate and start it anew",
+                ),
+            )
 
     async def _abort(self, context: Context, error: TaktlineError) -> None:
         status = _STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT)
