@@ -50,7 +50,12 @@ def test_only_the_backbones_blocks_are_quantised(runner: GrootRunner) -> None:
         assert all(isinstance(one, Fp8Linear) for one in (block.qkv, block.out, block.fc1, block.fc2))
     for layer in weights.text.layers:
         assert all(isinstance(one, Fp8Linear) for one in (layer.qkv, layer.out, layer.gate_up, layer.down))
-    kept = (weights.vision.patch, weights.vision.merger.fc1, weights.head.tail, weights.head.blocks[0].fc1)
+    kept = (
+        weights.vision.patch,
+        weights.vision.merger.fc1,
+        weights.head.blocks[0].attention.out,
+        weights.head.blocks[0].fc1,
+    )
     assert all(isinstance(one, Linear) for one in kept)
 
 

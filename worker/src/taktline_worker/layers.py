@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from taktline_kernels import ops
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,15 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., k) -> (..., n)."""
-        return functional.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
     def gelu(self, x: Tensor) -> Tensor:
         """The same, and the tanh form of GELU behind it."""
         return ops.linear(x, self.weight, self.bias, activation="gelu")
+
+    def relu(self, x: Tensor) -> Tensor:
+        """The same, and what is below zero made zero."""
+        return ops.linear(x, self.weight, self.bias, activation="relu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,14 @@ class Norm:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def after(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm; no y is zero. Both in the dtype of x."""
+        """x + y in the dtype of x, and its norm in that of y; no y is zero, and the norm has the dtype of x then."""
         if y is None:
             return x, self(x)
         return ops.add_layer_norm(x, y, self.weight, self.bias, self.eps)
+
+    def after_layer(self, x: Tensor, layer: Linear, given: Tensor) -> tuple[Tensor, Tensor]:
+        """x + layer(given), and its norm."""
+        return ops.linear_add_layer_norm(given, layer.weight, layer.bias, x, self.weight, self.bias, self.eps)
 
 
 class Packer:
@@ -84,13 +91,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-    """q (B, S, heads, d), k and v (B, T, kv heads, d), mask (B, 1, 1 or S, T) of what is seen -> (B, S, heads * d)."""
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2).flatten(2)
+    """q (B, S, heads, d), k and v (B, T, kv heads, d), mask (B, 1, 1, T) of what is seen -> (B, S, heads * d)."""
+    return ops.attention(q, k, v, None if mask is None else mask[:, 0, 0], causal=causal).flatten(2)

@@ -1,8 +1,8 @@
 """The operations: each is one function with a torch reference and accelerated implementations beside it."""
 
 from taktline_kernels.ops.activations import geglu, swiglu
-from taktline_kernels.ops.attention import attention_prefix, attention_suffix, attention_vision
-from taktline_kernels.ops.linear import linear
+from taktline_kernels.ops.attention import attention, attention_prefix, attention_suffix, attention_vision
+from taktline_kernels.ops.linear import linear, linear_add_layer_norm
 from taktline_kernels.ops.norms import (
     ada_rms_norm,
     add_layer_norm,
@@ -18,6 +18,7 @@ __all__ = [
     "ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
     "attention_prefix",
     "attention_suffix",
     "attention_vision",
@@ -26,6 +27,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear",
+    "linear_add_layer_norm",
     "norm_rotate",
     "rms_norm",
     "rope",

@@ -1,4 +1,4 @@
-"""The three attentions of a π policy: inside one image, inside the prefix, and from the action chunk to both.
+"""The three attentions of a π policy (inside one image, inside the prefix, from the chunk to both), and a general one.
 
 Logits and softmax are fp32; the scale is head_dim ** -0.5. Key/value heads may be fewer than query heads.
 """
@@ -60,6 +60,21 @@ def _suffix_reference(
     return _attend(q, torch.cat((prefix_k, suffix_k), dim=1), torch.cat((prefix_v, suffix_v), dim=1), valid)
 
 
+def _masked_reference(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=None if valid is None else valid[:, None, None, :],
+        is_causal=causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+_MASKED = register(
+    "attention", _masked_reference, {"triton": "taktline_kernels.triton_impl.masked_attention:attention"}
+)
 _VISION = register(
     "attention_vision",
     _vision_reference,
@@ -72,8 +87,44 @@ _PREFIX = register("attention_prefix", _prefix_reference, {"triton": f"{_TRITON}
 _SUFFIX = register(
     "attention_suffix",
     _suffix_reference,
-    {"triton": f"{_TRITON}:attention_suffix", "parts": "taktline_kernels.cuda.sdpa:attention_suffix"},
+    {
+        "triton": f"{_TRITON}:attention_suffix",
+        "parts": "taktline_kernels.cuda.sdpa:attention_suffix",
+        "long": "taktline_kernels.triton_impl.long_attention:attention_suffix",
+    },
 )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """Attention of every head for itself, with keys left out by row or causally.
+
+    Args:
+        q: (batch, queries, heads, head_dim), any strides with a contiguous last dimension.
+        k: (batch, keys, kv_heads, head_dim), likewise.
+        v: likewise.
+        valid: bool (batch, keys), the keys that are seen, or None for all. A row that sees none gets any values.
+        causal: query i sees keys up to i; without `valid`, and with as many keys as queries.
+
+    Returns:
+        (batch, queries, heads, head_dim) in the dtype of q.
+
+    Raises:
+        ValueError: causal with `valid`, or with another number of keys.
+    """
+    if causal and (valid is not None or k.shape[1] != q.shape[1]):
+        raise ValueError("causal attention takes as many keys as queries, all of them valid")
+    shape = {
+        "batch": q.shape[0],
+        "queries": q.shape[1],
+        "keys": k.shape[1],
+        "heads": q.shape[2],
+        "kv_heads": k.shape[2],
+        "head_dim": q.shape[3],
+        "masked": int(valid is not None),
+        "causal": int(causal),
+    }
+    result: Tensor = _MASKED.run(shape, q, q, k, v, valid, causal)
+    return result
 
 
 def attention_vision(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

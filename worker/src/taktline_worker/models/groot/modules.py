@@ -5,13 +5,15 @@ Shapes: N images, B rows, S text slots a row (right-padded: causal layers then n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from taktline_kernels import ops
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.fp8_layers import after_swiglu
-from taktline_worker.layers import attend
+from taktline_worker.layers import Norm, attend
 from taktline_worker.models.groot.config import (
     VISION_THETA,
     GrootArchitecture,
@@ -210,19 +212,18 @@ def memory(attention: Attention, heads: int, features: Tensor) -> tuple[Tensor, 
 
 def embed_state(projector: Projector, state: Tensor) -> Tensor:
     """(B, state width) -> (B, width)."""
-    return projector.state2(functional.relu(projector.state1(state)))
+    return projector.state2(projector.state1.relu(state))
 
 
 def embed_actions(projector: Projector, x: Tensor, step: int) -> Tensor:
     """(B, H, action width) -> (B, H, width) at one solver step."""
-    a = projector.action1(x)
-    h = functional.silu((projector.action2(a) + projector.action_time[step]).to(a.dtype))
-    return (projector.action3(h) + projector.offset).to(a.dtype)
+    h = ops.linear(x, projector.action1.weight, projector.action_time[step], activation="silu")
+    return ops.linear(h, projector.action2.weight, residual=projector.offset.expand(len(x), -1, -1))
 
 
 def decode_actions(projector: Projector, x: Tensor) -> Tensor:
-    """(B, H, hidden) -> (B, H, action width)."""
-    return projector.decode2(functional.relu(projector.decode1(x)))
+    """(B, H, width) -> (B, H, action width)."""
+    return projector.decode2(projector.decode1.relu(x))
 
 
 def action_block(
@@ -230,25 +231,26 @@ def action_block(
     weights: HeadWeights,
     heads: int,
     x: Tensor,
-    y: Tensor | None,
-    step: int,
+    n: Tensor,
+    following: Norm,
     seen: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """One block of the diffusion transformer on the stream x + y (B, 1 + H, width), y None: x.
+    """One block of the diffusion transformer on the stream x (B, 1 + H, width).
 
     Args:
+        n: x behind the block's own norm.
+        following: what norms the stream behind this block.
         seen: keys, values and the mask (B, 1, 1, S) of a cross-attention block; None for self-attention.
 
     Returns:
-        The stream after the attention's residual, and what the feed-forward adds to it.
+        The stream behind the block, and its norm.
     """
-    x, n = block.norms[step].after(x, y)
     if seen is None:
         attended = attend(*self_attention(block.attention, heads, n))
     else:
         attended = attend(block.attention.q(n).view(*n.shape[:2], heads, -1), *seen)
-    x, n = weights.plain.after(x, block.attention.out(attended))
-    return x, block.fc2(block.fc1.gelu(n))
+    x, n = weights.plain.after_layer(x, block.attention.out, attended)
+    return following.after_layer(x, block.fc2, block.fc1.gelu(n))
 
 
 def velocity(
@@ -272,16 +274,25 @@ def velocity(
         (B, H, action width).
     """
     head = weights.head
-    h = x.new_empty(*x.shape[:2], state.shape[-1])
-    for rows, projector in projectors:
-        h[rows] = embed_actions(projector, x[rows], step)
-    h, y = torch.cat((state[:, None], h), dim=1), None
-    for block, its in zip(head.blocks, seen, strict=True):
-        h, y = action_block(block, head, a.head.heads, h, y, step, its)
-    h = head.tail(head.tail_norms[step].after(h, y)[1][:, 1:])
-    out = x.new_empty(x.shape)
-    for rows, projector in projectors:
-        out[rows] = decode_actions(projector, h[rows])
+    h = _by_rows(projectors, x, lambda projector, own: embed_actions(projector, own, step))
+    h = torch.cat((state[:, None], h), dim=1)
+    norms = [*(block.norms[step] for block in head.blocks), head.tail_norms[step]]
+    n = norms[0](h)
+    for block, following, its in zip(head.blocks, norms[1:], seen, strict=True):
+        h, n = action_block(block, head, a.head.heads, h, n, following, its)
+    return _by_rows(projectors, n[:, 1:], decode_actions)
+
+
+def _by_rows(
+    projectors: list[tuple[Tensor | slice, Projector]], x: Tensor, layer: Callable[[Projector, Tensor], Tensor]
+) -> Tensor:
+    """The layer of each row's own projector."""
+    parts = [(rows, layer(projector, x[rows])) for rows, projector in projectors]
+    if len(parts) == 1:
+        return parts[0][1]
+    out = x.new_empty(len(x), *parts[0][1].shape[1:])
+    for rows, part in parts:
+        out[rows] = part
     return out
 
 

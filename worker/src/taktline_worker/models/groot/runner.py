@@ -95,7 +95,7 @@ class GrootRunner:
             velocity = modules.velocity(weights, a, projectors, state, x, step, seen)
             if observer is not None:
                 observer(step, x, velocity)
-            x = x + dt * (velocity * strength)
+            x = torch.addcmul(x, velocity, strength, value=dt)
         return x.float()
 
     def tables(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

@@ -122,19 +122,21 @@ class ActionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """The state and action projections of one embodiment.
+    """The state and action projections of one embodiment; neighbours without a nonlinearity between them are one.
 
     Attributes:
-        action_time: (steps, width), what the time of each solver step adds before the action encoder's nonlinearity.
-        offset: (horizon, width), the last bias and the position embedding.
+        action1: the action encoder up to its nonlinearity: its first layer, and of the second what reads that.
+        action_time: (steps, width) fp32, what the biases of both and the time of each solver step add.
+        action2: its last layer.
+        offset: (horizon, width) fp32, that one's bias and the position embedding.
+        decode1: the projection behind the transformer, and the decoder's first layer.
     """
 
     state1: Linear
     state2: Linear
     action1: Linear
-    action2: Linear
     action_time: Tensor
-    action3: Linear
+    action2: Linear
     offset: Tensor
     decode1: Linear
     decode2: Linear
@@ -149,7 +151,6 @@ class HeadWeights:
     blocks: tuple[ActionBlock, ...]
     plain: Norm
     tail_norms: tuple[Norm, ...]
-    tail: Linear
     projectors: Mapping[int, Projector]
 
 
@@ -302,7 +303,6 @@ class _Packer(Packer):
             blocks=tuple(block(index) for index in range(h.layers)),
             plain=Norm(ones, torch.zeros_like(ones), eps),
             tail_norms=modulation("model.proj_out_1", 1, TAIL_NORM_EPS),
-            tail=self.linear(f"{HEAD}model.proj_out_2"),
             projectors={slot: self._projector(slot) for slot in embodiments},
         )
 
@@ -327,27 +327,35 @@ class _Packer(Packer):
     def _projector(self, slot: int) -> Projector:
         h = self._a.head
 
-        def linear(name: str) -> Linear:
-            weight, bias = (self.tensors[f"{HEAD}{name}.{part}"][slot] for part in ("W", "b"))
-            return Linear(self.place(weight.t()), self.place(bias))
+        def bank(name: str) -> tuple[Tensor, Tensor]:
+            """Weight (n, k) and bias (n,) of this embodiment, fp32."""
+            weight, bias = (self.tensors[f"{HEAD}{name}.{part}"][slot].float() for part in ("W", "b"))
+            return weight.t(), bias
+
+        def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+            return Linear(self.place(weight), None if bias is None else self.place(bias))
 
         half = h.width // 2
         frequencies = torch.exp(-math.log(10_000.0) * torch.arange(half, dtype=torch.float64) / half)
         angles = self.times().double()[:, None] * frequencies
         waves = torch.cat((angles.sin(), angles.cos()), dim=1).float()
-        second, bias = (self.tensors[f"{HEAD}action_encoder.W2.{part}"][slot].float() for part in ("W", "b"))
-        last = self.tensors[f"{HEAD}action_encoder.W3.b"][slot].float().expand(h.horizon, -1)
+        (first, first_bias), (second, bias) = bank("action_encoder.W1"), bank("action_encoder.W2")
+        of_actions, of_time = second[:, : h.width], second[:, h.width :]
+        third, last = bank("action_encoder.W3")
+        last = last.expand(h.horizon, -1)
         if h.position_embedding:
             last = last + self.tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
-        third = linear("action_encoder.W3")
+        tail, tail_bias = (self.tensors[f"{HEAD}model.proj_out_2.{part}"].float() for part in ("weight", "bias"))
+        decode, decode_bias = bank("action_decoder.layer1")
         return Projector(
-            state1=linear("state_encoder.layer1"),
-            state2=linear("state_encoder.layer2"),
-            action1=linear("action_encoder.W1"),
-            action2=Linear(self.place(second[: h.width].t()), None),
-            action_time=self.place(waves.to(second.device) @ second[h.width :] + bias, torch.float32),
-            action3=Linear(third.weight, None),
+            state1=linear(*bank("state_encoder.layer1")),
+            state2=linear(*bank("state_encoder.layer2")),
+            action1=linear(of_actions @ first),
+            action_time=self.place(
+                waves.to(second.device) @ of_time.t() + (of_actions @ first_bias + bias), torch.float32
+            ),
+            action2=linear(third),
             offset=self.place(last, torch.float32),
-            decode1=linear("action_decoder.layer1"),
-            decode2=linear("action_decoder.layer2"),
+            decode1=linear(decode @ tail, decode @ tail_bias + decode_bias),
+            decode2=linear(*bank("action_decoder.layer2")),
         )

@@ -1,0 +1,97 @@
+"""Linear layers for few rows and attention with keys left out: the Triton kernels against the torch references."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from taktline_kernels.ops.dispatch import REGISTRY
+from torch import Tensor
+
+small = importlib.import_module("taktline_kernels.triton_impl.small_linear")
+masked = importlib.import_module("taktline_kernels.triton_impl.masked_attention")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter multiplies bf16 matrices as the integers they are stored in.
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+BAR = 6e-3 if HAS_GPU else 3e-6
+CUTS = [{}, {"split": 3, "block_k": 32}, {"block_n": 16, "block_k": 16}, {"block_n": 32, "split": 2, "ahead": 0}]
+
+
+def rand(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("rest", ["nothing", "bias", "gelu", "all"])
+def test_a_linear_layer_and_what_follows_it(rest: str, cut: dict[str, int]) -> None:
+    x, weight = rand(3, 7, 100, seed=1), rand(72, 100, seed=2)
+    bias = None if rest == "nothing" else rand(72, seed=3)
+    whole = rest == "all"
+    gate = rand(72, seed=4, dtype=torch.float32) if whole else None
+    residual = rand(3, 7, 72, seed=5) if whole else None
+    arguments: tuple[Any, ...] = (x, weight, bias, "gelu" if rest in ("gelu", "all") else "none", gate, residual)
+    expected = REGISTRY["linear"].reference(*arguments)
+    assert distance(small.linear(*arguments, config=cut), expected) < BAR
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_norm_behind_a_residual_add_sums_the_parts(biased: bool, cut: dict[str, int]) -> None:
+    x, weight = rand(2, 5, 96, seed=1), rand(72, 96, seed=2)
+    residual, bias = rand(2, 5, 72, seed=3), rand(72, seed=4) if biased else None
+    scale, shift = (rand(72, seed=seed, dtype=torch.float32) for seed in (5, 6))
+    arguments = (x, weight, bias, residual, scale, shift, 1e-5)
+    expected = REGISTRY["linear_add_layer_norm"].reference(*arguments)
+    for actual, reference in zip(small.linear_add_layer_norm(*arguments, config=cut), expected, strict=True):
+        assert distance(actual, reference) < BAR
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    x, weight = rand(60, 128, seed=1), rand(40, 128, seed=2)
+    changed = torch.cat((x[:20], rand(40, 128, seed=3)))
+    for cut in ({}, {"split": 2, "block_k": 32}):
+        whole, other = (small.linear(each, weight, None, "none", None, None, config=cut) for each in (x, changed))
+        assert torch.equal(whole[:20], other[:20])
+        assert not torch.equal(whole[20:], other[20:])
+
+
+def test_more_rows_than_the_kernel_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 128, not 129"):
+        small.linear(rand(129, 16, seed=1), rand(16, 16, seed=2), None, "none", None, None, config={})
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "width", "causal", "left_out", "block"),
+    [
+        (41, 41, 2, 48, False, False, 64),
+        (41, 30, 2, 48, False, True, 16),
+        (70, 70, 4, 16, True, False, 32),
+        (5, 64, 4, 24, False, True, 16),
+    ],
+)
+def test_attention(queries: int, keys: int, heads: int, width: int, causal: bool, left_out: bool, block: int) -> None:
+    q = rand(2, queries, heads, width, seed=1)
+    k, v = rand(2, keys, 2, 2, width, seed=2).unbind(2)
+    valid = None
+    if left_out:
+        valid = torch.arange(keys, device=DEVICE)[None] < torch.tensor([[keys - 3], [1]], device=DEVICE)
+    expected = REGISTRY["attention"].reference(q, k, v, valid, causal)
+    actual = masked.attention(q, k, v, valid, causal, config={"block_m": block, "block_n": block})
+    assert distance(actual, expected) < BAR
+
+
+def test_a_row_without_any_key_is_finite_and_changes_no_other() -> None:
+    q, k, v = (rand(2, 4, 2, 16, seed=seed) for seed in (1, 2, 3))
+    valid = torch.tensor([[True, True, False, True], [False] * 4], device=DEVICE)
+    actual = masked.attention(q, k, v, valid, False, config={})
+    assert torch.isfinite(actual).all()
+    alone = REGISTRY["attention"].reference(q[:1], k[:1], v[:1], valid[:1], False)
+    assert distance(actual[:1], alone) < BAR
