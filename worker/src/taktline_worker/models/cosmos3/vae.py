@@ -7,10 +7,10 @@ policy observes, costs a third. The first latent frame depends on the first fram
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
+from taktline_kernels.ops.channels import channel_norm
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,9 +18,6 @@ from taktline_worker.models.cosmos3.vae_weights import Attention, Coder, Conv, M
 
 Region = tuple[slice, slice]
 """Rows and columns of latent cells."""
-
-_NORM_EPS = 1e-12
-"""The floor of a channel vector's length, as the published norm has it."""
 
 
 class History:
@@ -48,7 +45,7 @@ def encode(weights: VaeWeights, frames: Tensor) -> Tensor:
         fp32 (B, latents, 1 + n, rows, columns) on the VAE's device.
     """
     c = weights.config
-    patches = _to_patches(frames.to(weights.device, weights.dtype), c.patch)
+    patches = _laid_out(_to_patches(frames.to(weights.device, weights.dtype), c.patch))
     history = History()
     ends = range(1, patches.shape[1] + 1, c.time)
     found = [_encoder(weights.encoder, patches[:, max(0, end - c.time) : end], history) for end in ends]
@@ -79,11 +76,18 @@ def decode_frames(weights: VaeWeights, latents: Tensor, region: Region | None = 
     assert weights.decoder is not None, "the VAE was loaded without its decoder"
     shape = (-1, 1, 1, 1)
     raw = latents.to(weights.device).float() * weights.std.view(shape) + weights.mean.view(shape)
-    cells = raw.to(weights.dtype).transpose(1, 2)
+    cells = _laid_out(raw.to(weights.dtype).transpose(1, 2))
     history = History()
     for index in range(cells.shape[1]):
         found = _decoder(weights.decoder, cells[:, index : index + 1], history, region)
         yield _from_patches(found, weights.config.patch).clamp(-1.0, 1.0)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """(B, T, C, H, W), on a GPU with a cell's channels side by side: its convolutions then copy nothing."""
+    if not x.is_cuda:
+        return x
+    return x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
 
 
 def _encoder(coder: Coder, x: Tensor, history: History) -> Tensor:
@@ -92,7 +96,7 @@ def _encoder(coder: Coder, x: Tensor, history: History) -> Tensor:
     for stage in coder.stages:
         x = _down(stage, x, history, first)
     x = _middle(coder.middle, x, history)
-    x = _causal(coder.conv_out, functional.silu(_norm(coder.norm_out, x)), history)
+    x = _causal(coder.conv_out, channel_norm(x, coder.norm_out, silu=True), history)
     return _pointwise(coder.latent, x)
 
 
@@ -104,7 +108,7 @@ def _decoder(coder: Coder, x: Tensor, history: History, region: Region | None) -
         x = x[..., region[0], region[1]]
     for stage in coder.stages:
         x = _up(stage, x, history, first)
-    return _causal(coder.conv_out, functional.silu(_norm(coder.norm_out, x)), history)
+    return _causal(coder.conv_out, channel_norm(x, coder.norm_out, silu=True), history)
 
 
 def _down(stage: Stage, x: Tensor, history: History, first: bool) -> Tensor:
@@ -156,25 +160,18 @@ def _middle(middle: Middle, x: Tensor, history: History) -> Tensor:
 
 def _residual(block: Residual, x: Tensor, history: History) -> Tensor:
     shortcut = x if block.shortcut is None else _pointwise(block.shortcut, x)
-    x = _causal(block.conv1, functional.silu(_norm(block.norm1, x)), history)
-    return _causal(block.conv2, functional.silu(_norm(block.norm2, x)), history) + shortcut
+    x = _causal(block.conv1, channel_norm(x, block.norm1, silu=True), history)
+    return _causal(block.conv2, channel_norm(x, block.norm2, silu=True), history) + shortcut
 
 
 def _attention(attention: Attention, x: Tensor) -> Tensor:
     batch, time, channels, height, width = x.shape
-    frames = _norm(attention.norm, x).flatten(0, 1)
+    frames = channel_norm(x, attention.norm).flatten(0, 1)
     qkv = functional.conv2d(frames, *attention.qkv).flatten(2).transpose(1, 2)
     q, k, v = (part[:, None] for part in qkv.chunk(3, dim=-1))
     seen = functional.scaled_dot_product_attention(q, k, v)[:, 0]
     cells = seen.transpose(1, 2).reshape(batch * time, channels, height, width)
     return x + functional.conv2d(cells, *attention.out).view(batch, time, channels, height, width)
-
-
-def _norm(gamma: Tensor, x: Tensor) -> Tensor:
-    """Channels (B, T, C, H, W) scaled to length sqrt(C), times gamma; the length is computed in fp32 at least."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    scaled = functional.normalize(wide, dim=2, eps=_NORM_EPS).to(x.dtype)
-    return scaled * math.sqrt(x.shape[2]) * gamma
 
 
 def _causal(conv: Conv, x: Tensor, history: History) -> Tensor:
@@ -193,7 +190,7 @@ def _windows(conv: Conv, seen: Tensor, outputs: int, stride: int = 1) -> Tensor:
     if lacking > 0 and outputs == 1:
         # Frames before the video are zeros: their part of the product is left out.
         taps -= lacking
-        weight = weight[:, lacking * seen.shape[2] :]
+        weight = conv.last if taps == 1 else weight[:, lacking * seen.shape[2] :]
     elif lacking > 0:
         seen = functional.pad(seen, (0, 0, 0, 0, 0, 0, lacking, 0))
     span = stride * (outputs - 1) + 1

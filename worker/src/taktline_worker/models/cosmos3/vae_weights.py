@@ -28,16 +28,18 @@ class Conv:
     Attributes:
         weight: (outputs, taps * inputs, k, k), the oldest frame's channels first.
         bias: (outputs,).
+        last: (outputs, inputs, k, k), what the youngest frame is multiplied by; all that counts where it is the first.
     """
 
     weight: Tensor
     bias: Tensor
     taps: int
+    last: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Norm, SiLU and convolution twice; the norms' gammas are (channels, 1, 1) with sqrt(channels) in them."""
+    """Norm, SiLU and convolution twice; the norms' gammas are (channels,)."""
 
     norm1: Tensor
     conv1: Conv
@@ -187,15 +189,17 @@ class _Packer:
     def _conv(self, name: str) -> Conv:
         weight = self._tensors[f"{name}.weight"]
         taps = weight.shape[2]
-        flat = weight.transpose(1, 2).flatten(1, 2)
-        return Conv(self._place(flat), self._place(self._tensors[f"{name}.bias"]), taps)
+        whole = self._place(weight.transpose(1, 2).flatten(1, 2))
+        last = whole if taps == 1 else self._place(weight[:, :, -1])
+        return Conv(whole, self._place(self._tensors[f"{name}.bias"]), taps, last)
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
         return self._place(self._tensors[f"{name}.weight"]), self._place(self._tensors[f"{name}.bias"])
 
     def _gamma(self, name: str) -> Tensor:
-        gamma = self._tensors[f"{name}.gamma"].reshape(-1, 1, 1)
-        return self._place(gamma)
+        return self._place(self._tensors[f"{name}.gamma"].flatten())
 
     def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        matrix = tensor.dim() == 4 and self._device.type == "cuda"
+        form = torch.channels_last if matrix else torch.contiguous_format
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous(memory_format=form)
