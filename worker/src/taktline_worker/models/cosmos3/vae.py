@@ -87,7 +87,7 @@ def _laid_out(x: Tensor) -> Tensor:
     """(B, T, C, H, W), on a GPU with a cell's channels side by side: its convolutions then copy nothing."""
     if not x.is_cuda:
         return x
-    return x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
+    return x.flatten(0, 1).contiguous(memory_format=torch.channels_last).view(x.shape)
 
 
 def _encoder(coder: Coder, x: Tensor, history: History) -> Tensor:
