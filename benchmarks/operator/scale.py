@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from taktline_local.cluster import Cluster
 from taktline_local.kube_api import ApiError, KubeApi
 from taktline_operator import schema
 from taktline_protocol import metrics
 
+from benchmarks.operator.operator_process import Operator, Reading, until
+from benchmarks.operator.simulated_nodes import PODS_PER_NODE, SimulatedNodes
+
 Json = dict[str, Any]
-PODS_PER_NODE = 250
 PDS = "/apis/taktline.dev/v1alpha1/namespaces/{}/policydeployments"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
 NAMESPACE, SYSTEM = "scale", "taktline-system"
@@ -70,182 +67,6 @@ def bare_deployment(name: str, pods: int) -> Json:
             "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
         },
     }
-
-
-def is_ready(pod: Json) -> bool:
-    """Whether a pod counts as ready."""
-    conditions = pod["status"].get("conditions", [])
-    return any(found["type"] == "Ready" and found["status"] == "True" for found in conditions)
-
-
-class SimulatedNodes:
-    """Node objects, and a kubelet for all of them: bound pods are ready at once, deleted ones gone at once."""
-
-    def __init__(self, api: KubeApi, count: int) -> None:
-        self._api, self._count = api, count
-        self._tasks: list[asyncio.Task[None]] = []
-        self._addresses = 0
-        self._due: asyncio.Queue[Json] = asyncio.Queue()
-        self._doing: set[tuple[str, bool]] = set()
-
-    async def start(self) -> None:
-        """Makes the nodes and begins to report."""
-        await asyncio.gather(*(self._make(number) for number in range(self._count)))
-        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
-        self._tasks += [asyncio.create_task(self._work()) for _ in range(16)]
-
-    async def stop(self) -> None:
-        """Stops reporting."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _make(self, number: int) -> None:
-        name = f"sim-{number}"
-        await self._api.request("POST", "/api/v1/nodes", body={"metadata": {"name": name}})
-        await self._ready(name)
-        await self._api.request("PATCH", f"/api/v1/nodes/{name}", body={"spec": {"taints": []}}, patch="merge")
-
-    async def _ready(self, name: str) -> None:
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        condition = {"type": "Ready", "status": "True", "reason": "Simulated", "message": "", "lastHeartbeatTime": now}
-        capacity = {"cpu": "10000", "memory": "100Ti", "pods": str(PODS_PER_NODE)}
-        status = {"conditions": [condition], "capacity": capacity, "allocatable": capacity}
-        await self._api.request("PATCH", f"/api/v1/nodes/{name}/status", body={"status": status}, patch="strategic")
-
-    async def _beat(self) -> None:
-        # Late heartbeats make the node controller evict: all nodes at once, well within its patience.
-        while True:
-            await asyncio.sleep(10)
-            names = [f"sim-{number}" for number in range(self._count)]
-            await asyncio.gather(*(self._ready(name) for name in names), return_exceptions=True)
-
-    async def _watch(self) -> None:
-        async for kind, found in self._api.watch("/api/v1/pods", "spec.nodeName!="):
-            for pod in found["items"] if kind == "LISTED" else [found]:
-                key = (pod["metadata"]["uid"], bool(pod["metadata"].get("deletionTimestamp")))
-                # Where heartbeats were late the node controller takes readiness away; a kubelet gives it back.
-                if kind != "DELETED" and key not in self._doing and (key[1] or not is_ready(pod)):
-                    self._doing.add(key)
-                    self._due.put_nowait(pod)
-
-    async def _work(self) -> None:
-        while True:
-            pod = await self._due.get()
-            # From here on a later change of the pod counts anew.
-            self._doing.discard((pod["metadata"]["uid"], bool(pod["metadata"].get("deletionTimestamp"))))
-            path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
-            with contextlib.suppress(ApiError, httpx.TransportError):  # gone meanwhile
-                if pod["metadata"].get("deletionTimestamp"):
-                    await self._api.request("DELETE", path, body={"gracePeriodSeconds": 0})
-                else:
-                    await self._run(pod)
-
-    async def _run(self, pod: Json) -> None:
-        if not (address := pod["status"].get("podIP")):
-            self._addresses += 1
-            high, low = divmod(self._addresses % 60_000, 250)
-            address = f"198.18.{high % 250}.{low + 1}"
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")  # Deployments count how long a pod has been ready
-        kinds = ("Ready", "ContainersReady")
-        ready = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in kinds]
-        names = [container["name"] for container in pod["spec"]["containers"]]
-        state = {
-            "image": "x",
-            "imageID": "",
-            "ready": True,
-            "started": True,
-            "restartCount": 0,
-            "state": {"running": {}},
-        }
-        status = {
-            "phase": "Running",
-            "podIP": address,
-            "podIPs": [{"ip": address}],
-            "conditions": ready,
-            "containerStatuses": [{"name": name, **state} for name in names],
-        }
-        path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}/status"
-        await self._api.request("PATCH", path, body={"status": status}, patch="strategic")
-
-
-class Operator:
-    """The operator's process and what it says of itself."""
-
-    def __init__(self, kubeconfig: Path, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
-        self._log = (folder / "operator.log").open("a")
-        self._command = [Path(sys.executable).parent / "taktline-operator", "run", f"--kubeconfig={kubeconfig}"]
-        self._command += [f"--health-listen={self._address}", f"--gateway-namespace={SYSTEM}"]
-        self.process = subprocess.Popen(self._command, stderr=self._log)
-
-    def restart(self) -> None:
-        """Kills it without warning and starts it anew."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self.process = subprocess.Popen(self._command, stderr=self._log)
-
-    def stop(self) -> None:
-        """Ends it."""
-        self.process.terminate()
-        self.process.wait(30)
-
-    async def read(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-        """All its series: name, labels, value; empty until it answers."""
-        try:
-            async with httpx.AsyncClient(timeout=10) as http:
-                text = (await http.get(f"http://{self._address}/metrics")).text
-        except httpx.TransportError:
-            return {}
-        found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-        return found
-
-
-class Reading:
-    """Numbers of one look at the operator's metrics."""
-
-    def __init__(self, series: dict[str, dict[tuple[tuple[str, str], ...], float]]) -> None:
-        self._series = series
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of the series with these labels."""
-        wanted = set(labels.items())
-        return sum(value for key, value in self._series.get(name, {}).items() if wanted <= set(key))
-
-    @property
-    def writes(self) -> float:
-        """Requests that change something, but for the lease."""
-        return sum(
-            value
-            for key, value in self._series.get(metrics.OPERATOR_REQUESTS, {}).items()
-            if dict(key)["verb"] != "GET" and dict(key)["kind"] != "Lease"
-        )
-
-    def quantile_ms(self, share: float, since: Reading | None = None) -> float:
-        """Upper edge of the bucket that holds this quantile of the reconciliations, in ms."""
-        name = f"{metrics.OPERATOR_RECONCILE}_bucket"
-        before = since._series.get(name, {}) if since else {}
-        buckets = sorted(
-            (float(dict(key)["le"].replace("+Inf", "inf")), value - before.get(key, 0.0))
-            for key, value in self._series.get(name, {}).items()
-        )
-        count = buckets[-1][1] if buckets else 0.0
-        return next((1e3 * edge for edge, value in buckets if count and value >= share * count), float("nan"))
-
-
-async def until(condition: Any, what: str, limit_s: float, every_s: float = 0.2) -> float:
-    """Waits for an awaitable condition, asked every `every_s`; returns the seconds it took."""
-    began = time.monotonic()
-    while time.monotonic() - began < limit_s:
-        if await condition():
-            return time.monotonic() - began
-        await asyncio.sleep(every_s)
-    raise SystemExit(f"{what} did not happen within {limit_s:g} s")
 
 
 class Scale:
@@ -382,7 +203,7 @@ async def measure(options: argparse.Namespace) -> Json:
         api = KubeApi(cluster.kubeconfig)
         pods = (options.policies + 2 * options.singles + 20) * (options.pods + 1)
         nodes = SimulatedNodes(api, 1 + pods // PODS_PER_NODE)
-        operator = Operator(cluster.kubeconfig, folder)
+        operator = Operator(cluster.kubeconfig, folder, SYSTEM)
         try:
             await nodes.start()
             found = Scale(api, operator, options)

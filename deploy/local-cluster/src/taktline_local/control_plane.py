@@ -35,6 +35,16 @@ USERS = {
     "system:kube-scheduler": [],
     "taktline-process-node": [],
 }
+# Who asked for which change, without the objects themselves; reads are left out.
+AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "Metadata", "verbs": ["create", "update", "patch", "delete", "deletecollection"]},
+        {"level": "None"},
+    ],
+}
 
 
 class ControlPlane:
@@ -46,6 +56,7 @@ class ControlPlane:
         url: the API server's address.
         kubectl: runs kubectl as administrator.
         certificate_authority, node_tls: CA file, and certificate and key files for the nodes' log endpoints.
+        audit_log: every change that anybody asked the API server for, as audit events, one JSON object a line.
         folder: temporary folder with data, certificates and `logs/`; removed by `stop`.
     """
 
@@ -72,6 +83,7 @@ class ControlPlane:
         """Start all processes; returns when the API is ready and a Pod can be made. Raises TaktlineError."""
         self.folder = owned_folder("taktline-control-plane-")
         self.log_folder = self._given_log_folder or self.folder / "logs"
+        self.audit_log = self.log_folder / "audit.log"
         try:
             self._write_credentials()
             self._start_etcd()
@@ -181,6 +193,7 @@ class ControlPlane:
         )
         certificate, key = self._serving_tls
         client_certificate, client_key = self._client_tls
+        audit_policy = write_private(self.folder / "audit-policy.json", json.dumps(AUDIT_POLICY).encode())
         self._run(
             "kube-apiserver",
             "--bind-address=127.0.0.1",
@@ -207,6 +220,9 @@ class ControlPlane:
             "--default-not-ready-toleration-seconds=5",
             "--default-unreachable-toleration-seconds=5",
             "--profiling=false",
+            f"--audit-policy-file={audit_policy}",
+            f"--audit-log-path={self.audit_log}",
+            "--audit-log-maxsize=2000",  # MB: one file, so that a reader counts all of it
         )
 
     def _start_controllers(self) -> None:
