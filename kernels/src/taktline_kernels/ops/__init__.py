@@ -1,7 +1,14 @@
 """The operations: each is one function with a torch reference and accelerated implementations beside it."""
 
 from taktline_kernels.ops.activations import geglu, swiglu
-from taktline_kernels.ops.attention import attention, attention_prefix, attention_suffix, attention_vision
+from taktline_kernels.ops.attention import (
+    attention,
+    attention_prefix,
+    attention_rotated,
+    attention_suffix,
+    attention_vision,
+)
+from taktline_kernels.ops.channels import channel_norm
 from taktline_kernels.ops.linear import linear, linear_add_layer_norm
 from taktline_kernels.ops.norms import (
     ada_rms_norm,
@@ -20,8 +27,10 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_prefix",
+    "attention_rotated",
     "attention_suffix",
     "attention_vision",
+    "channel_norm",
     "euler_update",
     "gated_add_ada_rms_norm",
     "geglu",
