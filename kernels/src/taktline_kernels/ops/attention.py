@@ -86,8 +86,7 @@ def _rotated_reference(
 ) -> Tensor:
     norm_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv_heads=kv_heads, eps=eps)
     each = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
-    q, k, v = each.split((heads, kv_heads, kv_heads), dim=2)
-    return attention(q, k, v, causal=causal)
+    return attention(each[:, :, :heads], each[:, :, heads:-kv_heads], each[:, :, -kv_heads:], causal=causal)
 
 
 _MASKED = register(
