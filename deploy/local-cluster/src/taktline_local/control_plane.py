@@ -87,6 +87,7 @@ class ControlPlane:
         try:
             self._write_credentials()
             self._start_etcd()
+            self._choose_address()
             self._start_apiserver()
             self._wait("kube-apiserver", lambda: self._get("/readyz").status_code == 200)
             self._grant_node_rights()
@@ -99,6 +100,27 @@ class ControlPlane:
         except BaseException:
             self.stop()
             raise
+
+    def restart_apiserver(self, *, compacted: bool = False) -> None:
+        """Stop the API server and start it at the same address; returns when it is ready. Raises TaktlineError.
+
+        Args:
+            compacted: have etcd forget all history in between: what was before is known as it is now, or not at all.
+        """
+        self._children.pop("kube-apiserver").stop_blocking(STOP_GRACE_S)
+        if compacted:
+            self._compact()
+        self._start_apiserver()
+        self._wait("kube-apiserver", lambda: self._get("/readyz").status_code == 200)
+
+    def _compact(self) -> None:
+        """Through etcd's JSON gateway, which needs no client program."""
+        trust = ssl.create_default_context(cafile=str(self.certificate_authority))
+        trust.load_cert_chain(*self._client_tls)
+        with httpx.Client(base_url=self._etcd_url, verify=trust, trust_env=False) as etcd:
+            header = etcd.post("/v3/kv/range", json={"key": "AA=="}).raise_for_status().json()["header"]
+            body = {"revision": header["revision"], "physical": True}
+            etcd.post("/v3/kv/compaction", json=body).raise_for_status()
 
     def stop(self) -> None:
         """End all processes in reverse order and remove the folder. May be called twice."""
@@ -181,9 +203,9 @@ class ControlPlane:
             "--log-level=warn",
         )
 
-    def _start_apiserver(self) -> None:
-        port = free_port()
-        self.url = f"https://127.0.0.1:{port}"
+    def _choose_address(self) -> None:
+        self._port = free_port()
+        self.url = f"https://127.0.0.1:{self._port}"
         self._write_kubeconfigs()
         self._http = httpx.Client(
             base_url=self.url,
@@ -191,6 +213,8 @@ class ControlPlane:
             verify=ssl.create_default_context(cafile=str(self.certificate_authority)),
             trust_env=False,
         )
+
+    def _start_apiserver(self) -> None:
         certificate, key = self._serving_tls
         client_certificate, client_key = self._client_tls
         audit_policy = write_private(self.folder / "audit-policy.json", json.dumps(AUDIT_POLICY).encode())
@@ -198,7 +222,7 @@ class ControlPlane:
             "kube-apiserver",
             "--bind-address=127.0.0.1",
             "--advertise-address=127.0.0.1",
-            f"--secure-port={port}",
+            f"--secure-port={self._port}",
             f"--tls-cert-file={certificate}",
             f"--tls-private-key-file={key}",
             f"--etcd-servers={self._etcd_url}",
