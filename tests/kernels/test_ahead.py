@@ -42,10 +42,9 @@ with ahead.recording(arch) as ledger, mode:
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
     fp32 = torch.float32
-    q, gates = made(1, 160, 16, 128), made(1, 160, 16, dtype=fp32)
-    config = {"value_block": 32, "num_warps": 4}
+    q, gates, heads_of = made(1, 160, 16, 128), made(1, 160, 16), made(16, dtype=fp32)
     for _ in range(2):
-        delta.gated_delta_rule(q, q, q, gates, gates, config=config)
+        delta.gated_delta_rule(q, q, q, gates, gates, heads_of, heads_of, config={})
     delta.conv_silu_split(made(1, 160, 8192)[..., :6144], made(6144, 4), (2048, 2048, 2048), config={})
     delta.rms_norm_silu_gate(q, made(128, dtype=fp32), q, 1e-6, config={"num_warps": 1})
     activations.swiglu(made(2, 2 * 6144), {})
@@ -91,7 +90,7 @@ def test_every_engine_can_be_captured_on_a_gpu() -> None:
         for one in found
         if one["arch"] == "sm_90"
     }
-    assert {"_rule_kernel", "_conv_kernel", "_gate_kernel"} <= launched["minicpm-robot", "bf16"]
+    assert {"_chunk_kernel", "_state_kernel", "_conv_kernel", "_gate_kernel"} <= launched["minicpm-robot", "bf16"]
     assert {"_norm_rotate_kernel", "_gated_kernel"} <= launched["gr00t-n1.7", "bf16"]
     assert {"expert.cu:product", "geglu.cu:geglu_product"} <= launched["pi05", "bf16"]
     assert "_rows_kernel" in launched["cosmos3-nano", "fp8"]
@@ -106,7 +105,7 @@ def test_every_engine_can_be_captured_on_a_gpu() -> None:
 def test_kernels_compile_for_hopper() -> None:
     found = run(_COMPILED, "sm_90")
     by_name = {str(one["name"]): one for one in reversed(found)}
-    assert by_name["_rule_kernel"]["launches"] == 2
+    assert by_name["_chunk_kernel"]["launches"] == 2
     for one in found:
         assert not one["error"], one
         assert 0 < one["registers"] <= 255  # type: ignore[operator]
@@ -129,8 +128,8 @@ def test_the_command_lists_kernels_and_what_has_no_rule() -> None:
     done = started(command, "check", "minicpm-robot", "--precision", "bf16", "--batches", "1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "minicpm-robot bf16 on sm_90: 2 graphs" in done.stdout
-    assert "_rule_kernel" in done.stdout
-    assert "PRECISION=tf32" in done.stdout
+    assert "_state_kernel" in done.stdout
+    assert "KIND=2" in done.stdout
     assert "linear: the torch reference runs" in done.stdout
     refused = started(command, "check", "pi05", "--arch", "sm_86", "--precision", "fp8")
     assert refused.returncode != 0

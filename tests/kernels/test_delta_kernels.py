@@ -27,13 +27,14 @@ def given(length: int, dtype: torch.dtype, key: int = 16, value: int = 24, seed:
     generator = torch.Generator().manual_seed(seed)
     q, k = (rand(generator, 2, length, 3, key, dtype=dtype) for _ in range(2))
     v = rand(generator, 2, length, 3, value, dtype=dtype)
-    decay = -torch.nn.functional.softplus(2 * rand(generator, 2, length, 3))
-    return q, k, v, decay, torch.sigmoid(rand(generator, 2, length, 3))
+    a, b = 2 * rand(generator, 2, length, 3), rand(generator, 2, length, 3)
+    return q, k, v, a, b, -(0.5 + rand(generator, 3).abs()), 0.2 * rand(generator, 3)
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def recurrence(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> Tensor:
     """Token by token in fp64, as the rule is stated."""
-    q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
+    q, k, v, a, b, rate, dt_bias = (x.double() for x in (q, k, v, a, b, rate, dt_bias))
+    decay, beta = rate * torch.nn.functional.softplus(a + dt_bias), torch.sigmoid(b)
     q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() / q.shape[-1] ** 0.5
     k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     state = q.new_zeros(q.shape[0], q.shape[2], v.shape[-1], k.shape[-1])
@@ -55,8 +56,8 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def test_the_chunked_rule_is_the_recurrence(length: int, dtype: torch.dtype) -> None:
     args = given(length, dtype)
     found = ops.gated_delta_rule(*args)
-    assert found.dtype == torch.float32
-    assert error(found, recurrence(*args)) < 2e-6  # the inputs are rounded, the rule is not
+    assert found.dtype == dtype
+    assert error(found, recurrence(*args)) < (2e-6 if dtype == torch.float32 else 4e-3)  # the answer is rounded once
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -68,24 +69,42 @@ def test_the_triton_rule_is_the_recurrence(length: int, key: int, value: int) ->
     assert error(found, recurrence(*args)) < 3e-6
 
 
-def test_the_triton_rule_in_bf16() -> None:
-    args = given(40, torch.bfloat16)
-    assert error(kernels.gated_delta_rule(*args, config={"value_block": 16}), recurrence(*args)) < 2e-2
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_triton_rule_in_bf16(length: int) -> None:
+    args = given(length, torch.bfloat16)
+    found = kernels.gated_delta_rule(*args, config={"value_block": 16})
+    assert found.dtype == torch.bfloat16
+    assert error(found, recurrence(*args)) < 1e-2
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("length", [1, 33, 80])
+def test_the_triton_rule_is_the_same_in_chunks_of_any_size(chunk: int, length: int) -> None:
+    args = given(length, torch.float32)
+    assert error(kernels.gated_delta_rule(*args, config={"chunk": chunk}), recurrence(*args)) < 3e-6
+
+
+def test_the_triton_rule_reads_gates_that_are_part_of_a_wider_projection() -> None:
+    q, k, v, a, b, rate, bias = given(20, torch.float32)
+    wide = torch.cat((v.flatten(2), a, b), dim=-1)
+    a, b = wide[..., -6:-3], wide[..., -3:]
+    found = kernels.gated_delta_rule(q, k, v, a, b, rate, bias, config={})
+    assert error(found, recurrence(q, k, v, a, b, rate, bias)) < 3e-6
 
 
 @pytest.mark.parametrize("rule", ["reference", "triton"])
 def test_hardly_decaying_and_repeated_keys_stay_exact(rule: str) -> None:
     """The system is worst where every key is the same and nothing is forgotten."""
-    q, k, v, decay, beta = given(48, torch.float32, seed=3)
+    q, k, v, a, b, rate, bias = given(48, torch.float32, seed=3)
     k = k[:, :1].expand_as(k)
-    args = (q, k, v, decay * 1e-4, 0.5 + beta / 2)
+    args = (q, k, v, a, b.abs(), rate * 1e-4, bias)
     found = ops.gated_delta_rule(*args) if rule == "reference" else kernels.gated_delta_rule(*args, config={})
     assert error(found, recurrence(*args)) < 1e-4
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    q, k, v, decay, beta = given(40, torch.float32)
-    args = (q, k, v, decay * 50, beta)
+    q, k, v, a, b, rate, bias = given(40, torch.float32)
+    args = (q, k, v, a, b, rate * 50, bias)
     for found in (ops.gated_delta_rule(*args), kernels.gated_delta_rule(*args, config={})):
         assert found.isfinite().all()
         assert error(found, recurrence(*args)) < 2e-5  # sums of large logs cancel
@@ -95,7 +114,7 @@ def test_strong_decay_does_not_overflow() -> None:
 def test_a_token_sees_no_later_one(rule: str) -> None:
     args = given(37, torch.float32)
     run = ops.gated_delta_rule if rule == "reference" else lambda *a: kernels.gated_delta_rule(*a, config={})
-    whole, part = run(*args), run(*(x[:, :21] for x in args))
+    whole, part = run(*args), run(*(x[:, :21] for x in args[:5]), *args[5:])
     assert error(whole[:, :21], part) < 1e-6
 
 
@@ -113,6 +132,15 @@ def test_gated_norm(width: int, dtype: torch.dtype) -> None:
     ):
         assert found.dtype == dtype
         assert error(found, exact) < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+def test_gated_norm_of_a_part_of_a_wider_projection() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, wide = rand(generator, 2, 5, 3, 24), rand(generator, 2, 5, 100)
+    gate, weight = wide[..., 4:76].view(2, 5, 3, 24), rand(generator, 24)
+    expected = ops.rms_norm_silu_gate(x, weight, gate)
+    for heads in (1, 2, 4):
+        assert error(kernels.rms_norm_silu_gate(x, weight, gate, 1e-6, config={"heads": heads}), expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,8 +162,23 @@ def test_convolution_and_split(tokens: int, dtype: torch.dtype) -> None:
         assert error(torch.cat(found, dim=-1), exact) < (1e-6 if dtype == torch.float32 else 6e-3)
 
 
-def test_all_three_are_registered_with_a_kernel() -> None:
-    for name in ("rms_norm_silu_gate", "conv_silu_split", "gated_delta_rule"):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_gate_of_a_part_of_a_wider_projection(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, wide = rand(generator, 2, 5, 72, dtype=dtype), rand(generator, 2, 5, 100, dtype=dtype)
+    exact = x.double() * torch.sigmoid(wide[..., 4:76].double())
+    for gate in (
+        wide[..., 4:76],
+        wide[..., 4:76].contiguous(),
+        wide[..., 4:76].transpose(0, 1).contiguous().transpose(0, 1),
+    ):
+        for found in (ops.sigmoid_gate(x, gate), kernels.sigmoid_gate(x, gate, config={"block": 32})):
+            assert found.dtype == dtype
+            assert error(found, exact) < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+def test_all_are_registered_with_a_kernel() -> None:
+    for name in ("rms_norm_silu_gate", "conv_silu_split", "gated_delta_rule", "sigmoid_gate"):
         assert "triton" in REGISTRY[name].implementations()
         assert callable(REGISTRY[name].load("triton"))
 
@@ -146,7 +189,7 @@ def test_all_three_are_registered_with_a_kernel() -> None:
 def test_published_sizes_on_a_gpu(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     q, k, v = (rand(generator, 1, 290, 16, 128, dtype=dtype) for _ in range(3))
-    decay = -torch.nn.functional.softplus(rand(generator, 1, 290, 16))
-    args = (q, k, v, decay, torch.sigmoid(rand(generator, 1, 290, 16)))
+    a, b = rand(generator, 1, 290, 16), rand(generator, 1, 290, 16)
+    args = (q, k, v, a, b, -rand(generator, 16).abs(), rand(generator, 16))
     found = kernels.gated_delta_rule(*args, config={})
     assert error(found, recurrence(*args)) < (1e-5 if dtype == torch.float32 else 5e-3)

@@ -56,6 +56,17 @@ def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
             close(a, e, dtype)
 
 
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_a_stream_in_fp32_keeps_its_sum_and_gives_a_norm_in_bf16(name: str) -> None:
+    x, y, weight, bias = rand(5, 136), rand(5, 136, dtype=torch.bfloat16), rand(136), rand(136)
+    args = (x, y, weight, bias, 1e-6) if name == "add_layer_norm" else (x, y, weight, 1e-6)
+    expected = REGISTRY[name].reference(*args)
+    for total, normed in (expected, getattr(norms, name)(*args, config={})):
+        assert (total.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(total, x + y.float())
+        close(normed, expected[1], torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_geglu(dtype: torch.dtype) -> None:
     x = rand(5, 2 * 136, dtype=dtype) * 3
@@ -84,6 +95,12 @@ def test_norm_and_rotation_of_heads(heads: int, kv_heads: int, head_dim: int, no
     REGISTRY["norm_rotate"].reference(expected, *args)
     heads_module.norm_rotate(actual, *args, config={})
     close(actual, expected, dtype)
+    wide = torch.cat((qkv, qkv[..., :head_dim]), dim=-1)  # rows that are part of longer ones
+    for run in (REGISTRY["norm_rotate"].reference, lambda *a: heads_module.norm_rotate(*a, config={})):
+        inside = wide.clone()
+        run(inside[..., : qkv.shape[-1]], *args)
+        close(inside[..., : qkv.shape[-1]], expected, dtype)
+        assert torch.equal(inside[..., qkv.shape[-1] :], wide[..., qkv.shape[-1] :])
     values = slice(-kv_heads * head_dim, None)
     assert torch.equal(actual[..., values], qkv[..., values])
     with pytest.raises(ValueError, match="both"):

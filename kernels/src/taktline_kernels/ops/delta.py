@@ -1,6 +1,6 @@
-"""What a gated delta net adds to a transformer: causal convolution and split, the delta rule, and the gated norm.
+"""What a stack of gated delta nets and gated attention adds to a transformer: convolution and split, delta rule, gates.
 
-Shapes: B rows of S tokens, H heads of width d. States and gates are fp32 whatever the dtype of the rows.
+Shapes: B rows of S tokens, H heads of width d. States, and gates once made, are fp32 whatever the dtype of the rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def _rms_norm_silu_gate_reference(x: Tensor, weight: Tensor, gate: Tensor, eps: 
     return (normed * functional.silu(_wide(gate))).to(x.dtype)
 
 
+def _sigmoid_gate_reference(x: Tensor, gate: Tensor) -> Tensor:
+    return (_wide(x) * torch.sigmoid(_wide(gate))).to(x.dtype)
+
+
 def _conv_silu_split_reference(x: Tensor, weight: Tensor, widths: tuple[int, int, int]) -> tuple[Tensor, ...]:
     taps = weight.shape[1]
     padded = functional.pad(_wide(x).transpose(1, 2), (taps - 1, 0))
@@ -39,13 +43,16 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _NORM_EPS)
 
 
-def _gated_delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def _gated_delta_rule_reference(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor
+) -> Tensor:
     """Chunk by chunk: the corrections of a chunk solve one unit triangular system, the state is read and written once.
 
     With G the running sum of log decays inside a chunk, A = tril(beta_i k_i k_j exp(G_i - G_j), -1) and S the state
     before it, the corrections are D = (I + A)^-1 beta (v - exp(G) k S).
     """
-    tokens, pad = q.shape[1], -q.shape[1] % _CHUNK
+    dtype, tokens, pad = q.dtype, q.shape[1], -q.shape[1] % _CHUNK
+    decay, beta = rate * functional.softplus(_wide(a) + dt_bias), torch.sigmoid(_wide(b))
     q, k, v = (functional.pad(_wide(x).transpose(1, 2), (0, 0, 0, pad)) for x in (q, k, v))
     decay, beta = (functional.pad(_wide(x).transpose(1, 2), (0, pad)) for x in (decay, beta))
     q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
@@ -64,10 +71,11 @@ def _gated_delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
         found.append(seen + ((qs @ ks.transpose(-1, -2)) * between) @ change)
         left = (total[..., -1:] - total).exp()[..., None]
         state = state * total[..., -1].exp()[..., None, None] + (left * ks).transpose(-1, -2) @ change
-    return torch.cat(found, dim=2)[:, :, :tokens].transpose(1, 2)
+    return torch.cat(found, dim=2)[:, :, :tokens].transpose(1, 2).to(dtype)
 
 
 _GATE = register("rms_norm_silu_gate", _rms_norm_silu_gate_reference, {"triton": f"{_TRITON}:rms_norm_silu_gate"})
+_SIGMOID = register("sigmoid_gate", _sigmoid_gate_reference, {"triton": f"{_TRITON}:sigmoid_gate"})
 _CONV = register("conv_silu_split", _conv_silu_split_reference, {"triton": f"{_TRITON}:conv_silu_split"})
 _RULE = register("gated_delta_rule", _gated_delta_rule_reference, {"triton": f"{_TRITON}:gated_delta_rule"})
 
@@ -78,7 +86,7 @@ def rms_norm_silu_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float = 1e-
     Args:
         x: (..., width), fp32 or bf16.
         weight: (width,), the multiplier itself (no 1 is added).
-        gate: shaped like x.
+        gate: shaped like x; its tokens may lie further apart.
         eps: added to the mean square.
 
     Returns:
@@ -86,6 +94,21 @@ def rms_norm_silu_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float = 1e-
     """
     shape = {"rows": x.numel() // x.shape[-1], "width": x.shape[-1]}
     result: Tensor = _GATE.run(shape, x, x, weight, gate, eps)
+    return result
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), in fp32, rounded once.
+
+    Args:
+        x: (..., width), fp32 or bf16.
+        gate: shaped like x; its rows may lie further apart.
+
+    Returns:
+        (..., width) in the dtype of x.
+    """
+    shape = {"rows": x.numel() // x.shape[-1], "width": x.shape[-1]}
+    result: Tensor = _SIGMOID.run(shape, x, x, gate)
     return result
 
 
@@ -105,21 +128,24 @@ def conv_silu_split(x: Tensor, weight: Tensor, widths: tuple[int, int, int]) -> 
     return result
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> Tensor:
     """The gated delta rule from an empty state: S <- exp(decay) S; S <- S + k (beta (v - k S)); o = q S / sqrt(d).
 
-    Queries and keys are L2-normalised here. A token sees itself and earlier ones only.
+    Queries and keys are L2-normalised here, and gates are made here in fp32: decay = rate * softplus(a + dt_bias),
+    beta = sigmoid(b). A token sees itself and earlier ones only.
 
     Args:
         q: (B, S, H, d), fp32 or bf16.
         k: (B, S, H, d).
         v: (B, S, H, e).
-        decay: fp32 (B, S, H), log of the decay, at most 0.
-        beta: fp32 (B, S, H), in (0, 1).
+        a: (B, S, H) in the dtype of q or fp32, any strides.
+        b: likewise.
+        rate: fp32 (H,), at most 0.
+        dt_bias: fp32 (H,).
 
     Returns:
-        fp32 (B, S, H, e).
+        (B, S, H, e) in the dtype of q, rounded once.
     """
     shape = {"tokens": q.shape[1], "rows": q.shape[0], "heads": q.shape[2], "width": q.shape[3]}
-    result: Tensor = _RULE.run(shape, q, q, k, v, decay, beta)
+    result: Tensor = _RULE.run(shape, q, q, k, v, a, b, rate, dt_bias)
     return result

@@ -35,12 +35,12 @@ def _ada_rms_norm_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float)
 
 def _add_layer_norm_reference(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
-    return total, _layer_norm_reference(total, weight, bias, eps)
+    return total, _layer_norm_reference(total.float(), weight, bias, eps).to(y.dtype)
 
 
 def _add_rms_norm_reference(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
-    return total, _rms_norm_reference(total, weight, eps)
+    return total, _rms_norm_reference(total.float(), weight, eps).to(y.dtype)
 
 
 def _gated_add_ada_rms_norm_reference(
@@ -124,7 +124,8 @@ def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: floa
         eps: added to the variance.
 
     Returns:
-        (x + y, layer_norm(x + y)), both in the dtype of x; the norm reads the rounded sum.
+        (x + y, layer_norm(x + y)): the sum in the dtype of x (fp32, or that of y), the norm in that of y; it reads the
+        rounded sum.
     """
     result: tuple[Tensor, Tensor] = _ADD_LAYER_NORM.run(_shape(x), x, x, y, weight, bias, eps)
     return result
@@ -140,7 +141,8 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float = 1e-6) -> tup
         eps: added to the mean square.
 
     Returns:
-        (x + y, rms_norm(x + y)), both in the dtype of x; the norm reads the rounded sum.
+        (x + y, rms_norm(x + y)): the sum in the dtype of x (fp32, or that of y), the norm in that of y; it reads the
+        rounded sum.
     """
     result: tuple[Tensor, Tensor] = _ADD_RMS_NORM.run(_shape(x), x, x, y, weight, eps)
     return result

@@ -86,8 +86,8 @@ def norm_rotate(
     """RMSNorm of every query and key head, then its rotation, in place; values stay. All in fp32, rounded once.
 
     Args:
-        qkv: (..., (heads + 2 * kv_heads) * head_dim), contiguous; queries, keys, values. Its rows go through the
-            table's rows again and again.
+        qkv: (..., (heads + 2 * kv_heads) * head_dim); queries, keys, values. Contiguous, or the first part of the
+            rows of a contiguous tensor. Its rows go through the table's rows again and again.
         q_weight: (head_dim,), the multiplier; None leaves the norm out. `k_weight` likewise.
         cos: (table rows, head_dim / 2) fp32; `sin` likewise.
         eps: added to the mean square.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -11,47 +12,114 @@ from torch import Tensor
 
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
-CHUNK = 16
-"""Tokens whose corrections are solved together. The inverse of the unit triangular system is a product of log2(CHUNK)
-factors of its own powers, exact for any size and well conditioned in fp32 at this one."""
+_EXACT, _TF32 = 0, 1
+_BF16 = _TF32 if os.environ.get("TRITON_INTERPRET") == "1" else 2
+"""How products take their operands; Triton's interpreter multiplies bf16 as the integers that hold it."""
 
 
 @triton.jit
 def _gate_kernel(
-    x_ptr, weight_ptr, gate_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    gate_ptr,
+    out_ptr,
+    gate_stride,
+    eps,
+    HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    out = x * factor * weight * gate * tl.sigmoid(gate)
-    tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    held = (heads < HEADS)[:, None] & inside[None, :]
+    places = heads[:, None] * WIDTH + columns[None, :]
+    x = tl.load(x_ptr + token * HEADS * WIDTH + places, mask=held, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + places, mask=held, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
+    out = x * factor[:, None] * weight[None, :] * gate * tl.sigmoid(gate)
+    tl.store(out_ptr + token * HEADS * WIDTH + places, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
 def rms_norm_silu_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, config: Mapping[str, int]) -> Tensor:
-    """See `ops.delta.rms_norm_silu_gate`."""
-    width = x.shape[-1]
-    x, gate = x.contiguous(), gate.contiguous()
+    """See `ops.delta.rms_norm_silu_gate`. The tokens of the gate may lie further apart than its heads."""
+    heads, width = (x.shape[-2], x.shape[-1]) if x.dim() > 2 else (1, x.shape[-1])
+    x = x.contiguous()
+    tokens = x.numel() // (heads * width)
+    apart = _token_stride(gate, heads, width)
+    if apart is None:
+        gate, apart = gate.contiguous(), heads * width
     out = torch.empty_like(x)
+    together = min(config.get("heads", 8), power_of_two(heads))
     launch(
         _gate_kernel,
-        (x.numel() // width,),
+        (tokens, triton.cdiv(heads, together)),
         x,
         weight,
         gate,
         out,
+        apart,
         eps,
+        HEADS=heads,
+        HEAD_BLOCK=together,
         WIDTH=width,
         BLOCK=power_of_two(width),
-        num_warps=config.get("num_warps", 1),
+        num_warps=config.get("num_warps", 4),
     )
     return out
+
+
+@triton.jit
+def _sigmoid_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + columns, (x * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, *, config: Mapping[str, int]) -> Tensor:
+    """See `ops.delta.sigmoid_gate`."""
+    width = x.shape[-1]
+    x = x.contiguous()
+    apart = _token_stride(gate.unsqueeze(-2), 1, width)
+    if apart is None:
+        gate, apart = gate.contiguous(), width
+    out = torch.empty_like(x)
+    block = min(config.get("block", 1024), power_of_two(width))
+    launch(
+        _sigmoid_kernel,
+        (x.numel() // width, triton.cdiv(width, block)),
+        x,
+        gate,
+        out,
+        apart,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=config.get("num_warps", 4),
+    )
+    return out
+
+
+def _token_stride(x: Tensor, heads: int, width: int) -> int | None:
+    """How far apart the tokens of (..., heads, width) lie, where that is one number and a token is in one piece."""
+    if x.dim() < 3 or x.stride(-1) != 1 or (heads > 1 and x.stride(-2) != width):
+        return None
+    shape, strides = x.shape[:-2], x.stride()[:-2]
+    if any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(len(shape) - 1) if shape[i] > 1):
+        return None
+    return strides[-1]
 
 
 @triton.jit
@@ -131,15 +199,36 @@ def conv_silu_split(
 
 
 @triton.jit
-def _rule_kernel(
+def _product(a, b, KIND: tl.constexpr):
+    """a @ b in fp32 (0), in TF32 (1), or from operands rounded to bf16 (2); sums are fp32."""
+    if KIND == 2:
+        product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif KIND == 1:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32")
+    else:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _chunk_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    decay_ptr,
-    beta_ptr,
-    out_ptr,
+    a_ptr,
+    b_ptr,
+    rate_ptr,
+    bias_ptr,
+    keys_ptr,
+    values_ptr,
+    queries_ptr,
+    left_ptr,
+    inside_ptr,
+    end_ptr,
     tokens,
     heads,
+    gate_row,
+    gate_token,
     scale,
     KEY: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -147,90 +236,188 @@ def _rule_kernel(
     VALUE_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GIVEN: tl.constexpr,
+    KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    row, head = sequence // heads, sequence % heads
+    keys = tl.arange(0, KEY_BLOCK)
+    values = tl.arange(0, VALUE_BLOCK)
+    index = tl.arange(0, SIZE)
+    above, below = index[:, None], index[None, :]
+    at = chunk * SIZE + index
+    held = at < tokens
+    rate = tl.load(rate_ptr + head).to(tl.float32)
+    bias = tl.load(bias_ptr + head).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gates = row * gate_row + at * gate_token + head
+    raw = tl.load(a_ptr + gates, mask=held, other=0.0).to(tl.float32) + bias
+    decay = rate * (tl.maximum(raw, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw))))
+    decay = tl.where(held, decay, 0.0)
+    beta = tl.where(held, tl.sigmoid(tl.load(b_ptr + gates, mask=held, other=0.0).to(tl.float32)), 0.0)
+    # The running sum of log decays.
+    down = tl.sum(tl.where(above >= below, decay[None, :], 0.0), axis=1)
+    end = tl.sum(decay, axis=0)
+    apart = tl.where(above >= below, down[:, None] - down[None, :], 0.0)
+    between = tl.where(above >= below, tl.exp(apart), 0.0)
+    places = ((row * tokens + at) * heads + head)[:, None]
+    key_places = places * KEY + keys[None, :]
+    key_mask = held[:, None] & (keys < KEY)[None, :]
+    spot = (sequence * tl.num_programs(1) + chunk) * SIZE + index[:, None]
+    kind = keys_ptr.dtype.element_ty
+    # Rows are multiplied as they were read; their norms go into what is small.
+    k = tl.load(k_ptr + key_places, mask=key_mask, other=0.0)
+    wide = k.to(tl.float32)
+    unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6)
+    tl.store(left_ptr + spot * KEY_BLOCK + keys[None, :], (wide * (unit * tl.exp(end - down))[:, None]).to(kind))
+    system = _product(k, tl.trans(k), GIVEN) * between * (beta * unit)[:, None] * unit[None, :]
+    system = tl.where(above > below, system, 0.0)
+    q = tl.load(q_ptr + key_places, mask=key_mask, other=0.0)
+    inside = _product(q, tl.trans(k), GIVEN) * between * unit[None, :]
+    wide = q.to(tl.float32)
+    own = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6) * scale
+    grown = tl.exp(down)
+    tl.store(queries_ptr + spot * KEY_BLOCK + keys[None, :], (wide * (own * grown)[:, None]).to(kind))
+    tl.store(inside_ptr + spot * SIZE + index[None, :], (inside * own[:, None]).to(kind))
+    # (I + A)^-1 of diagonal blocks, each twice as wide as the last: [[X, 0], [-Y A X, Y]].
+    inverse = tl.where(above == below, 1.0, 0.0)
+    inverse -= tl.where((above // 2 == below // 2) & (above > below), system, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        corner = (above // 2 ** (level + 1) == below // 2 ** (level + 1)) & (above // 2**level > below // 2**level)
+        step = _product(inverse, tl.where(corner, system, 0.0), KIND)
+        inverse -= _product(step, inverse, KIND)
+    solved = _product(inverse * (beta * grown * unit)[None, :], k, KIND)
+    tl.store(keys_ptr + spot * KEY_BLOCK + keys[None, :], solved.to(kind))
+    value_mask = held[:, None] & (values < VALUE)[None, :]
+    v = tl.load(v_ptr + places * VALUE + values[None, :], mask=value_mask, other=0.0)
+    solved = _product(inverse * beta[None, :], v, KIND)
+    tl.store(values_ptr + spot * VALUE_BLOCK + values[None, :], solved.to(kind))
+    tl.store(end_ptr + sequence * tl.num_programs(1) + chunk, tl.exp(end))
+
+
+@triton.jit
+def _state_kernel(
+    keys_ptr,
+    values_ptr,
+    queries_ptr,
+    left_ptr,
+    inside_ptr,
+    end_ptr,
+    out_ptr,
+    tokens,
+    heads,
+    chunks,
+    KEY_BLOCK: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     row, head = sequence // heads, sequence % heads
-    values = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     keys = tl.arange(0, KEY_BLOCK)
     index = tl.arange(0, SIZE)
-    earlier = index[:, None] > index[None, :]
-    same = index[:, None] == index[None, :]
-    last = index == SIZE - 1
+    values = tl.program_id(1) * PART + tl.arange(0, PART)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
-    for start in range(0, tokens, SIZE):
-        at = start + index
-        held = at < tokens
-        gates = (row * tokens + at) * heads + head
-        decay = tl.load(decay_ptr + gates, mask=held, other=0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + gates, mask=held, other=0.0).to(tl.float32)
-        key_places = gates[:, None] * KEY + keys[None, :]
-        key_mask = held[:, None] & (keys < KEY)[None, :]
-        q = tl.load(q_ptr + key_places, mask=key_mask, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + key_places, mask=key_mask, other=0.0).to(tl.float32)
-        q = q * (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * scale)[:, None]
-        k = k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
-        value_places = gates[:, None] * VALUE + values[None, :]
-        value_mask = held[:, None] & (values < VALUE)[None, :]
-        v = tl.load(v_ptr + value_places, mask=value_mask, other=0.0).to(tl.float32)
-        # The running sum of log decays, as a column and as a row.
-        down = tl.sum(tl.where(earlier | same, decay[None, :], 0.0), axis=1)
-        across = tl.sum(tl.where(same, down[:, None], 0.0), axis=0)
-        end = tl.sum(tl.where(last, down, 0.0), axis=0)
-        between = tl.where(earlier | same, tl.exp(tl.where(earlier | same, down[:, None] - across[None, :], 0.0)), 0.0)
-        likeness = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        system = tl.where(earlier, beta[:, None] * likeness * between, 0.0)
-        # (I + A)^-1 = (I - A)(I + A^2)(I + A^4)..., which ends because A is strictly triangular.
-        inverse = tl.where(same, 1.0, 0.0) - system
-        power = system
-        for _ in tl.static_range(LEVELS - 1):
-            power = tl.dot(power, power, input_precision=PRECISION)
-            inverse += tl.dot(inverse, power, input_precision=PRECISION)
-        grown = tl.exp(down)[:, None]
-        wanted = beta[:, None] * (v - grown * tl.dot(k, state, input_precision=PRECISION))
-        change = tl.dot(inverse, wanted, input_precision=PRECISION)
-        inside = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-        out = grown * tl.dot(q, state, input_precision=PRECISION)
-        out += tl.dot(inside, change, input_precision=PRECISION)
-        tl.store(out_ptr + value_places, out, mask=value_mask)
-        left = k * tl.exp(end - down)[:, None]
-        state = state * tl.exp(end) + tl.dot(tl.trans(left), change, input_precision=PRECISION)
+    state = tl.zeros((KEY_BLOCK, PART), tl.float32)
+    for chunk in range(chunks):
+        spot = (sequence * chunks + chunk) * SIZE + index[:, None]
+        key_places = spot * KEY_BLOCK + keys[None, :]
+        change = tl.load(values_ptr + spot * VALUE_BLOCK + values[None, :]).to(tl.float32)
+        change -= _product(tl.load(keys_ptr + key_places), state, KIND)
+        out = _product(tl.load(queries_ptr + key_places), state, KIND)
+        out += _product(tl.load(inside_ptr + spot * SIZE + index[None, :]), change, KIND)
+        left = tl.load(left_ptr + key_places)
+        state = state * tl.load(end_ptr + sequence * chunks + chunk) + _product(tl.trans(left), change, KIND)
+        at = chunk * SIZE + index
+        places = ((row * tokens + at) * heads + head)[:, None] * VALUE + values[None, :]
+        mask = (at < tokens)[:, None] & (values < VALUE)[None, :]
+        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, config: Mapping[str, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
+    *,
+    config: Mapping[str, int],
 ) -> Tensor:
-    """See `ops.delta.gated_delta_rule`. One program for each row, head and part of the values' width."""
+    """See `ops.delta.gated_delta_rule`. Two kernels: what is inside each chunk, then the state from chunk to chunk.
+
+    The first has a program for each row, head and chunk: it solves the chunk's triangular system for the keys and the
+    values, so that the second, with a program for each row, head and part of the values' width, has two products
+    between a state and the next one.
+    """
     rows, tokens, heads, key = q.shape
     value = v.shape[3]
-    q, k, v, decay, beta = (x.contiguous() for x in (q, k, v, decay, beta))
-    out = torch.empty(rows, tokens, heads, value, dtype=torch.float32, device=q.device)
-    block = min(config.get("value_block", 32), max(16, power_of_two(value)))
-    exact = q.dtype == torch.float32 or not config.get("tf32", 1)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if a.stride() != b.stride() or a.stride(2) != 1:
+        a, b = a.contiguous(), b.contiguous()
+    exact = q.dtype == torch.float32
+    size = config.get("chunk", 32 if exact else 64)
+    chunks = triton.cdiv(tokens, size)
+    key_block, value_block = max(16, power_of_two(key)), max(16, power_of_two(value))
+    part = min(config.get("value_block", 16), value_block)
+    padded = rows * heads * chunks * size
+    widths = (key_block, value_block, key_block, key_block, size)
+    solved = [torch.empty(padded, width, dtype=q.dtype, device=q.device) for width in widths]
+    ends = torch.empty(rows * heads * chunks, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, tokens, heads, value, dtype=q.dtype, device=q.device)
     launch(
-        _rule_kernel,
-        (rows * heads, triton.cdiv(value, block)),
+        _chunk_kernel,
+        (rows * heads, chunks),
         q,
         k,
         v,
-        decay,
-        beta,
+        a,
+        b,
+        rate,
+        dt_bias,
+        *solved,
+        ends,
+        tokens,
+        heads,
+        a.stride(0),
+        a.stride(1),
+        key**-0.5,
+        KEY=key,
+        KEY_BLOCK=key_block,
+        VALUE=value,
+        VALUE_BLOCK=value_block,
+        SIZE=size,
+        LEVELS=size.bit_length() - 1,
+        GIVEN=_EXACT if exact else _BF16,
+        KIND=_EXACT if exact else _BF16 if config.get("round_inside", 0) else _TF32,
+        num_warps=config.get("num_warps", 4),
+    )
+    launch(
+        _state_kernel,
+        (rows * heads, triton.cdiv(value, part)),
+        *solved,
+        ends,
         out,
         tokens,
         heads,
-        key**-0.5,
-        KEY=key,
-        KEY_BLOCK=max(16, power_of_two(key)),
+        chunks,
+        KEY_BLOCK=key_block,
         VALUE=value,
-        VALUE_BLOCK=block,
-        SIZE=CHUNK,
-        LEVELS=CHUNK.bit_length() - 1,
-        PRECISION="ieee" if exact else "tf32",
-        num_warps=config.get("num_warps", 4),
+        VALUE_BLOCK=value_block,
+        PART=part,
+        SIZE=size,
+        KIND=_EXACT if exact else _BF16 if config.get("round_across", 1) else _TF32,
+        num_warps=config.get("state_warps", 4),
         num_stages=config.get("num_stages", 3),
     )
     return out

@@ -19,6 +19,7 @@ def _norm_rotate_kernel(
     cos_ptr,
     sin_ptr,
     table_rows,
+    stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -36,7 +37,7 @@ def _norm_rotate_kernel(
     wide = half < HALF
     head = tl.arange(0, TURNED)
     inside = (head < HEADS + KV_HEADS)[:, None] & wide[None, :]
-    base = qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    base = qkv_ptr + row * stride
     offsets = head[:, None] * (2 * HALF) + half[None, :]
     first = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(base + offsets + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -87,6 +88,7 @@ def norm_rotate(
         cos,
         sin,
         len(cos),
+        qkv.stride(-2) if qkv.dim() > 1 else qkv.shape[-1],
         eps,
         HEADS=heads,
         KV_HEADS=kv_heads,

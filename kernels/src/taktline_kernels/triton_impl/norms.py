@@ -126,12 +126,12 @@ def add_layer_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, config: Mapping[str, int]
 ) -> tuple[Tensor, Tensor]:
     """Run `ops.add_layer_norm`."""
-    return _run(_LAYER, x, y, None, weight, bias, eps, config)
+    return _run(_LAYER, x, y, None, weight, bias, eps, config, dtype=y.dtype)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, config: Mapping[str, int]) -> tuple[Tensor, Tensor]:
     """Run `ops.add_rms_norm`."""
-    return _run(_RMS, x, y, None, weight, None, eps, config)
+    return _run(_RMS, x, y, None, weight, None, eps, config, dtype=y.dtype)
 
 
 def gated_add_ada_rms_norm(

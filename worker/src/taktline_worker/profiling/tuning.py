@@ -33,8 +33,8 @@ _GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "num_stages": (2, 3),
     },
     "conv_silu_split": {"block": (256, 512), "rows": (2, 4, 8), "num_warps": (4, 8)},
-    "gated_delta_rule": {"value_block": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
-    "rms_norm_silu_gate": {"num_warps": (1, 2, 4)},
+    "gated_delta_rule": {"chunk": (16, 32, 64), "value_block": (16, 32), "num_warps": (4, 8), "round_inside": (0, 1)},
+    "rms_norm_silu_gate": {"heads": (1, 4, 8, 16), "num_warps": (1, 4, 8)},
 }
 
 

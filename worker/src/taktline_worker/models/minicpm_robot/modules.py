@@ -7,13 +7,14 @@ right: every layer is causal, so a row's tokens see none of its padding.
 from __future__ import annotations
 
 import torch
-from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate
+from taktline_kernels import ops
+from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
 from taktline_kernels.ops.norms import add_rms_norm, rms_norm
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.fp8_layers import after_swiglu
-from taktline_worker.layers import Norm, attend, rotate
+from taktline_worker.layers import Norm, attend
 from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
 from taktline_worker.models.minicpm_robot.weights import (
     ActionBlock,
@@ -29,27 +30,27 @@ from taktline_worker.models.minicpm_robot.weights import (
 )
 
 Memory = tuple[Tensor, Tensor]
-"""Keys and values (B, S, heads, d) of a cross-attention block."""
+"""Keys and values (B, S, heads, d) of a cross-attention block, in strides of what all blocks have together."""
 
 
 def encode_images(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
     """Text tokens (N, image tokens, text width) of patches (N, P, 3 * patch^2), channel first, row by row."""
-    x, y = weights.patch(patches) + weights.positions, None
+    x, y = weights.positions.expand(len(patches), -1, -1), weights.patch(patches)
     side = v.grid
     for index, block in enumerate(weights.blocks):
         x, y = _vision_block(block, v.heads, x, y)
         if index == v.insert:
-            x, y = _merge_windows(weights.window, v.heads, _windows(x + y, side)), None
+            x, y = _merge_windows(weights.window, v.heads, _windows(x, side), _windows(y, side))
             side //= 2
     x = weights.merge_norm(_windows(weights.norm.after(x, y)[1], side).flatten(2))
     return weights.merge2(functional.gelu(weights.merge1(x)))  # the exact GELU, here alone
 
 
-def _vision_block(block: VisionBlock, heads: int, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The residual stream without this block's last term, and that term: the next norm adds it."""
+def _vision_block(block: VisionBlock, heads: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream (fp32) without this block's last term, and that term: the next norm adds it."""
     x, n = block.norm1.after(x, y)
     q, k, value = block.qkv(n).view(*x.shape[:2], 3, heads, -1).unbind(2)
-    x, n = block.norm2.after(x, block.out(attend(q, k, value)))
+    x, n = block.norm2.after(x, block.out(ops.attention_vision(q, k, value).flatten(2)))
     return x, block.fc2(block.fc1.gelu(n))
 
 
@@ -59,19 +60,23 @@ def _windows(x: Tensor, side: int) -> Tensor:
     return x.view(n, side // 2, 2, side // 2, 2, width).transpose(2, 3).reshape(n, side * side // 4, 4, width)
 
 
-def _merge_windows(weights: WindowMerger, heads: int, x: Tensor) -> Tensor:
-    """(N, windows, 4, width) -> (N, windows, width)."""
-    flat = x.flatten(0, 1)
-    q, k, value = weights.qkv(weights.norm1(flat)).view(*flat.shape[:2], 3, heads, -1).unbind(2)
-    x = (flat + weights.out(attend(q, k, value))).view(x.shape)
-    mixed = weights.fc2(weights.fc1.gelu(weights.norm2(x.flatten(2))))
-    return mixed + x.mean(dim=2)
+def _merge_windows(weights: WindowMerger, heads: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Stream and last term (N, windows, 4, width) -> (N, windows, width) of each."""
+    flat, n = weights.norm1.after(x.flatten(0, 1), y.flatten(0, 1))
+    q, k, value = weights.qkv(n).view(*flat.shape[:2], 3, heads, -1).unbind(2)
+    shape = (*x.shape[:2], -1)
+    stream, n = weights.norm2.after(flat.view(shape), weights.out(attend(q, k, value)).view(shape))
+    return stream.view(x.shape).mean(dim=2), weights.fc2(weights.fc1.gelu(n))
 
 
 def rope_tables(t: TextConfig, slots: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (slots, rotary) fp32. Image tokens count on one axis like text, so all three axes are equal."""
-    frequencies = t.theta ** (-torch.arange(0, t.rotary, 2, dtype=torch.float64) / t.rotary)
-    angles = (torch.arange(slots, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+    """Cosine and sine (slots, head_dim / 2) fp32, for heads in the order of `weights.rotated_first`.
+
+    Image tokens count on one axis like text, so all three axes are equal.
+    """
+    frequencies = torch.zeros(t.head_dim // 2, dtype=torch.float64)
+    frequencies[: t.rotary // 2] = t.theta ** (-torch.arange(0, t.rotary, 2, dtype=torch.float64) / t.rotary)
+    angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
 
@@ -84,14 +89,15 @@ def encode_text(
         tokens: int64 (B, S).
         image_slots: int64 (image tokens,), where in the flattened (B * S) each image token stands.
         images: (image tokens, width), in that order.
-        cos: (S, rotary) fp32; `sin` likewise.
+        cos: (S, head_dim / 2) fp32; `sin` likewise.
     """
     x = functional.embedding(tokens, weights.embedding)
     x.view(-1, x.shape[-1])[image_slots] = images.to(x.dtype)
     n = rms_norm(x, weights.layers[0].norm1, t.eps)
+    x = x.float()  # the stream; terms and norms keep the dtype
     following = [layer.norm1 for layer in weights.layers[1:]] + [weights.norm]
     for layer, norm in zip(weights.layers, following, strict=True):
-        x, n = add_rms_norm(x, _mixed(layer, t, n, cos[:, None], sin[:, None]), layer.norm2, t.eps)
+        x, n = add_rms_norm(x, _mixed(layer, t, n, cos, sin), layer.norm2, t.eps)
         x, n = add_rms_norm(x, after_swiglu(layer.down, layer.gate_up(n)), norm, t.eps)
     return n
 
@@ -104,19 +110,11 @@ def _mixed(layer: TextLayer, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor)
 
 
 def _full_attention(mixer: FullAttention, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    queries, pairs = 2 * t.heads * t.head_dim, t.kv_heads * t.head_dim
-    both, k, v = torch.split(mixer.qkv(x), [queries, pairs, pairs], dim=-1)
-    q, gate = both.view(*x.shape[:2], t.heads, 2, t.head_dim).unbind(3)
-    q = _partly_rotated(rms_norm(q, mixer.q_norm, t.eps), cos, sin)
-    k = _partly_rotated(rms_norm(k.view(*x.shape[:2], t.kv_heads, -1), mixer.k_norm, t.eps), cos, sin)
-    seen = attend(q, k, v.view(*x.shape[:2], t.kv_heads, -1), causal=True)
-    return mixer.out(seen * torch.sigmoid(gate.flatten(2)))
-
-
-def _partly_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the first elements of each head, as many as the tables have."""
-    turned = cos.shape[-1]
-    return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
+    heads, pairs = t.heads + 2 * t.kv_heads, t.heads * t.head_dim
+    qkv, gate = torch.split(mixer.qkv(x), [heads * t.head_dim, pairs], dim=-1)
+    ops.norm_rotate(qkv, mixer.q_norm, mixer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.eps)
+    q, k, v = torch.split(qkv.view(*x.shape[:2], heads, t.head_dim), [t.heads, t.kv_heads, t.kv_heads], dim=2)
+    return mixer.out(sigmoid_gate(ops.attention(q, k, v, causal=True).flatten(2), gate))
 
 
 def delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
@@ -124,15 +122,17 @@ def delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
     widths = t.delta_widths
     mixed, z, a, b = torch.split(mixer.inputs(x), [sum(widths), widths[2], t.delta_heads, t.delta_heads], dim=-1)
     q, k, v = (part.view(*x.shape[:2], t.delta_heads, -1) for part in conv_silu_split(mixed, mixer.conv, widths))
-    decay = mixer.rate * functional.softplus(a.float() + mixer.dt_bias)
-    seen = gated_delta_rule(q, k, v, decay, torch.sigmoid(b.float())).to(x.dtype)
+    seen = gated_delta_rule(q, k, v, a, b, mixer.rate, mixer.dt_bias)
     z = z.view(*x.shape[:2], t.delta_heads, -1)
     return mixer.out(rms_norm_silu_gate(seen, mixer.norm, z, t.eps).flatten(2))
 
 
 def memories(weights: HeadWeights, h: HeadConfig, features: Tensor) -> list[Memory | None]:
-    """What each block attends to in the backbone's features (B, S, text width) fp32, once a request; None = itself."""
-    return [None if index % 2 else _split(block.kv(features), h.heads) for index, block in enumerate(weights.blocks)]
+    """What each block attends to in the backbone's features (B, S, text width), once a request; None = itself."""
+    crossing = (len(weights.blocks) + 1) // 2
+    all_of_them = weights.memory(features).view(*features.shape[:2], crossing, 2, h.heads, -1)
+    own = [(keys, values) for keys, values in (one.unbind(2) for one in all_of_them.unbind(2))]
+    return [None if index % 2 else own[index // 2] for index in range(len(weights.blocks))]
 
 
 def predict(
@@ -145,48 +145,52 @@ def predict(
     seen: list[Memory | None],
     valid: Tensor,
 ) -> Tensor:
-    """The clean actions (B, H, action width) that the head expects behind the noisy x at one solver step.
+    """The clean actions (B, H, action width) fp32 that the head expects behind the noisy x (fp32) at one solver step.
 
     Args:
         banks: (rows of the batch, bank) by embodiment.
         states: for each of them (its rows, 1, width), the state's part of the first projection.
         seen: for each block what `memories` gave.
-        valid: bool (B, 1, 1, S), which features are a row's own.
+        valid: bool (B, S), which features are a row's own.
     """
-    inputs = x.new_empty(*x.shape[:2], h.width)
+    stream = weights.future.new_empty(len(x), h.future + h.horizon, h.width)
+    stream[:, : h.future] = weights.future
     for (rows, bank), state in zip(banks, states, strict=True):
-        hidden = bank.action(x[rows]) + state
-        hidden = functional.silu(bank.second(hidden) + bank.time[step])
-        inputs[rows] = bank.third(hidden) + bank.offset
-    tokens = torch.cat((weights.future.expand(len(x), -1, -1), inputs), dim=1)
-    added: Tensor | None = None
-    for block, memory in zip(weights.blocks, seen, strict=True):
-        tokens, added = _action_block(block, weights.plain, h.heads, tokens, added, step, memory, valid)
-    tokens = weights.tail(weights.tail_norms[step].after(tokens, added)[1][:, h.future :])
+        given = x[rows].to(stream.dtype)
+        state = state.expand(-1, h.horizon, -1)
+        hidden = ops.linear(given, bank.action.weight, bank.action.bias, residual=state)
+        hidden = ops.linear(hidden, bank.second.weight, bank.time[step], activation="silu")
+        offset = bank.offset.expand(len(hidden), -1, -1)
+        stream[rows, h.future :] = ops.linear(hidden, bank.third.weight, bank.third.bias, residual=offset)
+    n = weights.blocks[0].norms[step](stream)
+    following = [block.norms[step] for block in weights.blocks[1:]] + [weights.tail_norms[step]]
+    for index, (block, memory, norm) in enumerate(zip(weights.blocks, seen, following, strict=True)):
+        first = h.future if index == len(weights.blocks) - 1 else 0  # the last one's future tokens are never read
+        stream, n = _action_block(block, weights.plain, norm, h.heads, stream, n, first, memory, valid)
+    n = weights.tail(n)
     out = torch.empty_like(x)
     for rows, bank in banks:
-        out[rows] = bank.decode2(functional.relu(bank.decode1(tokens[rows])))
+        out[rows] = bank.decode2(bank.decode1.relu(n[rows]).float())
     return out
 
 
 def _action_block(
     block: ActionBlock,
     plain: Norm,
+    following: Norm,
     heads: int,
     x: Tensor,
-    y: Tensor | None,
-    step: int,
+    n: Tensor,
+    first: int,
     memory: Memory | None,
     valid: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `_vision_block`: the stream without the last term, and that term."""
-    x, n = block.norms[step].after(x, y)
-    keys, values = memory if memory is not None else _split(block.kv(n), heads)
-    q = block.q(n).view(*n.shape[:2], heads, -1)
-    x, n = plain.after(x, block.out(attend(q, keys, values, valid if memory is not None else None)))
-    return x, block.fc2(block.fc1.gelu(n))
-
-
-def _split(kv: Tensor, heads: int) -> Memory:
-    keys, values = kv.view(*kv.shape[:2], 2, heads, -1).unbind(2)
-    return keys, values
+    """The stream of tokens from `first` on, and its norm for the next block, from the stream and this block's norm."""
+    if memory is None:
+        q, keys, values = block.q(n).view(*n.shape[:2], 3, heads, -1).unbind(2)
+        attended = ops.attention(q[:, first:], keys, values)
+    else:
+        q = block.q(n[:, first:]).view(len(n), -1, heads, memory[0].shape[-1])
+        attended = ops.attention(q, *memory, valid)
+    x, n = plain.after_layer(x[:, first:], block.out, attended.flatten(2))
+    return following.after_layer(x, block.fc2, block.fc1.gelu(n))

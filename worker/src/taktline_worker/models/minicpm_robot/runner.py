@@ -63,18 +63,19 @@ class MiniCpmRunner:
 
     @torch.inference_mode()
     def solve(self, batch: MiniCpmBatch, features: Tensor, observer: StepObserver | None = None) -> Tensor:
-        """Actions (B, H, action width) from features (B, S, text width), which the head reads in fp32.
+        """Actions (B, H, action width) from features (B, S, text width), which the head reads in its own dtype.
 
         Each step mixes the noise with the last prediction and predicts the clean actions anew; no velocity is followed.
         """
         head, h = self.weights.head, self.architecture.head
-        seen = modules.memories(head, h, features.float())
+        seen = modules.memories(head, h, features.to(head.future.dtype))
+        valid = batch.valid[:, 0, 0]
         banks = self._banks(batch)
         states = [bank.state(batch.state[rows])[:, None] for rows, bank in banks]
         found = torch.zeros_like(batch.noise)
         for step, (share, _) in enumerate(steps()):
-            x = share * batch.noise + (1.0 - share) * found
-            found = modules.predict(head, h, banks, states, x, step, seen, batch.valid)
+            x = torch.lerp(found, batch.noise, share)
+            found = modules.predict(head, h, banks, states, x, step, seen, valid)
             if observer is not None:
                 observer(step, x, found)
         return found

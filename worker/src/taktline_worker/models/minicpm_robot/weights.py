@@ -65,7 +65,10 @@ class VisionWeights:
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Softmax attention: for each head its query and its gate, then all keys and values, in one matrix."""
+    """Softmax attention: queries, keys, values, then the gates of all heads, in one matrix.
+
+    The elements of queries and keys are in the order of `rotated_first`; their norms multiply by what stands here.
+    """
 
     qkv: Linear
     q_norm: Tensor
@@ -112,11 +115,15 @@ class TextWeights:
 
 @dataclass(frozen=True, slots=True)
 class ActionBlock:
-    """One block of the diffusion transformer; `norms` are its adaptive norm at each solver step."""
+    """One block of the diffusion transformer.
+
+    Attributes:
+        norms: its adaptive norm at each solver step.
+        q: of a block that attends to the backbone; where it attends to itself, q, k and v in one matrix.
+    """
 
     norms: tuple[Norm, ...]
     q: Linear
-    kv: Linear
     out: Linear
     fc1: Linear
     fc2: Linear
@@ -144,9 +151,16 @@ class Bank:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The action head in fp32. `plain` is the norm without affine; `tail_norms` the last one at each solver step."""
+    """The action head.
+
+    Attributes:
+        memory: keys and values of every block that attends to the backbone, block by block, in one matrix.
+        plain: the norm without affine.
+        tail_norms: the last norm at each solver step.
+    """
 
     future: Tensor
+    memory: Linear
     blocks: tuple[ActionBlock, ...]
     plain: Norm
     tail_norms: tuple[Norm, ...]
@@ -156,7 +170,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class MiniCpmWeights:
-    """All that inference reads, on one device. The backbone is in `dtype`, the head in fp32 as it is published."""
+    """All that inference reads, on one device, in `dtype`; norms, gates and the head's last layer are fp32."""
 
     vision: VisionWeights
     text: TextWeights
@@ -189,7 +203,7 @@ def pack_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> MiniCpmWeights:
-    """As `load_weights`, from tensors in memory. Norms and the head are fp32; tables are made in fp32."""
+    """As `load_weights`, from tensors in memory. Norms are fp32; tables are made in fp32."""
     return _Packer(tensors, a, dtype, device).pack(embodiments)
 
 
@@ -226,7 +240,7 @@ class _Packer(Packer):
             patch=Linear(
                 self.place(conv.flatten(1)), self.place(self.tensors[f"{tower}embeddings.patch_embedding.bias"])
             ),
-            positions=self.place(table[nearest_positions(v.grid, round(v.positions**0.5))]),
+            positions=self.place(table[nearest_positions(v.grid, round(v.positions**0.5))], torch.float32),
             blocks=tuple(block(index) for index in range(v.depth)),
             window=WindowMerger(
                 self.norm(f"{tower}vit_merger.layer_norm1", VISION_EPS),
@@ -244,12 +258,20 @@ class _Packer(Packer):
     def _text(self) -> TextWeights:
         t, text = self._a.text, f"{self._a.prefix}language_model."
 
+        order = rotated_first(t.head_dim, t.rotary)
+
         def full(prefix: str) -> FullAttention:
+            own = f"{prefix}.self_attn."
+            query, key, value = (self.tensors[f"{own}{name}_proj.weight"] for name in "qkv")
+            query, gate = query.view(t.heads, 2, t.head_dim, t.width).unbind(1)  # stored by head: its query, its gate
+            key = key.view(t.kv_heads, t.head_dim, t.width)
+            parts = (query[:, order], key[:, order], value.view_as(key), gate)
+            q_norm, k_norm = (self.tensors[f"{own}{name}_norm.weight"][order].float() for name in "qk")
             return FullAttention(
-                self.linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
-                self.wide(f"{prefix}.self_attn.q_norm.weight"),
-                self.wide(f"{prefix}.self_attn.k_norm.weight"),
-                self.linear(f"{prefix}.self_attn.o_proj"),
+                Linear(self.place(torch.cat([part.reshape(-1, t.width) for part in parts])), None),
+                self.place(1.0 + q_norm, torch.float32),
+                self.place(1.0 + k_norm, torch.float32),
+                self.linear(f"{own}o_proj"),
             )
 
         def delta(prefix: str) -> DeltaNet:
@@ -296,21 +318,24 @@ class _Packer(Packer):
             own = f"{HEAD}{prefix}"
             return ActionBlock(
                 norms(scale, shift, BLOCK_EPS),
-                self.linear(f"{own}.attn1.to_q", dtype=wide),
-                self.linear(f"{own}.attn1.to_k", f"{own}.attn1.to_v", dtype=wide),
-                self.linear(f"{own}.attn1.to_out.0", dtype=wide),
-                self.linear(f"{own}.ff.net.0.proj", dtype=wide),
-                self.linear(f"{own}.ff.net.2", dtype=wide),
+                self.linear(*(f"{own}.attn1.to_{part}" for part in ("qkv" if index % 2 else "q"))),
+                self.linear(f"{own}.attn1.to_out.0"),
+                self.linear(f"{own}.ff.net.0.proj"),
+                self.linear(f"{own}.ff.net.2"),
             )
 
         tail_shift, tail_scale = modulation("model.proj_out_1")
         ones = torch.ones(self._a.head.width, dtype=wide, device=self.device)
+        crossing = range(0, self._a.head.layers, 2)
         return HeadWeights(
-            future=self.wide(f"{HEAD}future_tokens.weight"),
+            future=self.place(self.tensors[f"{HEAD}future_tokens.weight"]),
+            memory=self.linear(
+                *(f"{HEAD}model.transformer_blocks.{index}.attn1.to_{part}" for index in crossing for part in "kv")
+            ),
             blocks=tuple(block(index) for index in range(self._a.head.layers)),
             plain=Norm(ones, torch.zeros_like(ones), BLOCK_EPS),
             tail_norms=norms(tail_scale, tail_shift, TAIL_EPS),
-            tail=self.linear(f"{HEAD}model.proj_out_2", dtype=wide),
+            tail=self.linear(f"{HEAD}model.proj_out_2"),
             banks={slot: self._bank(slot) for slot in embodiments},
         )
 
@@ -336,9 +361,9 @@ class _Packer(Packer):
             weight, bias = (self.tensors[f"{HEAD}{name}.{part}"][slot].float() for part in ("W", "b"))
             return weight.t(), bias
 
-        def linear(name: str) -> Linear:
+        def linear(name: str, dtype: torch.dtype | None = None) -> Linear:
             weight, bias = own(name)
-            return Linear(self.place(weight, wide), self.place(bias, wide))
+            return Linear(self.place(weight, dtype), self.place(bias, dtype))
 
         first, first_bias = own("action_encoder.W1")
         second, second_bias = own("action_encoder.W2")
@@ -348,15 +373,25 @@ class _Packer(Packer):
         time = torch.cat((waves.sin(), waves.cos()), dim=1).float()  # sines first, unlike the embedder's
         positions = self.tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
         return Bank(
-            action=Linear(self.place(first[:, : h.action_width], wide), self.place(first_bias, wide)),
+            action=Linear(self.place(first[:, : h.action_width]), self.place(first_bias)),
             state=Linear(self.place(first[:, h.action_width :], wide), None),
-            second=Linear(self.place(second[:, : h.width], wide), None),
+            second=Linear(self.place(second[:, : h.width]), None),
             time=self.place(time.to(second.device) @ second[:, h.width :].t() + second_bias, wide),
-            third=Linear(self.place(third, wide), None),
+            third=Linear(self.place(third), None),
             offset=self.place(positions + third_bias, wide),
             decode1=linear("action_decoder.layer1"),
-            decode2=linear("action_decoder.layer2"),
+            decode2=linear("action_decoder.layer2", wide),
         )
+
+
+def rotated_first(width: int, rotary: int) -> Tensor:
+    """int64 (width,): which stored element of a head stands where, so that a half-split rotation turns whole heads.
+
+    Of the rotated elements, each half comes first in its half of the head; those that stay get the angle 0.
+    """
+    index, half = torch.arange(width), rotary // 2
+    middle = rotary + width // 2 - half
+    return torch.cat((index[:half], index[rotary:middle], index[half:rotary], index[middle:]))
 
 
 def nearest_positions(grid: int, side: int) -> Tensor:
