@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.fp8_layers import after_swiglu
-from taktline_worker.layers import Norm, attend
+from taktline_worker.layers import Linear, Norm, attend
 from taktline_worker.models.groot.config import (
     VISION_THETA,
     GrootArchitecture,
+    HeadConfig,
     TextConfig,
     VisionConfig,
 )
@@ -150,14 +151,11 @@ def encode_text(
         (B, S, width); slots behind a row's end hold values that nothing reads.
     """
     x, y = functional.embedding(tokens, weights.embedding), None
-    flat = x.view(-1, x.shape[-1])
-    flat[image_slots] = images.to(flat.dtype)
+    x.view(-1, x.shape[-1]).index_copy_(0, image_slots, images.to(x.dtype))
     for index, layer in enumerate(weights.layers):
         x, y = _text_layer(layer, t, x, y, cos, sin)
         if index < min(len(deep), len(weights.layers) - 1):
-            x, y = x + y, None
-            flat = x.view(-1, x.shape[-1])
-            flat[image_slots] = flat[image_slots] + deep[index].to(flat.dtype)
+            y.view(-1, y.shape[-1]).index_add_(0, image_slots, deep[index].to(y.dtype))
     return x if y is None else x + y
 
 
@@ -198,14 +196,14 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
 
 def self_attention(attention: Attention, heads: int, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (B, S, heads, d) of n (B, S, width)."""
-    assert attention.qkv is not None  # the packing makes it wherever an attention has one input
     q, k, v = attention.qkv(n).view(*n.shape[:2], 3, heads, -1).unbind(2)
     return q, k, v
 
 
-def memory(attention: Attention, heads: int, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, S, heads, d) of a cross-attention block, the same at all solver steps."""
-    return _split(attention.kv(features), heads)
+def memory(projection: Linear, h: HeadConfig, features: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values (B, S, heads, d) of the cross-attention blocks that read these, the same at all solver steps."""
+    whole = projection(features).view(*features.shape[:2], -1, 2, h.heads, h.width // h.heads)
+    return [(block[:, :, 0], block[:, :, 1]) for block in whole.unbind(2)]
 
 
 def embed_state(projector: Projector, state: Tensor) -> Tensor:
@@ -246,7 +244,7 @@ def action_block(
     if seen is None:
         attended = attend(*self_attention(block.attention, heads, n))
     else:
-        attended = attend(block.attention.q(n).view(*n.shape[:2], heads, -1), *seen)
+        attended = attend(block.attention.qkv(n).view(*n.shape[:2], heads, -1), *seen)
     x, n = weights.plain.after_layer(x, block.attention.out, attended)
     return following.after_layer(x, block.fc2, block.fc1.gelu(n))
 
@@ -292,8 +290,3 @@ def _by_rows(
     for rows, part in parts:
         out[rows] = part
     return out
-
-
-def _split(kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    keys, values = kv.view(*kv.shape[:2], 2, heads, -1).unbind(2)
-    return keys, values

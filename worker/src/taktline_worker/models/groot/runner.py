@@ -11,7 +11,7 @@ from torch import Tensor
 from taktline_worker.models.groot import modules
 from taktline_worker.models.groot.batch import Grid, GrootBatch, GrootRow, lay_out
 from taktline_worker.models.groot.config import GrootArchitecture
-from taktline_worker.models.groot.weights import GrootWeights, Projector
+from taktline_worker.models.groot.weights import GrootWeights, Projector, reads_text
 
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, x before it, velocity), for tests that compare step by step."""
@@ -121,17 +121,14 @@ class GrootRunner:
 
         A block that reads the text, or the images, projects those tokens alone.
         """
-        head = self.architecture.head
+        head, weights = self.architecture.head, self.weights.head
         places = {True: batch.text, False: batch.image, None: batch.all}
-        taken: dict[bool | None, Tensor] = {}
+        made = {
+            place: iter(modules.memory(projection, head, places[place].take(refined)))
+            for place, projection in weights.memories.items()
+        }
         found: list[tuple[Tensor, Tensor, Tensor] | None] = []
-        for index, block in enumerate(self.weights.head.blocks):
-            if not block.crosses:
-                found.append(None)
-                continue
-            to_text = index % (2 * head.text_every) == 0 if head.text_every else None
-            if to_text not in taken:
-                taken[to_text] = places[to_text].take(refined)
-            keys, values = modules.memory(block.attention, head.heads, taken[to_text])
-            found.append((keys, values, places[to_text].valid))
+        for index, block in enumerate(weights.blocks):
+            place = reads_text(head, index)
+            found.append((*next(made[place]), places[place].valid) if block.attention.crosses else None)
         return found

@@ -21,6 +21,7 @@ from taktline_worker.models.groot.config import (
     VISION_NORM_EPS,
     VISUAL,
     GrootArchitecture,
+    HeadConfig,
     expected_shapes,
 )
 
@@ -85,12 +86,11 @@ class TextWeights:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projections of one attention; `kv` is key and value in one matrix, `qkv` all three where one input feeds them."""
+    """Projections of one attention: all three in one matrix, or the query alone, where its keys are another input's."""
 
-    q: Linear
-    kv: Linear
+    qkv: Linear
     out: Linear
-    qkv: Linear | None
+    crosses: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,11 @@ class ActionBlock:
 
     Attributes:
         norms: its adaptive norm at each solver step: 1 + scale and shift, each (width,).
-        crosses: whether its memory is the vision-language features.
+        attention: to the vision-language features where it crosses.
     """
 
     norms: tuple[Norm, ...]
     attention: Attention
-    crosses: bool
     fc1: Linear
     fc2: Linear
 
@@ -144,11 +143,18 @@ class Projector:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The action head. `plain` is the norm without affine; `tail_norms` the last one at each solver step."""
+    """The action head.
+
+    Attributes:
+        memories: by what `reads_text` says, keys and values of all such blocks, one behind the other in one matrix.
+        plain: the norm without affine.
+        tail_norms: the last one at each solver step.
+    """
 
     vl_norm: Norm | None
     refinement: tuple[RefinementBlock, ...]
     blocks: tuple[ActionBlock, ...]
+    memories: Mapping[bool | None, Linear]
     plain: Norm
     tail_norms: tuple[Norm, ...]
     projectors: Mapping[int, Projector]
@@ -162,6 +168,11 @@ class GrootWeights:
     text: TextWeights
     head: HeadWeights
     dtype: torch.dtype
+
+
+def reads_text(h: HeadConfig, index: int) -> bool | None:
+    """Whether a cross-attention block reads the text tokens, or else the image tokens; None: it reads both."""
+    return index % (2 * h.text_every) == 0 if h.text_every else None
 
 
 def load_weights(
@@ -249,17 +260,8 @@ class _Packer(Packer):
         return TextWeights(embedding, tuple(layer(index) for index in range(self._a.text.layers)))
 
     def _attention(self, prefix: str, *, crosses: bool) -> Attention:
-        out = self.linear(f"{prefix}.to_out.0")
-        names = tuple(f"{prefix}.to_{name}" for name in "qkv")
-        if crosses:
-            return Attention(self.linear(names[0]), self.linear(*names[1:]), out, None)
-        whole = self.linear(*names)
-        width = len(whole.weight) // 3
-        q, kv = (
-            Linear(whole.weight[part], None if whole.bias is None else whole.bias[part])
-            for part in (slice(width), slice(width, None))
-        )
-        return Attention(q, kv, out, whole)
+        names = (f"{prefix}.to_{name}" for name in ("q" if crosses else "qkv"))
+        return Attention(self.linear(*names), self.linear(f"{prefix}.to_out.0"), crosses)
 
     def _head(self, embodiments: list[int]) -> HeadWeights:
         h = self._a.head
@@ -291,16 +293,22 @@ class _Packer(Packer):
             return ActionBlock(
                 modulation(f"{prefix}.norm1.linear", 0, eps),  # scale first here, shift first in the tail
                 self._attention(f"{HEAD}{prefix}.attn1", crosses=crosses),
-                crosses,
                 self.linear(f"{HEAD}{prefix}.ff.net.0.proj"),
                 self.linear(f"{HEAD}{prefix}.ff.net.2"),
             )
 
+        blocks = tuple(block(index) for index in range(h.layers))
+        read: dict[bool | None, list[str]] = {}
+        for index, one in enumerate(blocks):
+            if one.attention.crosses:
+                names = (f"{HEAD}model.transformer_blocks.{index}.attn1.to_{name}" for name in "kv")
+                read.setdefault(reads_text(h, index), []).extend(names)
         ones = self.place(torch.ones(h.width), torch.float32)
         return HeadWeights(
             vl_norm=self.norm(f"{HEAD}vlln", eps) if h.vl_norm else None,
             refinement=tuple(refinement(index) for index in range(h.vl_layers)),
-            blocks=tuple(block(index) for index in range(h.layers)),
+            blocks=blocks,
+            memories={place: self.linear(*names) for place, names in read.items()},
             plain=Norm(ones, torch.zeros_like(ones), eps),
             tail_norms=modulation("model.proj_out_1", 1, TAIL_NORM_EPS),
             projectors={slot: self._projector(slot) for slot in embodiments},
