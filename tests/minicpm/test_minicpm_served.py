@@ -1,4 +1,4 @@
-"""MiniCPM-Robot behind the platform: a real worker process and a real gateway, over REST."""
+"""MiniCPM-Robot behind the platform: a real worker process and a real gateway, over REST and over the timed stream."""
 
 from __future__ import annotations
 
@@ -68,22 +68,45 @@ def ready(url: str) -> bool:
     return False
 
 
-def test_a_robot_gets_what_the_engine_answers(kit: Any, served: tuple[str, Path], pool: Any) -> None:
+@pytest.mark.parametrize("transport", ["http", "stream"])
+def test_a_robot_gets_what_the_engine_answers(kit: Any, served: tuple[str, Path], pool: Any, transport: Any) -> None:
     url, checkpoint = served
     adapter = load(kit.config(checkpoint))
     given = kit.observe()
     row = adapter.begin(given, pool).result()
     (expected,) = adapter.finish([row], adapter.run([row], 1))
     images = {name: np.frombuffer(image.data, np.uint8).reshape(image.shape) for name, image in given.images.items()}
-    with Robot(url, "manip", "arm-1") as robot:
+    with Robot(url, "manip", f"arm-{transport}", transport=transport) as robot:
         chunk = robot.act(images, given.state, given.instruction, budget_ms=60_000, seed=given.seed)
         assert chunk.actions == pytest.approx(expected, abs=1e-5)
         assert chunk.actions.shape == (6, 5)
         assert chunk.dt_s == 0.05
         again = robot.act(images, given.state, given.instruction, budget_ms=60_000, seed=given.seed)
         assert np.array_equal(again.actions, chunk.actions)
+        assert robot.metrics.transport == transport
 
 
+def test_over_the_stream_unchanged_images_count_and_a_changed_one_does_too(
+    kit: Any, served: tuple[str, Path], pool: Any
+) -> None:
+    """The second observation travels with references to frames that the gateway holds, the third with one new frame."""
+    url, checkpoint = served
+    adapter = load(kit.config(checkpoint))
+    given = kit.observe()
+    images = {name: np.frombuffer(image.data, np.uint8).reshape(image.shape) for name, image in given.images.items()}
+    changed = images | {"wrist": 255 - images["wrist"]}
+    raw = replace(given.images["wrist"], data=changed["wrist"].tobytes())
+    other = kit.observe(images=dict(given.images) | {"wrist": raw})
+    rows = [adapter.begin(one, pool).result() for one in (given, other)]
+    first, last = (adapter.finish([row], adapter.run([row], 1))[0] for row in rows)
+    with Robot(url, "manip", "arm-frames", transport="stream") as robot:
+        for seen, expected in ((images, first), (images, first), (changed, last)):
+            chunk = robot.act(seen, given.state, given.instruction, budget_ms=60_000, seed=given.seed)
+            assert chunk.actions == pytest.approx(expected, abs=1e-5)
+    assert np.abs(first - last).max() > 1e-3
+
+
+@pytest.mark.parametrize("transport", ["http", "stream"])
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -97,7 +120,7 @@ def test_a_robot_gets_what_the_engine_answers(kit: Any, served: tuple[str, Path]
     ],
 )
 def test_refusals_reach_the_robot_whole(
-    kit: Any, served: tuple[str, Path], changes: dict[str, Any], code: ErrorCode
+    served: tuple[str, Path], changes: dict[str, Any], code: ErrorCode, transport: Any
 ) -> None:
     values: dict[str, Any] = {
         "images": dict.fromkeys(("agentview", "wrist"), np.zeros((112, 112, 3), np.uint8)),
@@ -105,7 +128,8 @@ def test_refusals_reach_the_robot_whole(
         "instruction": "pick it up",
         "budget_ms": 60_000,
     }
-    with Robot(served[0], "manip", f"arm-{code.value}") as robot, pytest.raises(TaktlineError) as caught:
+    name = f"arm-{transport}-{code.value}"
+    with Robot(served[0], "manip", name, transport=transport) as robot, pytest.raises(TaktlineError) as caught:
         robot.act(**(values | changes))
     assert caught.value.code is code
     assert caught.value.next_step
