@@ -132,6 +132,11 @@ def test_library_products(bias: bool, gelu: bool) -> None:
     assert count > 1
     for algorithm in range(count):
         assert relative(cublaslt.linear(x, weight, offset, gelu, algorithm), expected) < 4e-3
+    by_rule = REGISTRY["linear"].load("cublaslt")
+    activation = "gelu" if gelu else "none"
+    assert relative(by_rule(x, weight, offset, activation, None, None, config={"algorithm": 1}), expected) < 4e-3
+    with pytest.raises(ValueError, match="products with a bias"):
+        by_rule(x, weight, offset, "relu", None, None, config={})
 
 
 @pytest.mark.gpu

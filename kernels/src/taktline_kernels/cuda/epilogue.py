@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from taktline_kernels import gpu
+from taktline_kernels.cuda import cublaslt
 
 
 def linear(
@@ -27,3 +28,25 @@ def linear(
     if bias is None or activation != "gelu" or gate is not None or residual is not None:
         raise ValueError("the epilogue is for gelu(x @ weight.T + bias)")
     return gpu.linear_gelu(x, weight, bias)
+
+
+def linear_by_algorithm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    config: Mapping[str, int],
+) -> Tensor:
+    """Run `ops.linear` for bf16 with cuBLASLt's algorithm number `algorithm` of the config; nothing but a gelu behind it.
+
+    Raises:
+        ValueError: for any other call; the table's rule is too wide.
+    """
+    if activation not in ("none", "gelu") or gate is not None or residual is not None:
+        raise ValueError("an algorithm is named for products with a bias or a gelu, or without")
+    if activation == "gelu" and bias is None:
+        raise ValueError("the library's gelu is behind a bias")
+    algorithm = config.get("algorithm", 0)
+    return cublaslt.linear(x.contiguous(), weight, bias, gelu=activation == "gelu", algorithm=algorithm)

@@ -47,7 +47,11 @@ _SMALL = "taktline_kernels.triton_impl.small_linear"
 _LINEAR = register(
     "linear",
     _linear_reference,
-    {"epilogue": "taktline_kernels.cuda.epilogue:linear", "small": f"{_SMALL}:linear"},
+    {
+        "epilogue": "taktline_kernels.cuda.epilogue:linear",
+        "cublaslt": "taktline_kernels.cuda.epilogue:linear_by_algorithm",
+        "small": f"{_SMALL}:linear",
+    },
 )
 _LINEAR_ADD_LAYER_NORM = register(
     "linear_add_layer_norm", _linear_add_layer_norm_reference, {"small": f"{_SMALL}:linear_add_layer_norm"}

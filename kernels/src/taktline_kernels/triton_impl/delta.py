@@ -366,7 +366,7 @@ def gated_delta_rule(
     if a.stride() != b.stride() or a.stride(2) != 1:
         a, b = a.contiguous(), b.contiguous()
     exact = q.dtype == torch.float32
-    size = config.get("chunk", 32 if exact else 64)
+    size = config.get("chunk", 32)
     chunks = triton.cdiv(tokens, size)
     key_block, value_block = max(16, power_of_two(key)), max(16, power_of_two(value))
     part = min(config.get("value_block", 16), value_block)

@@ -1,7 +1,7 @@
 """MiniCPM-Robot with FP8 (e4m3) products in the backbone: a scale a token, a scale an output channel.
 
 Everything else is as in bf16: patches and mergers, attention, norms, convolutions, decay and the delta rule's state.
-The action head stays fp32.
+The action head stays in bf16.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ from taktline_worker.models.minicpm_robot.config import SOLVER_STEPS, MiniCpmArc
 from taktline_worker.profiling.work import Work
 
 PHASES = ("vision", "text", "head")
-_HEAD_BYTES = 4.0
-"""The action head stays fp32."""
 
 
 def phase_work(
@@ -29,7 +27,7 @@ def phase_work(
         batch: rows.
         images: of a row.
         text: tokens of a row beside its image tokens.
-        weight_bytes: bytes a weight of the backbone.
+        weight_bytes: bytes a weight.
         block_bytes: bytes a weight of vision blocks and text layers, where those are others.
     """
     v, t, h = a.vision, a.text, a.head
@@ -69,6 +67,6 @@ def phase_work(
         "text": Work(batch * backbone, narrow * text_weights),
         "head": Work(
             batch * (slots * 2 * memory_weights + SOLVER_STEPS * step),
-            _HEAD_BYTES * (memory_weights + SOLVER_STEPS * step_weights),
+            wide * (memory_weights + SOLVER_STEPS * step_weights),
         ),
     }
