@@ -39,7 +39,9 @@ def linear_by_algorithm(
     residual: Tensor | None,
     config: Mapping[str, int],
 ) -> Tensor:
-    """Run `ops.linear` for bf16 with cuBLASLt's algorithm number `algorithm` of the config; nothing but a gelu behind it.
+    """Run `ops.linear` for bf16 with cuBLASLt's algorithm number `algorithm` of the config.
+
+    A bias, or a bias and a gelu, may be behind the product.
 
     Raises:
         ValueError: for any other call; the table's rule is too wide.
