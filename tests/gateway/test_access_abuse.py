@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 import uvicorn
-from taktline_gateway.http_protocol import HEAD_BYTES, ConnectionCounts, guarded_http
+from taktline_gateway.connections import ConnectionCounts
+from taktline_gateway.http_protocol import HEAD_BYTES, guarded_http
 from taktline_protocol import Image
 from taktline_protocol.codecs import MediaType, encode
 

@@ -8,7 +8,8 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from taktline_gateway.compat.websocket_listener import FencedConnection
+from taktline_gateway.compat.fenced_connection import counted
+from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.frame_reader import LONG, MOST_AHEAD, ChunkReader, DirectReading, read_in_chunks
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
@@ -21,6 +22,7 @@ REQUEST = (
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
+CONNECTION = counted(ConnectionCounts(9, 9))
 
 
 def run(reader, steps, chunks):
@@ -244,7 +246,7 @@ def test_a_real_connection_reads_long_messages_directly(run, longest):
             while True:
                 await connection.answer(await connection.next_message())
 
-        async with serve(echo, "127.0.0.1", 0, create_connection=FencedConnection, compression=None) as server:
+        async with serve(echo, "127.0.0.1", 0, create_connection=CONNECTION, compression=None) as server:
             (connected,) = server.sockets
             host, port = connected.getsockname()
             async with connect(f"ws://{host}:{port}", compression=None) as client:
@@ -278,9 +280,7 @@ def test_a_client_that_floods_waits_and_loses_nothing(run):
             await go_on.wait()
             read.set_result([await connection.next_message() for _ in range(2 + len(flood))])
 
-        async with serve(
-            handle, "127.0.0.1", 0, create_connection=FencedConnection, compression=None, max_queue=2
-        ) as server:
+        async with serve(handle, "127.0.0.1", 0, create_connection=CONNECTION, compression=None, max_queue=2) as server:
             host, port = server.sockets[0].getsockname()
             async with connect(f"ws://{host}:{port}", compression=None) as client:
                 for _ in range(3):
@@ -353,7 +353,7 @@ def test_a_client_that_floods_with_pings_is_answered_each_and_heard_after_them(r
             while True:
                 await connection.answer(await connection.next_message())
 
-        async with serve(handle, "127.0.0.1", 0, create_connection=FencedConnection, compression=None) as server:
+        async with serve(handle, "127.0.0.1", 0, create_connection=CONNECTION, compression=None) as server:
             host, port = server.sockets[0].getsockname()
             async with connect(f"ws://{host}:{port}", compression=None) as client:
                 await client.send(b"a" * 300_000)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import uvloop
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.limits import MIB, Limits
 
@@ -15,6 +15,7 @@ from taktline_gateway import logs
 from taktline_gateway.access.command import add_arguments, make_key
 from taktline_gateway.access.exposure import check_exposure
 from taktline_gateway.compat import ports
+from taktline_gateway.connections import BoundedLoop
 from taktline_gateway.server import serve
 from taktline_gateway.service import Settings
 from taktline_gateway.stream import settings as stream_settings
@@ -50,7 +51,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     host, port = arguments.listen
     check_exposure(settings, host, allow_anonymous=arguments.allow_anonymous)
-    uvloop.run(serve(settings, host, port))
+    with asyncio.Runner(loop_factory=BoundedLoop) as runner:
+        runner.run(serve(settings, host, port))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="name in the workers' certificates; default: the address",
     )
-    run.add_argument("--max-connections", type=int, default=10_000, help="HTTP connections held at once")
+    run.add_argument("--max-connections", type=int, default=10_000, help="connections held at once")
     run.add_argument("--max-connections-by-address", type=int, default=2_000, help="the same for one client address")
     run.add_argument("--max-body-mib", type=float, default=16.0, help="largest request body")
     run.add_argument("--max-queued", type=int, default=10_000, help="observations that may wait for one policy")

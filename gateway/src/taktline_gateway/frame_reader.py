@@ -89,6 +89,11 @@ class DirectReading(asyncio.BufferedProtocol):
         self._held = b""
         """What was read and has to wait with the recipient."""
 
+    @property
+    def within_frame(self) -> bool:
+        """Whether a frame has begun and is not whole, of what has been read."""
+        return self._missing is not None or not (self._reader.between_frames or self._held)
+
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
         if self._missing is not None:

@@ -1,49 +1,23 @@
 """HTTP/1.1 with bounds that uvicorn has none for: how long a request's head may take, how large it may be, how many
-connections one address and all together may hold."""
+connections are held."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-from collections import Counter
 from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from taktline_gateway.connections import TOO_MANY, ConnectionCounts
 from taktline_gateway.logs import log
 
 HEAD_TIMEOUT_S = 10.0
 HEAD_BYTES = 32 * 1024
 _logger = logging.getLogger(__name__)
-
-
-class ConnectionCounts:
-    """Connections held now, in all and by address."""
-
-    def __init__(self, most: int, most_by_address: int) -> None:
-        self.most = most
-        self.most_by_address = most_by_address
-        self.total = 0
-        self.by_address: Counter[str] = Counter()
-
-    def full(self, address: str) -> bool:
-        """Whether one more from this address would be too many."""
-        return self.total >= self.most or self.by_address[address] >= self.most_by_address
-
-    def enter(self, address: str) -> None:
-        """One more connection."""
-        self.total += 1
-        self.by_address[address] += 1
-
-    def leave(self, address: str) -> None:
-        """One less."""
-        self.total -= 1
-        self.by_address[address] -= 1
-        if not self.by_address[address]:
-            del self.by_address[address]
 
 
 def guarded_http(counts: ConnectionCounts, head_timeout_s: float = HEAD_TIMEOUT_S) -> type[HttpToolsProtocol]:
@@ -79,7 +53,7 @@ class GuardedHttp(HttpToolsProtocol):
         address = self.client[0] if self.client else ""
         if self.counts.full(address):
             log(_logger, logging.WARNING, "connection_refused", peer=address, connections=self.counts.total)
-            self._close_with(503, b"too many connections; close idle ones, or raise --max-connections")
+            self._close_with(503, TOO_MANY)
             return
         self._address = address
         self.counts.enter(address)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from taktline_gateway.app import build_app
-from taktline_gateway.http_protocol import ConnectionCounts, guarded_http
+from taktline_gateway.http_protocol import guarded_http
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway, Settings
 from taktline_gateway.stream.transport import StreamTransport
@@ -40,12 +40,11 @@ class _Server(uvicorn.Server):
 async def serve(settings: Settings, host: str, port: int) -> None:
     """Serves until SIGTERM or SIGINT has been drained. Raises TaktlineError `config_invalid` on a bad routing table."""
     gateway = Gateway(settings)
-    counts = ConnectionCounts(settings.max_connections, settings.max_connections_by_address)
     config = uvicorn.Config(
         build_app(gateway),
         host=host,
         port=port,
-        http=guarded_http(counts),
+        http=guarded_http(gateway.connections),
         log_config=None,
         access_log=False,
         # A caller's word about its own address is not taken: the audit log names the peer.
@@ -68,7 +67,7 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGUSR1, _census, gateway, counts)
+    loop.add_signal_handler(signal.SIGUSR1, _census, gateway)
     drainer = asyncio.create_task(_drain_on(stop, gateway, server))
     async with following(gateway.tls, gateway.worker_tls):
         await server.serve()
@@ -92,7 +91,7 @@ def _settle_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def _census(gateway: Gateway, counts: ConnectionCounts) -> None:
+def _census(gateway: Gateway) -> None:
     """Logs what this process holds at the moment, for who looks for a leak: kill -USR1."""
     tasks = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
     log(
@@ -101,7 +100,7 @@ def _census(gateway: Gateway, counts: ConnectionCounts) -> None:
         "census",
         tasks=dict(tasks.most_common(20)),
         task_count=tasks.total(),
-        connections=counts.total,
+        connections=gateway.connections.total,
         robots=len(gateway.robots),
         requests=gateway.requests,
         queued={policy: lane.depth for policy, lane in gateway.lanes.items()},

@@ -18,6 +18,7 @@ from taktline_gateway.access.control import AccessControl
 from taktline_gateway.access.rights import NOBODY, OPEN, Principal
 from taktline_gateway.books import Books
 from taktline_gateway.compat.ports import ClientPorts
+from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
 from taktline_gateway.robots import Robots
@@ -47,7 +48,7 @@ class Settings:
         audit_log: file of the access decisions; None puts them among the other log lines.
         tls: certificates of the listeners; None speaks plain text.
         worker_tls: certificates of the channels to workers; None speaks plain text.
-        max_connections: HTTP connections held at once; likewise by one address.
+        max_connections: connections of HTTP, streams and WebSocket clients held at once; likewise by one address.
     """
 
     routes: Path
@@ -75,6 +76,7 @@ class Gateway:
         self.access = AccessControl(settings.access_file, AuditLog(settings.audit_log))
         self.tls = ServerTls(settings.tls) if settings.tls is not None else None
         self.worker_tls = WorkerTls(settings.worker_tls) if settings.worker_tls is not None else None
+        self.connections = ConnectionCounts(settings.max_connections, settings.max_connections_by_address)
         self.telemetry = Telemetry()
         self.books = Books(self.telemetry, tracing_from_environment("taktline-gateway", version("taktline-gateway")))
         self.robots = Robots()

@@ -17,6 +17,7 @@ from taktline_gateway.access.control import Credential
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.act import ActEndpoint
 from taktline_gateway.compat.service import Caller
+from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.demand import Way
 from taktline_gateway.http_io import Exchange, internal_error
 from taktline_gateway.lane import ClientGone, Pending
@@ -43,6 +44,11 @@ class GatewayService:
     def limits(self) -> Limits:
         """Limits of one observation."""
         return self._gateway.settings.limits
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """The connections that this gateway holds."""
+        return self._gateway.connections
 
     @property
     def draining(self) -> bool:

@@ -29,6 +29,7 @@ from taktline_gateway.compat.groot_observations import (
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, policy_of, until_ready
+from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S, PROBE_AFTER_S, PROBE_EVERY_S, PROBES
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 
@@ -71,7 +72,11 @@ class GrootListener:
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._service.limits.body_bytes)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(1e3 * HANDSHAKE_TIMEOUT_S))
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBE_AFTER_S)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_EVERY_S)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES)
         self._socket.setsockopt(zmq.IPV6, 1 if ":" in self._listen.host else 0)
         host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
         try:

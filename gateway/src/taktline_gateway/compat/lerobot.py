@@ -31,6 +31,7 @@ from taktline_gateway.compat.lerobot_pickle import Record, read_record, value_of
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
+from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.tls import ServerTls, expired_but_resumed
@@ -86,6 +87,12 @@ class LerobotListener:
             options=[
                 ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", CLIENT_MESSAGE_BYTES),
+                # A robot that is gone without a word is noticed, and a connection on which no word comes.
+                ("grpc.keepalive_time_ms", 60_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.server_handshake_timeout_ms", int(1e3 * HANDSHAKE_TIMEOUT_S)),
                 ("grpc.so_reuseport", 0),  # else a second process on this port takes half of the robots unnoticed
             ]
         )

@@ -16,16 +16,12 @@ from typing import Any
 from taktline_protocol import ActionChunk, ErrorCode, PolicyInfo, TaktlineError
 from websockets.frames import CloseCode
 
+from taktline_gateway.compat.fenced_connection import FencedConnection
 from taktline_gateway.compat.frame_layout import FrameLayouts
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
-from taktline_gateway.compat.websocket_listener import (
-    Arrival,
-    FencedConnection,
-    WebSocketListener,
-    unless_closed,
-)
+from taktline_gateway.compat.websocket_listener import Arrival, WebSocketListener, unless_closed
 from taktline_gateway.compat.wire_arrays import encode_openpi, packed_openpi, rebuild, unpack
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log

@@ -21,6 +21,7 @@ from taktline_gateway.compat.deadlines import (
     request_period_ms,
 )
 from taktline_gateway.compat.observations import ClientInput
+from taktline_gateway.connections import ConnectionCounts
 
 READY_POLL_S = 0.1
 
@@ -65,6 +66,10 @@ class PolicyService(Protocol):
     @property
     def limits(self) -> Limits:
         """Limits of one observation."""
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """The connections that this gateway holds."""
 
     @property
     def draining(self) -> bool:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from websockets.exceptions import ConnectionClosed
 
+from taktline_gateway.compat.fenced_connection import FencedConnection
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
-from taktline_gateway.compat.websocket_listener import Arrival, FencedConnection, WebSocketListener, unless_closed
+from taktline_gateway.compat.websocket_listener import Arrival, WebSocketListener, unless_closed
 from taktline_gateway.compat.wire_arrays import decode, encode_vla_eval
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log

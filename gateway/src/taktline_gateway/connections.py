@@ -1,0 +1,76 @@
+"""How many connections one address and all together may hold, and how those are noticed that hold one for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from typing import Any
+
+import uvloop
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""A TLS handshake that takes longer is given up, as is a request's head (`http_protocol`)."""
+CLOSING_TIMEOUT_S = 5.0
+"""How long the other end of a TLS connection is waited for when it closes."""
+PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 60, 15, 4
+"""After how much silence the kernel asks whether a peer is still there, how often, how many times in vain."""
+TOO_MANY = b"too many connections; close idle ones, or raise --max-connections"
+
+
+class ConnectionCounts:
+    """Connections held now, in all and by address."""
+
+    def __init__(self, most: int, most_by_address: int) -> None:
+        self.most = most
+        self.most_by_address = most_by_address
+        self.total = 0
+        self.by_address: Counter[str] = Counter()
+
+    def full(self, address: str) -> bool:
+        """Whether one more from this address would be too many."""
+        return self.total >= self.most or self.by_address[address] >= self.most_by_address
+
+    def enter(self, address: str) -> None:
+        """One more connection."""
+        self.total += 1
+        self.by_address[address] += 1
+
+    def leave(self, address: str) -> None:
+        """One less."""
+        self.total -= 1
+        self.by_address[address] -= 1
+        if not self.by_address[address]:
+            del self.by_address[address]
+
+
+class BoundedLoop(uvloop.Loop):
+    """uvloop, but that TLS handshakes with its servers have `HANDSHAKE_TIMEOUT_S` instead of a minute.
+
+    Until then a connection belongs to no protocol that could count it, and uvicorn hands no such limit on.
+    """
+
+    async def create_server(  # type: ignore[override]  # of its four signatures one is enough
+        self, *args: Any, ssl: Any = None, **options: Any
+    ) -> asyncio.AbstractServer:
+        """As uvloop's."""
+        if ssl is not None:
+            options = {
+                "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
+                "ssl_shutdown_timeout": CLOSING_TIMEOUT_S,
+                **options,
+            }
+        server: asyncio.AbstractServer = await super().create_server(*args, ssl=ssl, **options)
+        return server
+
+
+def probe(transport: asyncio.BaseTransport) -> None:
+    """Lets the kernel end a connection whose peer is gone without a word, where the protocol itself sends nothing."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)

@@ -1,0 +1,156 @@
+"""Connections that say nothing, too little or too slowly, and too many of them, on every port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import struct
+
+import httpx
+import pytest
+import taktline_gateway.connections
+from taktline_gateway.compat.fenced_connection import counted
+from taktline_gateway.connections import BoundedLoop, ConnectionCounts
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from tests.gateway.certificates import Authority
+from tests.gateway.conftest import free_port, until
+
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+LONG = b"\x82\xff" + struct.pack(">Q", 200_000) + b"\0\0\0\0"
+"""The head of a message that is not to end."""
+PIECE = b"\x02\x81\0\0\0\0x"
+"""The first piece of a message, whole in itself."""
+MORE = b"\x00\x81\0\0\0\0x"
+
+
+@contextlib.asynccontextmanager
+async def listener(counts: ConnectionCounts, message_timeout_s: float = 60.0):
+    """A server whose connections are those of openpi's and vla-eval's ports; it sends every message back."""
+
+    async def echo(connection) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await connection.send(await connection.next_message())
+
+    made = counted(counts, message_timeout_s)
+    async with serve(echo, "127.0.0.1", 0, create_connection=made, compression=None, close_timeout=0.2) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def became(condition, what: str) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
+
+
+async def test_one_connection_too_many_is_refused_and_another_comes_in_its_place():
+    counts = ConnectionCounts(most=10, most_by_address=2)
+    async with listener(counts) as port:
+        url = f"ws://127.0.0.1:{port}"
+        async with connect(url) as first, connect(url) as second:
+            with pytest.raises(InvalidStatus) as refused:
+                await connect(url)
+            assert refused.value.response.status_code == 503
+            assert b"--max-connections" in refused.value.response.body
+            await second.close()
+            await became(lambda: counts.total == 1, "the end of one connection")
+            async with connect(url) as third:
+                for client in (first, third):
+                    await client.send("still served")
+                    assert await client.recv() == "still served"
+        await became(lambda: counts.total == 0, "the end of all connections")
+        assert not counts.by_address
+
+
+@pytest.mark.parametrize(
+    ("begin", "trickle"), [(LONG, b"\0"), (PIECE, MORE), (PIECE, b"\x89\x80\0\0\0\0")], ids=["bytes", "pieces", "pings"]
+)
+async def test_a_message_that_does_not_end_ends_its_connection(begin, trickle):
+    counts = ConnectionCounts(10, 10)
+    async with listener(counts, message_timeout_s=0.2) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(UPGRADE)
+        assert b"101" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(begin)
+
+        async def go_on() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(trickle)
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        going_on = asyncio.create_task(go_on())
+        async with asyncio.timeout(60):
+            said = await reader.read()
+        assert b"a message took over 0.2 s" in said
+        await became(lambda: counts.total == 0, "the end of the connection")
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
+        writer.close()
+
+
+async def test_who_is_silent_between_messages_or_sends_many_is_left_alone():
+    bounded = listener(ConnectionCounts(10, 10), message_timeout_s=1.0)
+    async with bounded as port, connect(f"ws://127.0.0.1:{port}") as client:
+        for _ in range(3):
+            for size in (10, 100_000, 10):
+                await client.send(b"x" * size)
+                assert len(await client.recv()) == size
+            await client.send([b"in ", b"pieces"])
+            assert await client.recv() == b"in pieces"
+            await asyncio.sleep(1.1)  # longer than a message may take
+
+
+def test_a_tls_handshake_that_does_not_come_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(taktline_gateway.connections, "HANDSHAKE_TIMEOUT_S", 0.2)
+    authority = Authority(tmp_path, "factory")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("gateway", "127.0.0.1"))
+
+    async def wait_for_the_end() -> bytes:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            async with asyncio.timeout(50):  # uvloop's own limit is 60 s
+                said = await reader.read()
+            writer.close()
+            return said
+
+    with asyncio.Runner(loop_factory=BoundedLoop) as runner:
+        assert runner.run(wait_for_the_end()) == b""
+
+
+def test_all_ports_share_the_bound_and_none_waits_for_ever_for_a_first_word(bare_stack):
+    stack = bare_stack
+    ports = {name: free_port() for name in ("openpi", "vla-eval", "lerobot", "groot")}
+    stack.write_routes(stack.start_worker())
+    listens = [part for name, port in ports.items() for part in (f"--{name}-listen", f"127.0.0.1:{port}")]
+    stack.start_gateway("--max-connections", "8", *listens)
+    stack.wait_workers(1)
+    ports["http"] = int(stack.url.rsplit(":", 1)[1])
+    held = [socket.create_connection(("127.0.0.1", ports["openpi"]), timeout=120) for _ in range(8)]
+
+    def status() -> int:
+        with httpx.Client() as client:
+            return client.get(f"{stack.url}/healthz").status_code
+
+    until(lambda: status() == 503, "the openpi port's connections being counted")
+    for connection in held:
+        connection.close()
+    until(lambda: status() == 200, "the end of those connections")
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=120) for port in ports.values()]
+    for connection in silent:
+        with connection:
+            while connection.recv(65536):  # some ports say something first, or why they close
+                pass
+    assert stack.act()[0] == 200
