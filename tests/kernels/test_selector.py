@@ -70,7 +70,8 @@ def test_bad_table_is_refused(text: str) -> None:
 def test_packaged_tables_name_known_kernels() -> None:
     from importlib import resources
 
-    import taktline_kernels.ops.frames  # noqa: F401  # registers the operations of the planners
+    import taktline_kernels.ops.delta
+    import taktline_kernels.ops.frames  # noqa: F401  # both register operations
 
     for file in resources.files("taktline_kernels").joinpath("tables").iterdir():
         if file.name.endswith(".toml"):

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels.ops.dispatch import register
-from taktline_kernels.ops.rope import norm_rotate
 
 _TRITON = "taktline_kernels.triton_impl.attention"
 _LARGE = 2**21
@@ -73,29 +72,8 @@ def _masked_reference(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, cau
     return out.transpose(1, 2)
 
 
-def _rotated_reference(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    causal: bool,
-    eps: float,
-) -> Tensor:
-    norm_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv_heads=kv_heads, eps=eps)
-    each = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
-    return attention(each[:, :, :heads], each[:, :, heads:-kv_heads], each[:, :, -kv_heads:], causal=causal)
-
-
 _MASKED = register(
     "attention", _masked_reference, {"triton": "taktline_kernels.triton_impl.masked_attention:attention"}
-)
-_ROTATED = register(
-    "attention_rotated",
-    _rotated_reference,
-    {"triton": "taktline_kernels.triton_impl.rotated_attention:attention_rotated"},
 )
 _VISION = register(
     "attention_vision",
@@ -103,6 +81,7 @@ _VISION = register(
     {
         "sdpa": "taktline_kernels.cuda.sdpa:attention_vision",
         "packed": "taktline_kernels.cuda.image_attention:attention_vision",
+        "windows": "taktline_kernels.triton_impl.window_attention:attention_vision",
     },
 )
 _PREFIX = register("attention_prefix", _prefix_reference, {"triton": f"{_TRITON}:attention_prefix"})
@@ -146,42 +125,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *, c
         "causal": int(causal),
     }
     result: Tensor = _MASKED.run(shape, q, q, k, v, valid, causal)
-    return result
-
-
-def attention_rotated(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    causal: bool = False,
-    eps: float = 1e-6,
-) -> Tensor:
-    """Self-attention behind a fused projection: `norm_rotate` of its query and key heads, then `attention`.
-
-    Args:
-        qkv: (batch, tokens, (heads + 2 * kv_heads) * head_dim), contiguous. What it holds afterwards is not defined.
-        q_weight: as `norm_rotate` takes it, with `k_weight`, cos, sin and eps.
-        causal: a token sees those before it and itself.
-
-    Returns:
-        (batch, tokens, heads, head_dim) in the dtype of qkv.
-    """
-    shape = {
-        "batch": qkv.shape[0],
-        "tokens": qkv.shape[1],
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": 2 * cos.shape[-1],
-        "normed": int(q_weight is not None),
-        "causal": int(causal),
-    }
-    arguments = (qkv, q_weight, k_weight, cos, sin, heads, kv_heads, causal, eps)
-    result: Tensor = _ROTATED.run(shape, qkv, *arguments)
     return result
 
 

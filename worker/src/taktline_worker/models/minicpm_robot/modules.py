@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.fp8_layers import after_swiglu
-from taktline_worker.layers import Norm, attend
+from taktline_worker.layers import Norm
 from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
 from taktline_worker.models.minicpm_robot.weights import (
     ActionBlock,
@@ -64,8 +64,9 @@ def _merge_windows(weights: WindowMerger, heads: int, x: Tensor, y: Tensor) -> t
     """Stream and last term (N, windows, 4, width) -> (N, windows, width) of each."""
     flat, n = weights.norm1.after(x.flatten(0, 1), y.flatten(0, 1))
     q, k, value = weights.qkv(n).view(*flat.shape[:2], 3, heads, -1).unbind(2)
+    attended = ops.attention_vision(q, k, value).flatten(2)
     shape = (*x.shape[:2], -1)
-    stream, n = weights.norm2.after(flat.view(shape), weights.out(attend(q, k, value)).view(shape))
+    stream, n = weights.norm2.after(flat.view(shape), weights.out(attended).view(shape))
     return stream.view(x.shape).mean(dim=2), weights.fc2(weights.fc1.gelu(n))
 
 
