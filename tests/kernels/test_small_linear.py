@@ -12,7 +12,6 @@ from torch import Tensor
 
 small = importlib.import_module("taktline_kernels.triton_impl.small_linear")
 masked = importlib.import_module("taktline_kernels.triton_impl.masked_attention")
-rotated = importlib.import_module("taktline_kernels.triton_impl.rotated_attention")
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter multiplies bf16 matrices as the integers they are stored in.
@@ -87,19 +86,6 @@ def test_attention(queries: int, keys: int, heads: int, width: int, causal: bool
     expected = REGISTRY["attention"].reference(q, k, v, valid, causal)
     actual = masked.attention(q, k, v, valid, causal, config={"block_m": block, "block_n": block})
     assert distance(actual, expected) < BAR
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "causal"), [(4, 2, True), (2, 2, False)])
-def test_attention_that_rotates_what_it_reads(heads: int, kv_heads: int, causal: bool, normed: bool) -> None:
-    qkv = rand(2, 40, (heads + 2 * kv_heads) * 32, seed=1)
-    angles = rand(40, 16, seed=2, dtype=torch.float32)
-    weights = [rand(32, seed=seed, dtype=torch.float32) if normed else None for seed in (3, 4)]
-    arguments = (*weights, angles.cos(), angles.sin(), heads, kv_heads, causal, 1e-6)
-    actual = rotated.attention_rotated(qkv, *arguments, config={"block_m": 16, "block_n": 32})
-    assert distance(actual, REGISTRY["attention_rotated"].reference(qkv.clone(), *arguments)) < BAR
-    with pytest.raises(ValueError, match="both norms or none"):
-        rotated.attention_rotated(qkv, None, rand(32, seed=5), *arguments[2:], config={})
 
 
 def test_a_row_without_any_key_is_finite_and_changes_no_other() -> None:

@@ -87,8 +87,10 @@ def encode_images(
     deep = []
     for index, block in enumerate(weights.blocks):
         x, n = block.norm1.after(x, y)
-        seen = ops.attention_rotated(block.qkv(n), None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
-        x, n = block.norm2.after(x, block.out(seen.flatten(2)))
+        qkv = block.qkv(n)
+        ops.norm_rotate(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
+        q, k, value = qkv.view(*x.shape[:2], 3, v.heads, -1).unbind(2)
+        x, n = block.norm2.after(x, block.out(attend(q, k, value)))
         y = block.fc2(block.fc1.gelu(n))
         if index in weights.deepstack:
             x, y = x + y, None
@@ -167,11 +169,11 @@ def _text_layer(
         n = ops.rms_norm(x, layer.norm1, t.norm_eps)
     else:
         x, n = ops.add_rms_norm(x, y, layer.norm1, t.norm_eps)
-    heads = {"heads": t.heads, "kv_heads": t.kv_heads}
-    seen = ops.attention_rotated(
-        layer.qkv(n), layer.q_norm, layer.k_norm, cos, sin, **heads, causal=True, eps=t.norm_eps
-    )
-    x, n = ops.add_rms_norm(x, layer.out(seen.flatten(2)), layer.norm2, t.norm_eps)
+    qkv = layer.qkv(n)
+    ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.norm_eps)
+    heads = qkv.view(*x.shape[:2], -1, t.head_dim)
+    q, k, v = heads[:, :, : t.heads], heads[:, :, t.heads : -t.kv_heads], heads[:, :, -t.kv_heads :]
+    x, n = ops.add_rms_norm(x, layer.out(attend(q, k, v, causal=True)), layer.norm2, t.norm_eps)
     return x, after_swiglu(layer.down, layer.gate_up(n))
 
 
