@@ -54,6 +54,8 @@ with ahead.recording(arch) as ledger, mode:
     cache, lengths = made(1, 1018, 256), made(1, dtype=torch.int32)
     attention.attention_cached(made(1, 50, 8, 256), cache, cache, lengths, 50, config={"block_m": 128, "num_warps": 8})
     attention.attention_cached(made(1, 50, 8, 256), cache, cache, lengths, 50, config={"block_n": 32})
+    if arch == "sm_90":
+        attention.attention_cached(made(1, 50, 8, 256), cache, cache, lengths, 50, config={"tma": 1}, bounded=False)
 json.dump([asdict(one) for one in ledger.kernels.values()], sys.stdout)
 """
 

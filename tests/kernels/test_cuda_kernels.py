@@ -281,6 +281,27 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     assert torch.equal(again, actions)
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("first_alone", [False, True])
+def test_attention_whose_keys_the_copy_engine_fetches(splits: int, first_alone: bool) -> None:
+    """Rows of other lengths, a block past the last row's end, and NaN behind the caches, which nothing may see."""
+    attention = importlib.import_module("taktline_kernels.triton_impl.attention")
+    torch.manual_seed(splits)
+    store = torch.full((2, 3 * 150 + 128, 256), float("nan"), device="cuda").bfloat16()
+    store[:, : 3 * 150] = torch.randn(2, 3 * 150, 256, device="cuda").bfloat16()
+    keys, values = (part[: 3 * 150].view(3, 150, 256) for part in store)
+    q = torch.randn(3, 50, 8, 256, device="cuda").bfloat16()
+    lengths = torch.tensor([100, 31, 88], dtype=torch.int32, device="cuda")
+    config = {"block_m": 64, "block_n": 64, "splits": splits, "num_warps": 4, "num_stages": 2}
+    plain = attention.attention_cached(q, keys, values, lengths, 50, config=config, first_alone=first_alone)
+    fetched = attention.attention_cached(
+        q, keys, values, lengths, 50, config=config | {"tma": 1}, bounded=False, first_alone=first_alone
+    )
+    assert relative(fetched.float(), plain.float()) < 1e-3
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_hopper])])
 def test_attention_of_a_long_suffix_in_two_parts(device: str) -> None:
     sdpa = importlib.import_module("taktline_kernels.cuda.sdpa")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from taktline_kernels.triton_impl.launch import launch, power_of_two
+from taktline_kernels.triton_impl.launch import blocks_of, launch, power_of_two
 
 _LOG2E = 1.4426950408889634
 
@@ -41,8 +41,10 @@ def _cached_kernel(
     BOUNDED: tl.constexpr,
     FIRST_ALONE: tl.constexpr,
     FP8: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # With TMA, k_ptr and v_ptr describe blocks of the caches as (batch * cache_rows, WIDTH); past the end they read 0.
     # All query heads share the one key/value head, so a token's heads are rows: row = token * HEADS + head.
     batch = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
@@ -65,7 +67,9 @@ def _cached_kernel(
     for start in tl.range(first, last, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
         offsets = cache + column[:, None] * WIDTH + width[None, :]
-        if BOUNDED:
+        if TMA:
+            k = k_ptr.load([(batch * cache_rows).to(tl.int32) + start, 0])
+        elif BOUNDED:
             k = tl.load(k_ptr + offsets, mask=column[:, None] < cache_rows, other=0.0)
         else:
             k = tl.load(k_ptr + offsets)
@@ -82,7 +86,9 @@ def _cached_kernel(
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, axis=1)
         top = new_top
-        if BOUNDED:  # noqa: SIM108
+        if TMA:
+            v = v_ptr.load([(batch * cache_rows).to(tl.int32) + start, 0])
+        elif BOUNDED:
             v = tl.load(v_ptr + offsets, mask=column[:, None] < count, other=0.0)
         else:
             v = tl.load(v_ptr + offsets)
@@ -156,7 +162,8 @@ def attention_cached(
         v_cache: likewise, same strides.
         lengths: (batch,) int32.
         extra: rows appended after each row's length; length + extra must be at least 1.
-        config: block_m, block_n, splits, num_warps, num_stages.
+        config: block_m, block_n, splits, num_warps, num_stages; tma: blocks of keys and values are fetched by the copy
+            engine, from Hopper on, where the caches lie without gaps and `bounded` is False.
         bounded: check every read against the cache's end. False when the caller's cache is followed by at least
             block_n rows of finite values.
         first_alone: the first token sees lengths + 1 rows only.
@@ -175,13 +182,15 @@ def attention_cached(
     tops = torch.empty(shape, dtype=torch.float32, device=q.device)
     totals = torch.empty(shape, dtype=torch.float32, device=q.device)
     partial = torch.empty((*shape, width) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
-    block_m = config.get("block_m", 64)
+    block_m, block_n = config.get("block_m", 64), config.get("block_n", 64)
+    cache_rows = k_cache.shape[1]
+    tma = bool(config.get("tma", 0)) and not bounded and k_cache.is_contiguous() and v_cache.is_contiguous()
+    caches = (k_cache, v_cache)
     launch(
         _cached_kernel,
         (triton.cdiv(rows, block_m), splits, batch),
         q,
-        k_cache,
-        v_cache,
+        *(blocks_of(cache.view(-1, width), (block_n, width)) if tma else cache for cache in caches),
         out,
         partial,
         tops,
@@ -190,7 +199,7 @@ def attention_cached(
         lengths if scales is None else scales,
         extra,
         rows,
-        k_cache.shape[1],
+        cache_rows,
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
@@ -199,11 +208,12 @@ def attention_cached(
         HEADS=heads,
         WIDTH=width,
         BLOCK_M=block_m,
-        BLOCK_N=config.get("block_n", 64),
+        BLOCK_N=block_n,
         SPLITS=splits,
         BOUNDED=bounded,
         FIRST_ALONE=first_alone,
         FP8=scales is not None,
+        TMA=tma,
         num_warps=config.get("num_warps", 4),
         num_stages=config.get("num_stages", 2),
     )

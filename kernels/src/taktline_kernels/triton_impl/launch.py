@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def pdl() -> bool:
@@ -22,6 +24,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
     if overlap:
         settings["launch_pdl"] = True
     kernel[grid](*args, PDL=overlap, **settings)
+
+
+def blocks_of(matrix: Tensor, block: tuple[int, int]) -> Any:
+    """The contiguous `matrix` as the copy engine of Hopper and later reads it: in blocks, zeros past its end."""
+    return TensorDescriptor.from_tensor(matrix, list(block))
 
 
 def power_of_two(value: int) -> int:
