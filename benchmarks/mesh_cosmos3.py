@@ -134,6 +134,7 @@ def main() -> None:
         dist.init_process_group("nccl", device_id=device)
     runs = 5 if options.quick or options.tiny else 30
     rows: list[dict[str, Any]] = []
+    target = options.out / f"mesh_cosmos3_{size}.json"
     for name in options.only.split(","):
         held: dict[tuple[str, int], Cosmos3Weights] = {}
         alone = run(name, OneRank(), share(name, Place(), device, held), device, runs)
@@ -144,10 +145,9 @@ def main() -> None:
             dist.all_gather_object(sums, got["checksum"])
             if rank == 0:
                 rows.append(row_of(name, (branches, ranks, split), size, got, alone, len(set(sums)) == 1, device))
+                options.out.mkdir(parents=True, exist_ok=True)
+                target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
-        target = options.out / f"mesh_cosmos3_{size}.json"
-        target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         say(f"wrote {target}")
     dist.destroy_process_group()
 
