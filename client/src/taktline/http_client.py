@@ -22,6 +22,7 @@ from taktline_protocol.codecs import (
 from taktline_protocol.messages import ActionChunk, Observation, PolicyInfo, PolicyList
 
 from taktline.access import Access
+from taktline.address import gateway_url, unreachable
 from taktline.robot_metrics import RobotMetrics
 
 ANSWER_TIMEOUT_S = 30.0
@@ -36,10 +37,10 @@ class HttpClient:
         self._path = f"/v1/policies/{quote(policy, safe='')}"
         self._metrics = metrics
         self._http = httpx.AsyncClient(
-            base_url=url,
+            base_url=gateway_url(url),
             timeout=_timeout(timeout_s),
             headers=_HEADERS | access.headers(),
-            verify=access.verify(url),
+            verify=access.verify(gateway_url(url)),
         )
 
     async def ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:
@@ -136,17 +137,12 @@ async def _retry(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -
 
 
 def _unreachable(url: httpx.URL, error: Exception) -> TaktlineError:
+    address = str(url).rstrip("/")
     if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
-        what = "did not answer in time"
-    elif isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-        what = "cannot be reached"
-    else:
-        what = f"broke the connection ({type(error).__name__})"
-    return TaktlineError(
-        ErrorCode.GATEWAY_UNREACHABLE,
-        f"the gateway at {url} {what}",
-        "check the URL and that the gateway runs: GET /healthz",
-    )
+        return unreachable(address, "did not answer in time")
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        return unreachable(address, "cannot be reached", error)
+    return unreachable(address, "broke the connection", error)
 
 
 def _timeout(answer_s: float) -> httpx.Timeout:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,7 @@ class Sender:
         instruction: str,
         budget_ms: float,
         *,
+        spent_s: float = 0.0,
         captured_at: float | None = None,
         actuate_ms: float = 0.0,
         seed: int | None = None,
@@ -47,9 +50,15 @@ class Sender:
     ) -> Observation:
         """The next observation of this session, stamped now on the monotonic clock.
 
+        Args:
+            spent_s: how long ago the budget began; the rest is as of `AsyncRobot.act`.
+
         Raises:
-            TaktlineError: `image_corrupt` or `state_invalid` where a value cannot be put on the wire.
+            TaktlineError: `image_corrupt`, `state_invalid`, `instruction_invalid`, `budget_invalid` or `invalid_body`
+                where a value cannot be put on the wire: a gateway would end the stream for it.
         """
+        _check(instruction, budget_ms, priority)
+        left_ms = max(0.0, float(budget_ms) - 1e3 * spent_s)
         self._seq += 1
         now = time.monotonic()
         return Observation(
@@ -58,9 +67,9 @@ class Sender:
             seq=self._seq,
             captured_at=now if captured_at is None else captured_at,
             sent_at=now,
-            budget_ms=float(budget_ms),
+            budget_ms=left_ms,
             actuate_ms=actuate_ms,
-            network_ms=min(self.network_ms, max(0.0, budget_ms - actuate_ms) / 2),
+            network_ms=min(self.network_ms, max(0.0, left_ms - actuate_ms) / 2),
             images={camera: as_image(camera, frame) for camera, frame in images.items()},
             state=as_state(state),
             instruction=instruction,
@@ -81,6 +90,34 @@ class Sender:
     def note_network(self, unseen_ms: float) -> None:
         """Takes in one round trip."""
         self._network_ms.append(unseen_ms)
+
+
+def check_names(policy: str, robot_id: str) -> None:
+    """Raises TaktlineError `config_invalid` for names that no gateway takes."""
+    for what, name in (("policy", policy), ("robot id", robot_id)):
+        if not isinstance(name, str) or not name:
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID, f"the {what} is {name!r}", f"give the {what} as a text that is not empty"
+            )
+
+
+def _check(instruction: str, budget_ms: float, priority: str) -> None:
+    if not isinstance(instruction, str):
+        raise TaktlineError(
+            ErrorCode.INSTRUCTION_INVALID,
+            f"the instruction is of type {type(instruction).__name__}",
+            "say the task in words, as a str",
+        )
+    if not isinstance(budget_ms, (int, float, np.number)) or math.isnan(budget_ms):
+        raise TaktlineError(
+            ErrorCode.BUDGET_INVALID, f"the budget is {budget_ms!r}", "give the time until the buffer runs dry, in ms"
+        )
+    if priority not in get_args(PriorityName):
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY,
+            f"there is no priority {priority!r}",
+            f"take one of {', '.join(get_args(PriorityName))}",
+        )
 
 
 def as_image(camera: str, frame: Frame) -> Image:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ _FATAL = frozenset(
         ErrorCode.CONFIG_INVALID,
     }
 )
+
+_logger = logging.getLogger("taktline")
 
 Answer = Future[Chunk] | asyncio.Future[Chunk]
 
@@ -223,6 +226,8 @@ class Player:
         self.errors[error.code.value] += 1
         if error.code in _FATAL:
             raise error
+        if self.errors[error.code.value] == 1 and error.code is not ErrorCode.SUPERSEDED:
+            _logger.warning("an observation got no chunk: %s; later ones like it are counted only", error)
         if error.code is not ErrorCode.SUPERSEDED:
             hint_ms = error.retry_after_ms
             self._retry_at = self._clock() + (RETRY_S if hint_ms is None else hint_ms / 1e3)

@@ -18,11 +18,12 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.messages import Imagine, Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
 
 from taktline.access import Access
+from taktline.address import gateway_url
 from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
 from taktline.encoding import FrameEncoder, NamedFrame
 from taktline.loop_thread import LoopThread
-from taktline.observing import Frame, Sender, State
+from taktline.observing import Frame, Sender, State, check_names
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_link import NoStream
@@ -67,9 +68,11 @@ class AsyncRobot:
         self.policy = policy
         self.robot_id = robot_id
         self.metrics = RobotMetrics(transport="http" if transport == "http" else "stream")
-        self._url = url
+        # What cannot work is said here and not at the first observation.
+        self._url = gateway_url(url)
+        check_names(policy, robot_id)
         self._access = Access.of(api_key, access)
-        self._access.headers()  # a key that cannot be read is said here and not at the first observation
+        self._access.headers()
         self._timeout_s = answer_timeout_s
         self._wanted = transport
         self._sender = Sender(robot_id, session_id)
@@ -120,7 +123,8 @@ class AsyncRobot:
                     {camera: frame.image for camera, frame in frames.items()},
                     state,
                     instruction,
-                    max(0.0, budget_ms - 1e3 * (time.monotonic() - asked_at)),
+                    budget_ms,
+                    spent_s=time.monotonic() - asked_at,
                     captured_at=asked_at if captured_at is None else captured_at,
                     actuate_ms=actuate_ms,
                     seed=seed,

@@ -35,11 +35,12 @@ from taktline_protocol.stream_codec import decode_from_gateway, encode_frame, to
 from websockets.exceptions import ConnectionClosed
 
 from taktline.access import Access
+from taktline.address import unreachable, websocket
 from taktline.clock import ClockEstimate, GatewayClock
 from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
 from taktline.robot_metrics import RobotMetrics
-from taktline.stream_link import Link, NoStream, Timeout, open_link, typed, unreachable, websocket
+from taktline.stream_link import Link, NoStream, Timeout, open_link, typed
 from taktline.stream_waiting import Waiting
 
 BACKOFF_S = 0.05
@@ -83,6 +84,8 @@ class StreamClient:
         self._linked = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self._goodbye: TaktlineError | None = None
+        """Why the last connection ended, where the gateway said so."""
         self._token = b""
         self._seq = 0
         self._answered = 0
@@ -102,6 +105,8 @@ class StreamClient:
             TaktlineError: every refusal; `gateway_unreachable` where nothing answers within budget and `timeout_s`.
             NoStream: the gateway does not speak streams.
         """
+        if self._closed:
+            raise TaktlineError(ErrorCode.CANCELLED, "this robot was closed", "make a new Robot")
         self._check_pause()
         waiting = Waiting(observation, observation, frames, asyncio.get_running_loop().create_future())
         self._seq = max(self._seq, waiting.seq)
@@ -250,6 +255,11 @@ class StreamClient:
                     self._failure = error
                     self._fail_lost(error)
                     return
+                except Exception as error:
+                    # Whatever it is, trying again at once and for ever would not help, and nobody would hear of it.
+                    self._failure = unreachable(self._uri, "cannot be spoken to", error)
+                    self._fail_lost(self._failure)
+                    return
                 else:
                     self._failure = None
                     self._begin(link)
@@ -313,7 +323,7 @@ class StreamClient:
             if waiting.answer.done():
                 return
             if waiting.sends > MAX_RESENDS:
-                raise unreachable(self._uri, "lost its connection again and again")
+                raise self._goodbye or unreachable(self._uri, "lost its connection again and again")
             await self._send(waiting, BACKOFF_MAX_S + max(0.0, waiting.left_s(time.monotonic())))
         except (TaktlineError, NoStream) as error:
             if not waiting.answer.done():
@@ -340,16 +350,20 @@ class StreamClient:
         await link.close()
         if self._link is link:
             self._link = None
-        fatal = link.goodbye
-        if fatal is not None and fatal.code not in _RETRIED and fatal.code is not ErrorCode.INVALID_BODY:
-            for waiting in list(self._waiting.values()):
-                if waiting.link is link and not waiting.answer.done():
+        self._goodbye = fatal = link.goodbye
+        carried = [w for w in self._waiting.values() if w.link is link and not w.answer.done()]
+        if fatal is not None and fatal.code not in _RETRIED:
+            broken = fatal.code is ErrorCode.INVALID_BODY
+            if not broken or len(carried) == 1:  # of several nobody knows which one was no frame
+                for waiting in carried:
                     waiting.answer.set_exception(fatal)
-            return
+                carried = []
+            if not broken:
+                return
         # Also where nothing waits: the next observation should find a connection.
         if self._link is None:
             self._reconnect()
-        self._send_again([w for w in self._waiting.values() if w.link is link and not w.answer.done()])
+        self._send_again(carried)
 
     async def _ping(self, link: Link) -> None:
         sent = 0

@@ -15,6 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
 from taktline.access import Access
+from taktline.address import unreachable
 
 Timeout = asyncio.TimeoutError
 """What asyncio raises; a class of its own on Python 3.10."""
@@ -84,13 +85,13 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
     except InvalidStatus as error:
         raise _refused(uri, error) from error
     except (OSError, InvalidHandshake, InvalidURI, Timeout, EOFError) as error:
-        raise unreachable(uri, "cannot be reached") from error
+        raise unreachable(uri, "cannot be reached", error) from error
     try:
         await connection.send(encode_frame(hello))
         first = decode_from_gateway(_binary(await asyncio.wait_for(connection.recv(), OPEN_S)))
     except (ConnectionClosed, OSError, Timeout) as error:
         await _drop(connection)
-        raise unreachable(uri, "broke the connection") from error
+        raise unreachable(uri, "broke the connection", error) from error
     except BaseException:
         await _drop(connection)
         raise
@@ -137,19 +138,4 @@ def typed(frame: Refusal | Goodbye) -> TaktlineError:
             next_step=frame.next_step,
             retry_after_ms=frame.retry_after_ms,
         )
-    )
-
-
-def websocket(url: str) -> str:
-    """The WebSocket form of a gateway's URL."""
-    scheme, separator, rest = url.rstrip("/").partition("://")
-    return {"http": "ws", "https": "wss"}.get(scheme, scheme) + separator + rest
-
-
-def unreachable(uri: str, what: str) -> TaktlineError:
-    """The error of a gateway that does not answer."""
-    return TaktlineError(
-        ErrorCode.GATEWAY_UNREACHABLE,
-        f"the gateway at {uri} {what}",
-        "check the URL and that the gateway runs: GET /healthz",
     )

@@ -1,0 +1,162 @@
+"""What a robot programmer gets wrong first is said at once, in words, and disturbs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from concurrent.futures import Future
+
+import msgspec
+import numpy as np
+import pytest
+import taktline
+from taktline import stream_client
+from taktline.access import Access
+from taktline.address import gateway_url, websocket
+from taktline.observing import Sender
+from taktline.robot_metrics import RobotMetrics
+from taktline.stream_client import StreamClient
+from taktline_protocol import ErrorCode, TaktlineError
+
+FRAME = np.zeros((8, 8, 3), dtype=np.uint8)
+IMAGES = {"front": FRAME, "wrist": FRAME}
+STATE = np.zeros(6)
+BUDGET_MS = 20_000.0
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gateway:8080",
+        "127.0.0.1:8080",
+        "",
+        "http://",
+        "http://gateway:80800",
+        "http://gateway:x",
+        "ftp://gateway",
+        None,
+    ],
+)
+@pytest.mark.parametrize("transport", ["auto", "http"])
+def test_what_is_no_address_is_said_when_the_robot_is_made(url, transport):
+    with pytest.raises(TaktlineError) as said:
+        taktline.Robot(url, "scripted", "arm", transport=transport)
+    assert said.value.code is ErrorCode.CONFIG_INVALID
+    assert "http://gateway:8080" in str(said.value)
+
+
+def test_addresses_that_mean_a_gateway_are_taken():
+    assert gateway_url(" http://gateway:8080/ ") == "http://gateway:8080"
+    assert gateway_url("wss://gateway/robots/") == "https://gateway/robots"
+    assert websocket("https://[::1]:8443") == "wss://[::1]:8443"
+
+
+@pytest.mark.parametrize(("policy", "robot_id"), [("", "arm"), ("scripted", ""), ("scripted", 7)])
+def test_names_that_are_none_are_said_when_the_robot_is_made(policy, robot_id):
+    with pytest.raises(TaktlineError) as said:
+        taktline.Robot("http://gateway:8080", policy, robot_id)
+    assert said.value.code is ErrorCode.CONFIG_INVALID
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"instruction": None}, "instruction_invalid"),
+        ({"instruction": b"go"}, "instruction_invalid"),
+        ({"budget_ms": float("nan")}, "budget_invalid"),
+        ({"budget_ms": "200"}, "budget_invalid"),
+        ({"priority": "urgent"}, "invalid_body"),
+    ],
+)
+def test_values_that_are_no_part_of_an_observation_are_refused_here_and_the_stream_goes_on(stack, changes, code):
+    sent = {"instruction": "go", "budget_ms": BUDGET_MS, **changes}
+    with taktline.Robot(stack.url, "scripted", f"arm of {code} {changes}") as robot:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        with pytest.raises(TaktlineError) as said:
+            robot.act(IMAGES, STATE, **sent)
+        assert said.value.code.value == code
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        assert robot.metrics.connects == 1
+
+
+def test_a_closed_robot_says_so_at_once(stack):
+    robot = taktline.Robot(stack.url, "scripted", "arm that is closed")
+    robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    robot.close()
+    with pytest.raises(TaktlineError, match="was closed") as said:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+    assert said.value.code is ErrorCode.CANCELLED
+
+
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_why_a_gateway_was_not_reached_is_in_the_error(transport):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    robot = taktline.Robot(f"http://127.0.0.1:{port}", "scripted", "arm", transport=transport)
+    with robot, pytest.raises(TaktlineError, match=r"refused|failed") as said:
+        robot.act(IMAGES, STATE, "go", 200.0)
+    assert said.value.code is ErrorCode.GATEWAY_UNREACHABLE
+
+
+def client(url: str, robot_id: str) -> tuple[StreamClient, Sender]:
+    sender = Sender(robot_id)
+    made = StreamClient(url, "scripted", robot_id, sender.session_id, Access(), RobotMetrics())
+    return made, sender
+
+
+def test_an_attempt_to_connect_that_breaks_is_told_and_not_repeated_for_ever(monkeypatch):
+    attempts = []
+
+    async def broken(*_) -> None:
+        attempts.append(time.monotonic())
+        raise ValueError("this was not foreseen")
+
+    monkeypatch.setattr(stream_client, "open_link", broken)
+
+    async def ask() -> None:
+        stream, sender = client("http://gateway:8080", "arm")
+        observation = sender.observe({}, STATE, "go", BUDGET_MS)
+        with pytest.raises(TaktlineError, match="not foreseen"):
+            await stream.ask(observation, {}, 30.0)
+        await stream.close()
+
+    asyncio.run(ask())
+    assert len(attempts) == 1
+
+
+def test_what_the_gateway_cannot_read_is_told_to_who_sent_it_and_the_next_is_served(stack):
+    async def ask() -> None:
+        stream, sender = client(stack.url, "arm of another make")
+        whole = sender.observe(IMAGES, STATE, "go", BUDGET_MS)
+        broken = msgspec.structs.replace(whole, priority="urgent")
+        with pytest.raises(TaktlineError, match="no frame") as said:
+            await stream.ask(broken, {}, 60.0)
+        assert said.value.code is ErrorCode.INVALID_BODY
+        encoder = taktline.encoding.FrameEncoder(None)
+        frames = await encoder.encode_async(IMAGES)
+        chunk, *_ = await stream.ask(sender.observe(IMAGES, STATE, "go", BUDGET_MS), frames, 60.0)
+        assert chunk.actions.shape == (10, 6)
+        await stream.close()
+
+    asyncio.run(ask())
+
+
+def test_the_first_refusal_of_a_kind_is_logged_and_the_others_are_counted(caplog):
+    def ask(*_, **__) -> Future:
+        answer: Future = Future()
+        answer.set_exception(TaktlineError(ErrorCode.ROBOT_CONFLICT, "another session is live", "stop it"))
+        return answer
+
+    now = [0.0]
+    player = taktline.Player(ask, 0.1, clock=lambda: now[0])
+    with caplog.at_level(logging.WARNING, logger="taktline"):
+        for _ in range(3):
+            assert player.wants_observation()
+            player.observe(IMAGES, STATE, "go")
+            player.next_action()
+            now[0] += 1.0
+    assert player.errors == {"robot_conflict": 3}
+    assert len(caplog.records) == 1
+    assert "another session is live" in caplog.text
