@@ -166,7 +166,7 @@ def _residual(block: Residual, x: Tensor, history: History) -> Tensor:
 
 def _attention(attention: Attention, x: Tensor) -> Tensor:
     batch, time, channels, height, width = x.shape
-    frames = channel_norm(x, attention.norm).flatten(0, 1)
+    frames = _images(channel_norm(x, attention.norm))
     qkv = functional.conv2d(frames, *attention.qkv).flatten(2).transpose(1, 2)
     q, k, v = (part[:, None] for part in qkv.chunk(3, dim=-1))
     seen = functional.scaled_dot_product_attention(q, k, v)[:, 0]
@@ -201,13 +201,24 @@ def _windows(conv: Conv, seen: Tensor, outputs: int, stride: int = 1) -> Tensor:
     return _frames(lambda one: functional.conv2d(one, weight, conv.bias, padding=padding), frames)
 
 
+def _images(x: Tensor) -> Tensor:
+    """(B, T, C, H, W) -> (B * T, C, H, W).
+
+    Where channels lie side by side, one image alone must show it in its stride as well, or PyTorch copies it.
+    """
+    if x.stride(2) != 1:
+        return x.flatten(0, 1)
+    cells = x.movedim(2, -1)
+    return cells.reshape(-1, *cells.shape[2:]).movedim(-1, 1)
+
+
 def _pointwise(conv: Conv, x: Tensor) -> Tensor:
     return _frames(lambda one: functional.conv2d(one, conv.weight, conv.bias), x)
 
 
 def _frames(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of images (B * T, C, H, W), for x (B, T, C, H, W)."""
-    images = function(x.flatten(0, 1))
+    images = function(_images(x))
     return images.view(*x.shape[:2], *images.shape[1:])
 
 
