@@ -17,7 +17,14 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter multiplies bf16 matrices as the integers they are stored in.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 BAR = 6e-3 if HAS_GPU else 3e-6
-CUTS = [{}, {"split": 3, "block_k": 32}, {"block_n": 16, "block_k": 16}, {"block_n": 32, "split": 2, "ahead": 0}]
+CUTS = [
+    {},
+    {"split": 3, "block_k": 32},
+    {"block_n": 16, "block_k": 16},
+    {"block_n": 32, "split": 2, "ahead": 0},
+    {"block_n": 32, "block_k": 32, "split": 2, "copy": 1},
+    {"block_n": 16, "block_k": 16, "split": 2, "copy": 1, "turn": 1},
+]
 
 
 def rand(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -32,7 +39,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rest", ["nothing", "bias", "gelu", "all"])
 def test_a_linear_layer_and_what_follows_it(rest: str, cut: dict[str, int]) -> None:
-    x, weight = rand(3, 7, 100, seed=1), rand(72, 100, seed=2)
+    x, weight = rand(3, 7, 104, seed=1), rand(72, 104, seed=2)
     bias = None if rest == "nothing" else rand(72, seed=3)
     whole = rest == "all"
     gate = rand(72, seed=4, dtype=torch.float32) if whole else None

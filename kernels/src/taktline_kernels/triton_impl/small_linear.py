@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from taktline_kernels.triton_impl.activations import gelu_tanh
-from taktline_kernels.triton_impl.launch import launch, power_of_two
+from taktline_kernels.triton_impl.launch import blocks_of, launch, power_of_two
 
 _MAX_ROWS = 128
 _ACTIVATIONS = ("none", "gelu", "relu", "silu")
@@ -49,7 +49,9 @@ def _activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _linear_kernel(
     x_ptr,
+    x_blocks,
     weight_ptr,
+    weight_blocks,
     bias_ptr,
     gate_ptr,
     residual_ptr,
@@ -67,12 +69,17 @@ def _linear_kernel(
     GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr,
+    COPY: tl.constexpr,
+    TURN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All rows of one block of output channels over one part of the depth.
 
     SHARE: depth of a part, a multiple of BLOCK_K.
     AHEAD: pieces of each channel's share to ask for before waiting; 0 asks for none.
+    COPY: read through the copy engine, from `x_blocks` and `weight_blocks`; there are zeros past their ends.
+    TURN: by how many blocks of its share a program begins later than its neighbour, so that not all of them ask one
+        slice of the L2 cache for the same piece of x at once.
     """
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
@@ -96,9 +103,14 @@ def _linear_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     at_weight = weight_ptr + channel.to(tl.int64)[:, None] * DEPTH
     at_x = x_ptr + row[:, None] * DEPTH
-    for start in tl.range(0, SHARE, BLOCK_K):
-        depth = part * SHARE + start + tl.arange(0, BLOCK_K)
-        if WHOLE:
+    turned = tl.program_id(0) * TURN * BLOCK_K
+    for index in tl.range(0, SHARE, BLOCK_K):
+        start = part * SHARE + (index + turned) % SHARE
+        depth = start + tl.arange(0, BLOCK_K)
+        if COPY:
+            x = x_blocks.load([0, start])
+            weight = weight_blocks.load([tl.program_id(0) * BLOCK_N, start])
+        elif WHOLE:
             x = tl.load(at_x + depth[None, :], mask=valid[:, None], other=0.0)
             if EVEN:
                 weight = tl.load(at_weight + depth[None, :])
@@ -231,6 +243,8 @@ def _product(
     shape = (split, rows, channels) if parts else (*x.shape[:-1], channels)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     warps = config.get("num_warps", 4)
+    block_m = max(16, power_of_two(rows))
+    copied = bool(config.get("copy", 0)) and depth * x.element_size() % 16 == 0
     # One thread asks for one piece; pieces are multiples of 16 bytes.
     ahead = max(1, warps * 32 // block_n) if config.get("ahead", 1) else 0
     if split * share != depth or (ahead and share * x.element_size() % (16 * ahead)) or x.element_size() != 2:
@@ -239,7 +253,9 @@ def _product(
         _linear_kernel,
         (triton.cdiv(channels, block_n), split),
         x,
+        blocks_of(x.view(rows, depth), (block_m, block_k)) if copied else x,
         weight,
+        blocks_of(weight, (block_n, block_k)) if copied else weight,
         x if bias is None else bias,
         x if gate is None else gate,
         x if residual is None else residual.contiguous(),
@@ -250,7 +266,7 @@ def _product(
         SHARE=share,
         # The kernel writes parts where there is more than one; a single part is kept as such by its fp32 output.
         SPLIT=split,
-        BLOCK_M=max(16, power_of_two(rows)),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BIAS=bias is not None and not parts,
@@ -258,6 +274,8 @@ def _product(
         GATE=gate is not None and not parts,
         RESIDUAL=residual is not None and not parts,
         AHEAD=ahead,
+        COPY=copied,
+        TURN=config.get("turn", 0),
         num_warps=warps,
         num_stages=config.get("num_stages", 4),
     )
@@ -275,8 +293,8 @@ def linear(
 ) -> Tensor:
     """Run `ops.linear` for up to 128 rows; a row's result does not depend on the others.
 
-    `config` may hold block_n, block_k, split (parts of the depth), ahead (0: ask for no weight before waiting),
-    num_warps and num_stages.
+    `config` may hold block_n, block_k, split (parts of the depth), ahead (0: ask for no weight before waiting), copy
+    (1: read through Hopper's copy engine), turn (see the kernel), num_warps and num_stages.
 
     Raises:
         ValueError: too many rows; the table's rule is too wide.
