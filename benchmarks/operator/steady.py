@@ -33,6 +33,7 @@ import yaml
 from taktline_local.cluster import Cluster
 from taktline_local.cluster_demo import MANIFESTS
 from taktline_local.kube_api import ApiError, KubeApi
+from taktline_local.kubectl import wait_until
 from taktline_protocol import metrics
 from taktline_protocol.measurements import Demand, GatewayMeasurements, Outcomes, PolicyMeasurement, PoolTimes
 from taktline_protocol.messages import BucketTime
@@ -323,7 +324,8 @@ async def measure(
     assert cluster.control_plane is not None, "the audit log is that of the local control plane"
     for name in ("namespace", "policydeployments", "rbac"):
         cluster.kubectl("apply", "--server-side", "-f", str(MANIFESTS / f"{name}.yaml"))
-    cluster.kubectl("wait", "--for=condition=established", "crd/policydeployments.taktline.dev", "--timeout=60s")
+    known = ("api-resources", "--output=name")
+    wait_until(lambda: "policydeployments" in cluster.kubectl(*known, check=False), "the new kind is published")
     cluster.kubectl("create", "namespace", NAMESPACE)
     api = KubeApi(cluster.kubeconfig)
     nodes = SimulatedNodes(

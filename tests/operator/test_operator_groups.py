@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -144,26 +145,133 @@ def test_another_topology_key_is_another_group(make: Any) -> None:
     assert len(names) == 2
 
 
-def test_where_leader_worker_sets_are_installed_one_holds_all_groups(make: Any) -> None:
-    policy = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3})
-    result = make.plan(policy, observed(make, policy, kinds=frozenset({groups.LWS_KIND})), make.settings)
+def sets_of_lws(objects: Any) -> list[Json]:
+    return [found for found in objects if found["kind"] == groups.LWS_KIND]
+
+
+def pods_of_lws(group: Json, ready: int | None = None) -> list[Json]:
+    """The pods that LeaderWorkerSet's controller makes of a set of one group."""
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    alike = {"metadata": group["metadata"], "spec": {"template": template, "replicas": size}}
+    pods = pods_of(alike, ready)
+    for index, pod in enumerate(pods):
+        pod["metadata"]["labels"].pop(groups.INDEX_LABEL)
+        labels = {groups.LWS_NAME_LABEL: group["metadata"]["name"], groups.LWS_GROUP_LABEL: "0"}
+        pod["metadata"]["labels"] |= labels | {groups.LWS_INDEX_LABEL: str(index)}
+    return pods
+
+
+WITH_LWS = frozenset({groups.LWS_KIND})
+
+
+def test_where_leader_worker_sets_are_installed_each_holds_one_group(make: Any) -> None:
+    policy = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3, "mesh": {"topologyKey": "rack"}})
+    result = make.plan(policy, observed(make, policy, kinds=WITH_LWS), make.settings)
     assert not sets_of(result.desired)
-    (found,) = [found for found in result.desired if found["kind"] == groups.LWS_KIND]
-    spec = found["spec"]
-    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (3, 2)
-    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
-    assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxSurge": 1, "maxUnavailable": 0}
-    env = {
-        entry["name"]: entry for entry in spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["env"]
-    }
-    assert env["MASTER_ADDR"]["value"] == "$(LWS_LEADER_ADDRESS)"
-    assert "worker-index" in env["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    found = sets_of_lws(result.desired)
+    assert len({group["metadata"]["name"] for group in found}) == 3
+    for group in found:
+        spec, name = group["spec"], group["metadata"]["name"]
+        assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (1, 2)
+        assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+        template = spec["leaderWorkerTemplate"]["workerTemplate"]
+        assert template["metadata"]["labels"][naming.LABEL_GROUP] == name
+        (near,) = template["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert near["podAffinityTerm"]["labelSelector"] == {"matchLabels": {naming.LABEL_GROUP: name}}
+        env = {entry["name"]: entry for entry in template["spec"]["containers"][0]["env"]}
+        assert env["MASTER_ADDR"]["value"] == "$(LWS_LEADER_ADDRESS)"
+        assert "worker-index" in env["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     # Groups that serve already keep their kind: installing a product moves no worker.
     policy = planner(make, pool={"gpusPerNode": 8})
     before = sets_of(make.plan(policy, observed(make, policy), make.settings).desired)
     pods = [pod for group in before for pod in pods_of(group)]
-    later = make.plan(policy, observed(make, policy, before, pods, kinds=frozenset({groups.LWS_KIND})), make.settings)
+    later = make.plan(policy, observed(make, policy, before, pods, kinds=WITH_LWS), make.settings)
     assert [found["metadata"]["name"] for found in sets_of(later.desired)] == [before[0]["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_leader_worker_set_is_replaced_by_another_that_serves_first(make: Any, workers: int) -> None:
+    # LeaderWorkerSet's own rolling update never begins where one group is all there is, and takes two at a time where a
+    # surge that found no room is given up.
+    pool = {"gpusPerNode": 8, "minReplicas": workers}
+    old = planner(make, pool=pool)
+    before = make.plan(old, observed(make, old, kinds=WITH_LWS), make.settings).desired
+    old_sets = sets_of_lws(before)
+    old_pods = [pod for group in old_sets for pod in pods_of_lws(group)]
+    new = planner(make, pool=pool | {"image": "registry.example/worker:2"})
+    first = make.plan(new, observed(make, new, before, old_pods, kinds=WITH_LWS), make.settings)
+    made = sets_of_lws(first.writes)
+    assert len(made) == 1, "one more than wanted, and the old ones stay as they are"
+    assert not [ref for ref in first.deletions if ref.kind == groups.LWS_KIND]
+    assert len(first.route.targets) == workers
+    children = [*before, *made]
+    half = [*old_pods, *pods_of_lws(made[0], ready=1)]
+    waiting = make.plan(new, observed(make, new, children, half, kinds=WITH_LWS), make.settings)
+    assert not [ref for ref in waiting.deletions if ref.kind == groups.LWS_KIND], "half a group replaces nobody"
+    whole = [*old_pods, *pods_of_lws(made[0])]
+    done = make.plan(new, observed(make, new, children, whole, kinds=WITH_LWS), make.settings)
+    gone = [ref.name for ref in done.deletions if ref.kind == groups.LWS_KIND]
+    assert len(gone) == 1
+    assert gone[0] in {group["metadata"]["name"] for group in old_sets}
+
+
+def test_a_set_of_several_groups_serves_until_all_that_replace_it_do(make: Any) -> None:
+    policy = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2})
+    desired = make.plan(policy, observed(make, policy, kinds=WITH_LWS), make.settings).desired
+    made = sets_of_lws(desired)
+    earlier = copy.deepcopy(made[0])
+    earlier["metadata"]["name"] = "reach-line"
+    earlier["spec"]["replicas"] = 2
+    old_pods = []
+    for number in ("0", "1"):
+        for pod in pods_of_lws(made[0]):
+            pod["metadata"]["name"] = f"reach-line-{number}-{pod['metadata']['name'][-1]}"
+            pod["metadata"]["labels"] |= {groups.LWS_NAME_LABEL: "reach-line", groups.LWS_GROUP_LABEL: number}
+            del pod["metadata"]["labels"][naming.LABEL_GROUP]
+            pod["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = "earlier"
+            old_pods.append(pod)
+    del earlier["metadata"]["labels"][naming.LABEL_GROUP]
+    first = make.plan(policy, observed(make, policy, [earlier], old_pods, kinds=WITH_LWS), make.settings)
+    assert len(sets_of_lws(first.writes)) == 2
+    assert first.deletions == ()
+    assert len(first.route.targets) == 2
+    one = [*old_pods, *pods_of_lws(made[0])]
+    waiting = make.plan(policy, observed(make, policy, [earlier, *made], one, kinds=WITH_LWS), make.settings)
+    assert waiting.deletions == ()
+    both = [*one, *pods_of_lws(made[1])]
+    done = make.plan(policy, observed(make, policy, [earlier, *made], both, kinds=WITH_LWS), make.settings)
+    assert [ref.name for ref in done.deletions if ref.kind == groups.LWS_KIND] == ["reach-line"]
+
+
+@pytest.mark.parametrize("kinds", [frozenset(), WITH_LWS], ids=["StatefulSet", "LeaderWorkerSet"])
+def test_an_old_group_waits_until_the_gateways_have_heard_of_the_new_one(make: Any, kinds: frozenset[str]) -> None:
+    def found(objects: Any) -> list[Json]:
+        return sets_of_lws(objects) if kinds else sets_of(objects)
+
+    def pods(group: Json) -> list[Json]:
+        return pods_of_lws(group) if kinds else pods_of(group)
+
+    old = planner(make, pool={"gpusPerNode": 8})
+    before = make.plan(old, observed(make, old, kinds=kinds), make.settings).desired
+    new = planner(make, pool={"gpusPerNode": 8, "image": "registry.example/worker:2"})
+    old_pods = pods(found(before)[0])
+    made = found(make.plan(new, observed(make, new, before, old_pods, kinds=kinds), make.settings).writes)
+    children, new_pods = [*before, *made], pods(made[0])
+
+    def after(seconds: float) -> Any:
+        since = datetime.fromisoformat(make.now) - timedelta(seconds=seconds)
+        for pod in new_pods:
+            pod["status"]["conditions"][0]["lastTransitionTime"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return make.plan(new, observed(make, new, children, [*old_pods, *new_pods], kinds=kinds), make.settings)
+
+    early = after(2)
+    assert not [ref for ref in early.deletions if ref.kind in ("StatefulSet", groups.LWS_KIND)]
+    assert early.again_s == 3.0
+    assert len(early.route.targets) == 2, "both serve meanwhile"
+    assert [ref.name for ref in after(5).deletions if ref.kind in ("StatefulSet", groups.LWS_KIND)]
+    # A node whose clock is an hour ahead holds nothing up for an hour.
+    assert [ref.name for ref in after(-3600).deletions if ref.kind in ("StatefulSet", groups.LWS_KIND)]
 
 
 def test_a_group_counts_once_and_is_ready_only_as_a_whole(make: Any) -> None:
@@ -334,6 +442,10 @@ def test_names_of_groups_fit_into_labels(make: Any, policy: str) -> None:
     assert len(sets) == 100
     assert all(len(f"{group['metadata']['name']}-15") <= 63 and len(group["metadata"]["name"]) <= 52 for group in sets)
     assert len({group["metadata"]["name"] for group in sets}) == 100
+    # The StatefulSet of a LeaderWorkerSet's other pods is named after the first pod, and its revision is a label.
+    of_lws = sets_of_lws(make.plan(found, observed(make, found, kinds=WITH_LWS), make.settings).desired)
+    assert len(of_lws) == 100
+    assert all(len(f"{group['metadata']['name']}-0-0123456789") <= 63 for group in of_lws)
 
 
 def test_a_group_is_drift_corrected_like_any_child(make: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from taktline_operator import group_pods, groups, naming, surge, workload
@@ -10,6 +10,8 @@ from taktline_operator.lineup import Line
 from taktline_operator.meshes import Shape
 
 Json = dict[str, Any]
+
+_MAKERS = ("Deployment", "StatefulSet", groups.LWS_KIND, "RayService")
 
 
 class Gang(NamedTuple):
@@ -23,6 +25,7 @@ class Gang(NamedTuple):
         kept: (kind, name) of groups of an earlier template that serve on, as they are.
         removed: (kind, name) of workloads whose place is taken.
         serving: RayServices of the line whose application runs.
+        again_s: when a new group will have been ready for long enough, while an old one waits for that.
     """
 
     template: Json
@@ -32,6 +35,7 @@ class Gang(NamedTuple):
     kept: frozenset[tuple[str, str]]
     removed: tuple[tuple[str, str], ...]
     serving: int = 0
+    again_s: float | None = None
 
 
 def of(
@@ -40,6 +44,7 @@ def of(
     shape: Shape,
     children: Sequence[Json],
     pods: Sequence[Json],
+    now: str,
     *,
     lws_installed: bool,
 ) -> Gang:
@@ -50,36 +55,32 @@ def of(
     Args:
         children: live objects of the policy.
         pods: its pods, all members of groups.
+        now: RFC 3339 time.
     """
-    sets = [child for child in children if child["kind"] == "StatefulSet" and is_of(line, child)]
-    lws = lws_installed and not sets
-    made = groups.template(line, image, shape, lws=lws)
+    ours = [child for child in children if child["kind"] in _MAKERS and is_of(line, child)]
+    kind = groups.LWS_KIND if lws_installed and not any(c["kind"] == "StatefulSet" for c in ours) else "StatefulSet"
+    make = groups.leader_worker_set if kind == groups.LWS_KIND else groups.stateful_set
+    made = groups.template(line, image, shape, lws=kind == groups.LWS_KIND)
     hash_ = workload.template_hash(made)
-    ready = _ready_groups(pods)
-    kinds = ("Deployment", groups.LWS_KIND, "RayService")
-    others = [child for child in children if child["kind"] in kinds and is_of(line, child)]
+    whole = {name: members for name, members in group_pods.units(pods).items() if group_pods.is_whole(members)}
+    settling = {name: group_pods.settles_s(members, now) for name, members in whole.items()}
     own = [pod for pod in pods if line.has(pod)]
-    if lws:
-        current = [pod for pod in group_pods.leaders(own) if _template_of(pod) == hash_ and _is_ready(pod, ready)]
-        done = len(current) >= line.replicas
-        old = tuple(_ref(child) for child in others if child["kind"] != groups.LWS_KIND and done)
-        update = _lws_update(line, own, children, hash_)
-        return Gang(
-            made, shape, groups.LWS_KIND, (groups.leader_worker_set(line, made, shape, update),), frozenset(), old
-        )
+    # One that has several groups, as other versions of the operator made, is replaced as a whole like any other kind.
+    sets = [child for child in ours if child["kind"] == kind and naming.LABEL_GROUP in child["metadata"]["labels"]]
+    others = [child for child in ours if child not in sets]
     numbers = {name: _number(name) for name in (child["metadata"]["name"] for child in sets)}
     current_sets = {
-        child["metadata"]["name"]: child["metadata"]["name"] in ready
+        child["metadata"]["name"]: settling.get(child["metadata"]["name"]) == 0.0
         for child in sets
         if child["metadata"].get("annotations", {}).get(naming.ANNOTATION_TEMPLATE) == hash_
     }
     old_sets = {
-        child["metadata"]["name"]: child["metadata"]["name"] in ready
+        child["metadata"]["name"]: child["metadata"]["name"] in whole
         for child in sets
         if child["metadata"]["name"] not in current_sets
     }
     # Workers of another kind of object (one pod each, before the mesh outgrew a node) are replaced as a whole.
-    elsewhere = len([pod for pod in own if _is_ready(pod, ready) and _template_of(pod) != hash_]) - sum(
+    elsewhere = len([pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_]) - sum(
         old_sets.values()
     )
     starved = any(surge.is_starved(pod) for pod in own if _template_of(pod) == hash_)
@@ -90,19 +91,20 @@ def of(
         elsewhere,
         starved,
     )
-    objects = tuple(groups.stateful_set(line, made, number, shape) for number in chosen.numbers)
-    removed = [("StatefulSet", name) for name in old_sets if name not in chosen.kept]
+    removed = [(kind, name) for name in old_sets if name not in chosen.kept]
     wanted = {groups.group_name(line, hash_, number) for number in chosen.numbers}
-    removed += [("StatefulSet", name) for name in current_sets if name not in wanted]
+    removed += [(kind, name) for name in current_sets if name not in wanted]
     serving = sum(current_sets[name] for name in wanted if name in current_sets)
     removed += [_ref(child) for child in others if serving >= line.replicas]
+    waits = [settling[name] for name in current_sets if settling.get(name)] if old_sets or others else []
     return Gang(
         template=made,
         shape=shape,
-        kind="StatefulSet",
-        objects=objects,
-        kept=frozenset(("StatefulSet", name) for name in chosen.kept),
+        kind=kind,
+        objects=tuple(make(line, made, number, shape) for number in chosen.numbers),
+        kept=frozenset((kind, name) for name in chosen.kept),
         removed=tuple(sorted(removed)),
+        again_s=min(waits, default=None),
     )
 
 
@@ -146,7 +148,7 @@ def superseded(line: Line, children: Sequence[Json], serving: int) -> tuple[tupl
     """Groups of a line whose workers are one pod each by now, once these serve instead."""
     if serving < line.replicas:
         return ()
-    kinds = ("StatefulSet", groups.LWS_KIND, "RayService")
+    kinds = [kind for kind in _MAKERS if kind != "Deployment"]
     return tuple(sorted(_ref(child) for child in children if child["kind"] in kinds and is_of(line, child)))
 
 
@@ -159,23 +161,7 @@ def is_of(line: Line, child: Json) -> bool:
     return bool(same and not child["metadata"].get("deletionTimestamp"))
 
 
-def _lws_update(line: Line, own: Sequence[Json], children: Sequence[Json], hash_: str) -> Json:
-    """How the set replaces groups: a new one first, or an old one first where a new one finds no room."""
-    if line.replicas < 2:
-        return surge.SURGE
-    name = groups.base_name(line)
-    live = next((c for c in children if c["kind"] == groups.LWS_KIND and c["metadata"]["name"] == name), {})
-    rolling = live.get("spec", {}).get("rolloutStrategy", {}).get("rollingUpdateConfiguration", {})
-    updating = any(_template_of(pod) != hash_ for pod in own)
-    starved = any(surge.is_starved(pod) for pod in own if _template_of(pod) == hash_)
-    return surge.YIELD if updating and (starved or rolling.get("maxUnavailable") == 1) else surge.SURGE
-
-
-def _ready_groups(pods: Sequence[Json]) -> set[str]:
-    return {name for name, members in group_pods.units(pods).items() if group_pods.is_whole(members)}
-
-
-def _is_ready(pod: Json, ready: set[str]) -> bool:
+def _is_ready(pod: Json, ready: Collection[str]) -> bool:
     return group_pods.index_of(pod) in (None, 0) and group_pods.group_of(pod) in ready
 
 

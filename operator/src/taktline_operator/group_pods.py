@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from taktline_operator import groups, naming, routing
+from taktline_operator import groups, naming, routing, workload
 
 Json = dict[str, Any]
 
@@ -29,7 +30,7 @@ def group_of(pod: Json) -> str:
     labels = pod["metadata"].get("labels", {})
     if RAY_CLUSTER_LABEL in labels:
         return f"ray/{labels[RAY_CLUSTER_LABEL]}"
-    if groups.LWS_INDEX_LABEL in labels:
+    if naming.LABEL_GROUP not in labels and groups.LWS_INDEX_LABEL in labels:  # one of several of one LeaderWorkerSet
         return f"{labels.get(groups.LWS_NAME_LABEL, '')}/{labels.get(groups.LWS_GROUP_LABEL, '')}"
     found: str = labels.get(naming.LABEL_GROUP) or pod["metadata"]["name"]
     return found
@@ -47,6 +48,23 @@ def is_whole(members: Sequence[Json]) -> bool:
     """Whether all pods that a group is to have are there and ready."""
     sizes = {member["metadata"].get("annotations", {}).get(naming.ANNOTATION_GROUP_SIZE, "1") for member in members}
     return sizes == {str(len(members))} and all(routing.is_ready(member) for member in members)
+
+
+def settles_s(members: Sequence[Json], now: str) -> float:
+    """Time until a whole group has been so for `MIN_READY_S`, as a Deployment's pods have to; 0 where it has.
+
+    The gateways have to hear of it before another group goes. Node clocks may be off: a time that lies further ahead
+    than that tells nothing.
+    """
+    at = datetime.fromisoformat(now)
+    changes = [
+        datetime.fromisoformat(condition["lastTransitionTime"])
+        for member in members
+        for condition in member.get("status", {}).get("conditions", [])
+        if condition["type"] == "Ready" and condition.get("lastTransitionTime")
+    ]
+    lasted_s = min(((at - change).total_seconds() for change in changes), default=workload.MIN_READY_S)
+    return max(0.0, workload.MIN_READY_S - lasted_s) if lasted_s > -workload.MIN_READY_S else 0.0
 
 
 def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Json]:
@@ -104,13 +122,21 @@ def selector(policy: str, pods_per_worker: int, kinds: Collection[str]) -> str:
 
 
 def workloads(children: Mapping[Any, Json]) -> list[Json]:
-    """Deployments and LeaderWorkerSets as they are; a line's objects of one worker each as one, with their number."""
-    found = [child for child in children.values() if child["kind"] in ("Deployment", groups.LWS_KIND)]
-    sets: dict[tuple[str, str], list[Json]] = {}
+    """Deployments as they are; what makes a line's groups as one object, with the number of groups."""
+    found = [child for child in children.values() if child["kind"] == "Deployment"]
+    makers: dict[tuple[str, str], list[Json]] = {}
     for child in children.values():
-        if child["kind"] in ("StatefulSet", "RayService"):
+        if child["kind"] in ("StatefulSet", groups.LWS_KIND, "RayService"):
             labels = child["metadata"].get("labels", {})
             key = (labels.get(naming.LABEL_POOL, ""), labels.get(naming.LABEL_TRACK, ""))
-            sets.setdefault(key, []).append(child)
-    found += [{**members[0], "spec": members[0]["spec"] | {"replicas": len(members)}} for members in sets.values()]
+            makers.setdefault(key, []).append(child)
+    found += [
+        {**members[0], "spec": members[0]["spec"] | {"replicas": sum(map(_groups_of, members))}}
+        for members in makers.values()
+    ]
     return found
+
+
+def _groups_of(maker: Json) -> int:
+    """Groups that an object makes: a LeaderWorkerSet may have several."""
+    return int(maker["spec"].get("replicas", 1)) if maker["kind"] == groups.LWS_KIND else 1

@@ -14,6 +14,7 @@ Json = dict[str, Any]
 
 KINDS = ("StatefulSet", groups.LWS_KIND, ray_services.KIND)
 """What makes workers of several pods."""
+NO_TIME = "1970-01-01T00:00:00Z"
 
 
 def per_node(policy: PolicyDeployment, status: Json, nodes: Sequence[meshes.NodeGpus]) -> dict[str, int | None]:
@@ -30,6 +31,7 @@ def of(
     children: Sequence[Json] = (),
     pods: Sequence[Json] = (),
     kinds: Collection[str] = (),
+    now: str = NO_TIME,
 ) -> dict[str, Gang]:
     """By name, the groups of those lines whose workers are several pods.
 
@@ -39,6 +41,7 @@ def of(
         children: live objects of the policy.
         pods: its pods, all members of groups.
         kinds: optional kinds that the cluster has.
+        now: RFC 3339 time; of no account where there are no pods.
     """
     found = {}
     for line in (*lines.stable, *lines.candidate):
@@ -47,7 +50,7 @@ def of(
             found[line.name] = ray_services.of(line, image(line.pool), children)
         elif shape.pods > 1:
             found[line.name] = gangs.of(
-                line, image(line.pool), shape, children, pods, lws_installed=groups.LWS_KIND in kinds
+                line, image(line.pool), shape, children, pods, now, lws_installed=groups.LWS_KIND in kinds
             )
     return found
 

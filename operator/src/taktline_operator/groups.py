@@ -1,7 +1,8 @@
-"""Builds a worker that is a group of pods: a StatefulSet for each group, or one LeaderWorkerSet for all of a pool's.
+"""Builds a worker that is a group of pods: a LeaderWorkerSet or, where there is none, a StatefulSet for each group.
 
 The pods of a group differ only in their index. Pod 0 leads: robots are routed to it, and the others meet it by the
-variables that torchrun uses. A group's pod template never changes: another revision is another group.
+variables that torchrun uses. A group's pod template never changes: another revision is another group. So a
+LeaderWorkerSet has one group: rolling through its own would leave a pool of one without a worker, or never begin.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ LWS_VERSION = "leaderworkerset.x-k8s.io/v1"
 LWS_KIND = "LeaderWorkerSet"
 LWS_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 LWS_GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
-LWS_KEY_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 LWS_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 LWS_LEADER = "$(LWS_LEADER_ADDRESS)"
 INDEX_LABEL = "apps.kubernetes.io/pod-index"
@@ -47,8 +47,8 @@ def template(line: Line, image: str, shape: Shape, *, lws: bool) -> Json:
     container["env"] += _rendezvous(policy, pool, shape, lws=lws)
     container["ports"].append({"name": "mesh", "containerPort": pool.mesh.port, "protocol": "TCP"})
     container["resources"] = workload.resources(pool, shape.ranks)
-    if pool.mesh.topology_key:  # `stateful_set` names the group; here already, so that another key is another group
-        spec["affinity"]["podAffinity"] = _close(pool, {"matchLabelKeys": [LWS_KEY_LABEL]} if lws else {}, policy)
+    if pool.mesh.topology_key:  # `_pods_of` names the group; here already, so that another key is another group
+        spec["affinity"]["podAffinity"] = _close(pool, policy)
     made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)
     return made
 
@@ -79,11 +79,10 @@ def _field(name: str, path: str) -> Json:
     return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
 
 
-def _close(pool: Pool, own_group: Json, policy: PolicyDeployment) -> Json:
+def _close(pool: Pool, policy: PolicyDeployment) -> Json:
     term = {
         "labelSelector": {"matchLabels": naming.worker_selector(policy.name, pool.name)},
         "topologyKey": pool.mesh.topology_key,
-        **own_group,
     }
     return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
 
@@ -107,52 +106,64 @@ def stateful_set(line: Line, made: Json, number: int, shape: Shape) -> Json:
         made: its pod template, from `template`.
         number: tells it from the line's other groups of this template.
     """
-    policy, pool = line.policy, line.pool
-    hash_ = workload.template_hash(made)
-    name = group_name(line, hash_, number)
-    pods = copy.deepcopy(made)
-    pods["metadata"]["labels"] |= {naming.LABEL_GROUP: name}
-    if pool.mesh.topology_key:
-        (close,) = pods["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        close["podAffinityTerm"]["labelSelector"]["matchLabels"] = {naming.LABEL_GROUP: name}
-    about = metadata(line, name)
-    about["labels"] |= {naming.LABEL_GROUP: name}
-    about["annotations"] |= {naming.ANNOTATION_TEMPLATE: hash_}
+    name = group_name(line, workload.template_hash(made), number)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": about,
+        "metadata": _about(line, made, name),
         "spec": {
             "replicas": shape.pods,
-            "serviceName": naming.ranks_name(policy.name),
+            "serviceName": naming.ranks_name(line.policy.name),
             "podManagementPolicy": "Parallel",
             # Pods of a group are never updated one by one: half a group of each revision would never be ready.
             "updateStrategy": {"type": "OnDelete"},
             "selector": {"matchLabels": {naming.LABEL_GROUP: name}},
             "revisionHistoryLimit": 2,
-            "template": pods,
+            "template": _pods_of(line, made, name),
         },
     }
 
 
-def leader_worker_set(line: Line, made: Json, shape: Shape, rolling_update: Json) -> Json:
-    """All groups of a line as a LeaderWorkerSet, whose controller replaces and restarts whole groups."""
+def leader_worker_set(line: Line, made: Json, number: int, shape: Shape) -> Json:
+    """One group as a LeaderWorkerSet, whose controller makes the whole group anew when one of its pods restarts.
+
+    Args:
+        made: its pod template, from `template`.
+        number: tells it from the line's other groups of this template.
+    """
+    name = group_name(line, workload.template_hash(made), number)
     return {
         "apiVersion": LWS_VERSION,
         "kind": LWS_KIND,
-        "metadata": metadata(line, base_name(line)),
+        "metadata": _about(line, made, name),
         "spec": {
-            "replicas": line.replicas,
+            "replicas": 1,
             "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": dict(rolling_update)},
             "networkConfig": {"subdomainPolicy": "Shared"},
             "leaderWorkerTemplate": {
                 "size": shape.pods,
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "workerTemplate": made,
+                "workerTemplate": _pods_of(line, made, name),
             },
         },
     }
+
+
+def _about(line: Line, made: Json, name: str) -> Json:
+    about = metadata(line, name)
+    about["labels"] |= {naming.LABEL_GROUP: name}
+    about["annotations"] |= {naming.ANNOTATION_TEMPLATE: workload.template_hash(made)}
+    return about
+
+
+def _pods_of(line: Line, made: Json, name: str) -> Json:
+    """The pod template of one group: its pods carry its name, and belong close to each other."""
+    pods = copy.deepcopy(made)
+    pods["metadata"]["labels"] |= {naming.LABEL_GROUP: name}
+    if line.pool.mesh.topology_key:
+        (close,) = pods["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        close["podAffinityTerm"]["labelSelector"]["matchLabels"] = {naming.LABEL_GROUP: name}
+    return pods
 
 
 def ranks_service(policy: PolicyDeployment) -> Json:

@@ -102,8 +102,8 @@ def refusal(
     """
     if kinds is not None and groups.LWS_KIND not in kinds and any(_is_of_lws(pod) for pod in pods):
         return "KindsAbsent", (
-            "its workers are groups of a LeaderWorkerSet, which the operator may no longer read or write; they serve on"
-            " as they are: give the operator its rights back, or delete the LeaderWorkerSet to have StatefulSets"
+            "its workers are LeaderWorkerSets, which the operator may no longer read or write; they serve on as they"
+            " are: give the operator its rights back, or delete the LeaderWorkerSets to have StatefulSets"
         )
     if policy.spec.engine.runtime == "ray" and kinds is not None and ray_services.KIND not in kinds:
         return "KindsAbsent", (

@@ -226,7 +226,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     trial = trials.of(policy, observed.live, children, workers, observed.trials, size.replicas, observed.now)
     lines = trial.lines
     gang_of = grouping.of(
-        lines, around.gpus_per_node, settings.image_for, children, observed.pods, observed.kinds or ()
+        lines, around.gpus_per_node, settings.image_for, children, observed.pods, observed.kinds or (), observed.now
     )
     counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
@@ -296,7 +296,9 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         status=new_status,
         status_changed=new_status != observed.live.get("status"),
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
-        again_s=0.0 if size.moved else _earliest(trial.again_s, policy, observed, hung.again_s),
+        again_s=0.0
+        if size.moved
+        else _earliest(policy, observed, trial.again_s, hung.again_s, *(gang.again_s for gang in gang_of.values())),
     )
 
 
@@ -345,13 +347,11 @@ def _wanted(desired: Sequence[Json], lines: Lineup, gang_of: Mapping[str, Gang])
     return found | {workload.template_hash(gang_of[line.name].template): line.replicas for line in grouped}
 
 
-def _earliest(
-    again_s: float | None, policy: PolicyDeployment, observed: Observed, starting_s: float | None
-) -> float | None:
+def _earliest(policy: PolicyDeployment, observed: Observed, *others: float | None) -> float | None:
     """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
     fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
     on_ray = ray_services.look_again_s(policy, observed.children.values())
-    return min((found for found in (again_s, fetching, starting_s, on_ray) if found is not None), default=None)
+    return min((found for found in (fetching, on_ray, *others) if found is not None), default=None)
 
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:

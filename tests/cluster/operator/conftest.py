@@ -167,9 +167,8 @@ def installed(kubectl: Kubectl) -> None:
     """Namespace, CRD and rights from the manifests; no operator and no gateway."""
     for name in ("namespace", "policydeployments", "rbac"):
         kubectl("apply", "--server-side", "-f", str(MANIFESTS / f"{name}.yaml"))
-    kubectl("wait", "--for=condition=established", "crd/policydeployments.taktline.dev", "--timeout=60s")
-    # The API server publishes a new kind a moment after it is established, and kubectl remembers what it saw before:
-    # a `get` makes it look again.
+    # Not `kubectl wait`: it fails on a definition that has no conditions yet. The API server publishes a new kind a
+    # moment after it is established, and kubectl remembers what it saw before: a `get` makes it look again.
 
     def known() -> bool:
         kubectl("get", "pd", "-A", check=False)

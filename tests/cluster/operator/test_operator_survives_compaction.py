@@ -114,7 +114,6 @@ def plane(cluster: Cluster, tmp_path: Path) -> Iterator[ControlPlane]:
 def install(kubectl: Kubectl) -> None:
     for name in ("namespace", "policydeployments", "rbac"):
         kubectl("apply", "--server-side", "-f", str(MANIFESTS / f"{name}.yaml"))
-    kubectl("wait", "--for=condition=established", "crd/policydeployments.taktline.dev", "--timeout=60s")
     wait_until(lambda: "policydeployments" in kubectl("api-resources", check=False), "the new kind is published")
     kubectl("create", "namespace", "line")
 

@@ -9,4 +9,5 @@ import (
 	_ "github.com/ray-project/kuberay/ray-operator/apis/ray/v1"
 	_ "sigs.k8s.io/kueue/apis/kueue/v1beta1"
 	_ "sigs.k8s.io/kueue/apis/kueue/v1beta2"
+	_ "sigs.k8s.io/lws/api/leaderworkerset/v1"
 )

@@ -1,4 +1,4 @@
-"""Where the control plane's programs are: the build's cache, or a folder named by TAKTLINE_K8S_BIN."""
+"""Where the control plane's programs and other products' controllers are: the build's cache, or TAKTLINE_K8S_BIN."""
 
 from __future__ import annotations
 
@@ -51,3 +51,12 @@ def build_programs() -> Path:
             "install Go 1.26 or newer and run `make control-plane`, or set TAKTLINE_KUBECONFIG to a cluster for tests",
         )
     return Path(reply.stdout.strip())
+
+
+def find_controllers() -> Path | None:
+    """Folder with the controllers of other products and their manifests, None where they are not built yet."""
+    if not BUILD_SCRIPT.exists():
+        return None
+    command = [sys.executable, str(BUILD_SCRIPT), "--where", "--controllers"]
+    reply = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Path(reply.stdout.strip()) if reply.returncode == 0 else None
