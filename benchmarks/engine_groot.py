@@ -1,6 +1,6 @@
 """GR00T N1.7 on one GPU: the engine's whole request in a graph against its floor and plain peers, by shape.
 
-    python benchmarks/engine_groot.py [--quick] [--out DIR]
+    python benchmarks/engine_groot.py [--quick | --batches 1,8,32] [--out DIR]
 
 Random weights of the published size; frames are cut into patches and the prompt tokenised before, as in the published
 measurements. Times are CUDA events around one replay, 10 warm-ups, 50 runs. Peers: benchmarks/plain_groot.py in bf16,
@@ -47,7 +47,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--quick", action="store_true", help="batch 1 and 8 only, no compiled peer")
+    parser.add_argument("--batches", default="", help="these batches only, no compiled peer: 1,8,32")
     options = parser.parse_args()
+    wanted = {1, 8} if options.quick else {int(each) for each in options.batches.split(",") if each}
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     tensors = random_tensors(PUBLISHED, device)
@@ -68,7 +70,7 @@ def main() -> None:
 
     for shape, (images, tokens, batches) in SHAPES.items():
         row = random_row(PUBLISHED, images, tokens)
-        sizes = [batch for batch in batches if not options.quick or batch in (1, 8)]
+        sizes = [batch for batch in batches if not wanted or batch in wanted]
         graphs = GrootGraphs(eager, row, sizes)
         graphs.capture()
         say(f"{shape}: {len(graphs.captured)} graphs captured")
@@ -110,7 +112,7 @@ def main() -> None:
             f"{shape} batch 1, eager: {quantile(event_times(lambda laid=laid: eager.compute(laid), 3, 10), 0.5):.1f} ms"
         )  # type: ignore[misc]
         del graphs
-    if not options.quick:
+    if not wanted:
         compiled = PlainGroot(plain._model, plain._head, PUBLISHED.text.image_token, compiled=True)
         for batch in (1, 32):
             own = next(row for row in rows if row.batch == batch and row.shape["images"] == 2)
