@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import threading
@@ -55,15 +56,17 @@ def scene_of(world: VJepa2World, seed: int = 3) -> Scene:
     return Scene(modules.latent_norm(latent), modules.latent_norm(goal), pose)
 
 
-def plan_seconds(world: VJepa2World, problems: list[Problem], mesh: Mesh, runs: int) -> tuple[list[float], list[Plan]]:
-    """Sorted seconds of `runs` searches after one more, and the last one's plans."""
+def plan_seconds(
+    world: VJepa2World, problems: list[Problem], mesh: Mesh, runs: int, warm_ups: int = 1
+) -> tuple[list[float], list[Plan]]:
+    """Sorted seconds of `runs` searches after the warm-ups, and the last one's plans."""
     times = []
-    for index in range(runs + 1):
+    for index in range(warm_ups + runs):
         torch.cuda.synchronize()
         began = time.perf_counter()
         plans = search(world, problems, mesh)
         torch.cuda.synchronize()
-        if index:
+        if index >= warm_ups:
             times.append(time.perf_counter() - began)
     return sorted(times), plans
 
@@ -88,6 +91,9 @@ class PowerMeter:
         return statistics.fmean(self._watts) if self._watts else None
 
     def _sample(self) -> None:
+        if shutil.which("nvidia-smi") is None:
+            say("no nvidia-smi here: no watts")
+            return
         query = ["nvidia-smi", "-i", "0", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
         while not self._end.wait(0.2):
             answer = subprocess.run(query, capture_output=True, text=True, check=False)
@@ -170,10 +176,10 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "qkv fp8": scaled(x8, "qkv"),
         "fc1 fp8": scaled(x8, "fc1"),
         "fc2 fp8": scaled(hidden8, "fc2"),
-        "norm and add": lambda: ops.frame_norm(stream, x, vector, vector, vector, 1e-6, torch.bfloat16),
-        "norm and add fp8": lambda: ops.frame_norm(stream, x, vector, vector, vector, 1e-6, ops.FP8),
-        "norm": lambda: ops.frame_norm(stream, None, vector, vector, vector, 1e-6, torch.bfloat16),
-        "rotate": lambda: ops.frame_rotate(wide, bias[: 3 * width], cos, cos, m),
+        "norm and add": lambda: ops.frame_norm(stream, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, keep=True),
+        "norm and add fp8": lambda: ops.frame_norm(stream, (x,), vector, vector, vector, 1e-6, ops.FP8),
+        "norm": lambda: ops.frame_norm(stream, (), vector, vector, vector, 1e-6, torch.bfloat16),
+        "rotate": lambda: ops.frame_rotate(wide, cos, cos, m),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
@@ -192,12 +198,12 @@ def parts(world: VJepa2World) -> dict[str, float]:
     for together, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
         config = {"rows": together, "num_warps": warps}
         calls[f"norm and add, {together} rows, {warps} warps"] = (
-            lambda config=config: kernels.norm(stream, x, vector, vector, vector, 1e-6, torch.bfloat16, config)  # type: ignore[misc]
+            lambda config=config: kernels.norm(stream, (x,), vector, vector, vector, 1e-6, torch.bfloat16, True, config)  # type: ignore[misc]
         )
     for warps in (2, 4, 8):
         config = {"num_warps": warps}
         calls[f"rotate, {warps} warps"] = (
-            lambda config=config: kernels.rotate(wide, bias[: 3 * width], cos, cos, m, config)  # type: ignore[misc]
+            lambda config=config: kernels.rotate(wide, cos, cos, m, config)  # type: ignore[misc]
         )
         calls[f"gelu fp8, {warps} warps"] = lambda config=config: kernels.gelu(hidden, bias, ops.FP8, config)  # type: ignore[misc]
     found = {}
@@ -350,7 +356,7 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
     return rows
 
 
-def on_several(rank: int, size: int, save: Callable[[list[Row]], None]) -> list[Row]:
+def on_several(rank: int, size: int, runs: int, save: Callable[[list[Row]], None]) -> list[Row]:
     """The same plan on all ranks of a torchrun and on rank 0 alone."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -366,9 +372,9 @@ def on_several(rank: int, size: int, save: Callable[[list[Row]], None]) -> list[
             settings = replace(SETTINGS, rounds=rounds)
             problem = Problem(scene, settings)
             dist.barrier()
-            seconds, shared = plan_seconds(world, [problem], mesh, 3)
+            seconds, shared = plan_seconds(world, [problem], mesh, runs)
             if rank == 0:
-                alone, single = plan_seconds(world, [problem], OneRank(), 1)
+                alone, single = plan_seconds(world, [problem], OneRank(), 1, warm_ups=0)
                 equal = torch.equal(shared[0].actions, single[0].actions)
                 equal = equal and torch.equal(shared[0].energies, single[0].energies)
                 assert equal, "plans differ between one rank and several"
@@ -400,7 +406,7 @@ def main() -> None:
     def save(rows: list[Row]) -> None:
         target.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
 
-    rows = on_several(rank, size, save) if size > 1 else on_one(options, torch.device("cuda"), save)
+    rows = on_several(rank, size, options.runs, save) if size > 1 else on_one(options, torch.device("cuda"), save)
     if rank == 0:
         save(rows)
         say(f"wrote {target}")

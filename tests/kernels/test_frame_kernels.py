@@ -45,21 +45,25 @@ def same_quantised(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor
 @pytest.mark.parametrize("width", [96, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, ops.FP8])
 def test_norm(width: int, dtype: torch.dtype) -> None:
-    stream, update = 3.0 * rand(7, width), rand(7, width, dtype=torch.bfloat16)
+    stream = 3.0 * rand(7, width)
+    update, second = rand(7, width, dtype=torch.bfloat16), rand(7, width, dtype=torch.bfloat16)
     offset, weight, bias = rand(width), rand(width), rand(width)
     reference = REGISTRY["frame_norm"].reference
     for given in (
-        (update, offset, weight, bias),
-        (update, None, weight, bias),
-        (None, offset, weight, bias),
-        (None, offset, None, None),
-        (None, None, None, None),
+        ((update,), offset, weight, bias, True),
+        ((update,), None, weight, bias, False),
+        ((update, second), offset, weight, bias, True),
+        ((update, second), offset, weight, bias, False),
+        ((), offset, weight, bias, False),
+        ((), offset, None, None, False),
+        ((), None, None, None, False),
     ):
+        *inputs, keep = given
         ours, theirs = stream.clone(), stream.clone()
-        actual = kernels.norm(ours, *given, 1e-6, dtype, config={})
-        expected = reference(theirs, *given, 1e-6, dtype)
+        actual = kernels.norm(ours, *inputs, 1e-6, dtype, keep, config={})
+        expected = reference(theirs, *inputs, 1e-6, dtype, keep)
         close(ours, theirs)
-        assert torch.equal(ours, stream) == (given[0] is None)
+        assert torch.equal(ours, stream) != keep
         if dtype == ops.FP8:
             same_quantised(actual, expected)
         else:
@@ -67,18 +71,16 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
             assert actual[1] is None
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_rotation(biased: bool) -> None:
+def test_rotation() -> None:
     candidates, patches, heads, width = 3, 16, 2, 32
     qkv = rand(candidates * (patches + 2), 3 * heads * width, dtype=torch.bfloat16)
-    offset = rand(3 * heads * width) if biased else None
     angles = rand(patches + 2, width)
     ours, theirs = qkv.clone(), qkv.clone()
-    kernels.rotate(ours, offset, angles.cos(), angles.sin(), candidates, config={})
-    REGISTRY["frame_rotate"].reference(theirs, offset, angles.cos(), angles.sin(), candidates)
+    kernels.rotate(ours, angles.cos(), angles.sin(), candidates, config={})
+    REGISTRY["frame_rotate"].reference(theirs, angles.cos(), angles.sin(), candidates)
     close(ours, theirs)
     values = slice(2 * heads * width, None)
-    assert torch.equal(ours[:, values], qkv[:, values]) != biased
+    assert torch.equal(ours[:, values], qkv[:, values])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -96,6 +98,57 @@ def test_attention(count: int, patches: int, heads: int, dtype: torch.dtype) -> 
 def test_attention_at_the_published_size(count: int) -> None:
     frames = rand(count, 6 * 258, 3072, dtype=torch.bfloat16)
     close(ops.frame_attention(frames, 6, 16), REGISTRY["frame_attention"].reference(frames, 6, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: the interpreter does not share work between warps")
+@pytest.mark.parametrize("patches", [16, 64, 128])
+@pytest.mark.parametrize("count", [1, 2])
+def test_attention_of_frames_smaller_than_the_tiles(patches: int, count: int) -> None:
+    frames = rand(count, 64 * (patches + 2), 384, dtype=torch.bfloat16)
+    close(ops.frame_attention(frames, 64, 2), REGISTRY["frame_attention"].reference(frames, 64, 2))
+
+
+def factored_angles(frames: int) -> Tensor:
+    """(frames, 2, 256, 64): elements turn by the frame, the row, the column (20 each), four by nothing."""
+    steps = torch.arange(16)[:, None] * torch.rand(20, generator=GENERATOR)
+    row, column = steps.repeat_interleave(16, dim=0), steps.repeat(16, 1)
+    by_frame = torch.randn(frames, 1, 20, generator=GENERATOR).expand(-1, 256, -1)
+    rest = torch.zeros(frames, 256, 4)
+    whole = torch.cat((by_frame, row.expand(frames, -1, -1), column.expand(frames, -1, -1), rest), dim=2)
+    sign = torch.tensor([-1.0, 1.0]).repeat(32)
+    return torch.stack((whole.cos(), whole.sin() * sign), dim=1).to(DEVICE)
+
+
+def test_turned_attention_turns_as_the_pass_of_its_own_does() -> None:
+    candidates, heads = 2, 1
+    frames, angles = rand(3, candidates * 258, 3 * heads * 64), factored_angles(3)
+    given, turned = frames.clone(), frames.clone()
+    for frame, (cos, sin) in zip(turned, angles, strict=True):
+        tables = [torch.cat((table, table[:1], table[:1])) for table in (cos, sin)]
+        REGISTRY["frame_rotate"].reference(frame, *tables, candidates)
+    found = REGISTRY["frame_turned_attention"].reference(frames, angles, candidates, heads, None)
+    close(found, REGISTRY["frame_attention"].reference(turned, candidates, heads))
+    assert torch.equal(frames, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize(("candidates", "heads"), [(1, 1), (6, 16), (30, 16)])
+def test_turned_attention_on_hopper(count: int, candidates: int, heads: int) -> None:
+    frames = rand(count, candidates * 258, 3 * heads * 64, dtype=torch.bfloat16)
+    angles = factored_angles(8)
+    found = ops.frame_turned_attention(frames, angles, candidates, heads)
+    expected = REGISTRY["frame_turned_attention"].reference(frames, angles, candidates, heads, None)
+    boundary = candidates * 256
+    close(found[:boundary], expected[:boundary])
+    close(found[boundary:], expected[boundary:])
+    assert torch.equal(found, ops.frame_turned_attention(frames, angles, candidates, heads))
+    unit = 2.0**-7
+    eight = ops.frame_turned_attention(frames, angles, candidates, heads, unit)
+    assert eight.dtype == ops.FP8
+    close(eight.float() * unit, expected.float(), 0.04)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, ops.FP8])

@@ -98,6 +98,20 @@ def test_fp8_is_served_and_is_not_bf16(kit: Any, tmp_path: Path, pool: Any) -> N
     assert np.allclose(plans["fp8"].energies, plans["bf16"].energies, rtol=0.02)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+def test_fp8_is_refused_by_a_gpu_that_does_not_multiply_it(
+    kit: Any, tmp_path: Path, monkeypatch: Any, capability: tuple[int, int]
+) -> None:
+    adapter_module = "taktline_worker.models.vjepa2_ac.adapter"
+    monkeypatch.setattr(f"{adapter_module}.choose_device", lambda stated: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    folder = kit.folder(tmp_path / "planner")
+    with pytest.raises(TaktlineError, match="fp8, which needs a Hopper GPU") as caught:
+        load(kit.config(folder, precision="fp8", device="cuda", sha256={"checkpoint.pt": "0" * 64}))
+    assert caught.value.code == ErrorCode.CONFIG_INVALID  # and before the digests, which may take minutes
+    assert "bf16" in caught.value.next_step
+
+
 def test_what_is_predicted_is_what_a_rollout_scores(kit: Any, adapter: VJepa2Adapter, pool: Any) -> None:
     world = adapter.world
     latent, goal = world.encode(adapter.begin(kit.observe(), pool).result().pixels)

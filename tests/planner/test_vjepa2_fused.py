@@ -56,7 +56,7 @@ def test_rounding_ranks_as_fp32_does(golden: Path, kit: Any) -> None:
         found[name] = correlation(energies, expected)
     # Eight bits of a matrix two heads wide average over little; the published size is measured in the benchmarks.
     assert 0.999 <= found["bf16"] < 1.0
-    assert 0.97 <= found["fp8"] < found["bf16"]
+    assert 0.95 <= found["fp8"] < found["bf16"]
 
 
 @pytest.mark.gpu
@@ -78,4 +78,4 @@ def test_a_captured_unit_is_the_eager_one(golden: Path, kit: Any, quantised: boo
     world.score(prepared, actions, again)
     assert torch.equal(captured, again)
     assert kit.distance(captured, eager) < 1e-6
-    assert correlation(captured, expected) >= (0.97 if quantised else 0.999)
+    assert correlation(captured, expected) >= (0.95 if quantised else 0.999)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels.ops.dispatch import register
+from taktline_kernels.selector import REFERENCE, default_selector
 
 CONDITIONING = 2
 """Tokens of a frame beside its patches."""
@@ -18,6 +19,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 _TRITON = "taktline_kernels.triton_impl.frames"
 _ATTEND = "taktline_kernels.triton_impl.frame_attention"
+_TURN_AND_ATTEND = "taktline_kernels.cuda.frame_attention"
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,29 +30,27 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _norm_reference(
     stream: Tensor,
-    update: Tensor | None,
+    updates: tuple[Tensor, ...],
     offset: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     total = stream
-    if update is not None:
-        total = stream + update.to(stream.dtype)
+    for update in updates:
+        total = total + update.to(stream.dtype)
     if offset is not None:
         total = total + offset.to(stream.dtype)
-    if update is not None:
+    if keep:
         stream.copy_(total)
     normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, eps)
     return quantise_rows(normed) if dtype == FP8 else (normed.to(dtype), None)
 
 
-def _rotate_reference(qkv: Tensor, offset: Tensor | None, cos: Tensor, sin: Tensor, candidates: int) -> None:
+def _rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None:
     heads = qkv.shape[1] // 3 // cos.shape[-1]
-    wide = qkv.to(torch.promote_types(qkv.dtype, cos.dtype))
-    if offset is not None:
-        wide = wide + offset.to(wide.dtype)
     patches = cos.shape[0] - CONDITIONING
     token = torch.cat(
         (
@@ -58,12 +58,12 @@ def _rotate_reference(qkv: Tensor, offset: Tensor | None, cos: Tensor, sin: Tens
             patches + torch.arange(CONDITIONING).repeat(candidates),
         )
     ).to(qkv.device)
-    both = wide[:, : 2 * heads * cos.shape[-1]].view(len(qkv), 2 * heads, -1)
+    both = (
+        qkv[:, : 2 * heads * cos.shape[-1]].to(torch.promote_types(qkv.dtype, cos.dtype)).view(len(qkv), 2 * heads, -1)
+    )
     partner = both.reshape(len(qkv), 2 * heads, -1, 2).flip(-1).reshape(both.shape)
     turned = both * cos[token][:, None] + partner * sin[token][:, None]
     qkv[:, : turned[0].numel()] = turned.flatten(1).to(qkv.dtype)
-    if offset is not None:
-        qkv[:, turned[0].numel() :] = wide[:, turned[0].numel() :].to(qkv.dtype)
 
 
 def by_candidate(rows: Tensor, candidates: int) -> Tensor:
@@ -88,6 +88,23 @@ def _attention_reference(frames: Tensor, candidates: int, heads: int) -> Tensor:
     return as_rows(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+def quantise_by(x: Tensor, unit: float) -> Tensor:
+    """e4m3 of x / unit."""
+    return (x.float() / unit).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _turned_attention_reference(
+    frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None
+) -> Tensor:
+    turned = frames.clone()
+    for frame, (cos, sin) in zip(turned, angles, strict=False):
+        # Conditioning tokens have the angles of the patch in row 0, column 0.
+        whole = [torch.cat((table, table[:1].expand(CONDITIONING, -1))) for table in (cos, sin)]
+        _rotate_reference(frame, whole[0], whole[1], candidates)
+    attended = _attention_reference(turned, candidates, heads)
+    return attended if unit is None else quantise_by(attended, unit)
+
+
 def _gelu_reference(x: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     active = functional.gelu(x.float() + offset.float(), approximate="none" if dtype == torch.float32 else "tanh")
     return quantise_rows(active) if dtype == FP8 else (active.to(dtype), None)
@@ -101,49 +118,56 @@ def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int
 _NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm"})
 _ROTATE = register("frame_rotate", _rotate_reference, {"triton": f"{_TRITON}:rotate"})
 _ATTENTION = register("frame_attention", _attention_reference, {"triton": f"{_ATTEND}:attention"})
+_TURNED_ATTENTION = register(
+    "frame_turned_attention", _turned_attention_reference, {"cuda": f"{_TURN_AND_ATTEND}:attention"}
+)
 _GELU = register("frame_gelu", _gelu_reference, {"triton": f"{_TRITON}:gelu"})
 _ENERGY = register("frame_energy", _energy_reference, {"triton": f"{_TRITON}:energy"})
 
 
 def frame_norm(
     stream: Tensor,
-    update: Tensor | None,
+    updates: tuple[Tensor, ...],
     offset: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    *,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Layer norm of the residual stream, after adding a sub-layer's output to it.
+    """Layer norm of the residual stream with what sub-layers have added to it.
 
     Args:
-        stream: (rows, width) fp32; with `update` it is overwritten by the sum.
-        update: (rows, width) or None.
-        offset: (width,) fp32, a bias that belongs to the stream but was left out of it so far; or None.
+        stream: (rows, width) fp32.
+        updates: up to two (rows, width), the outputs of sub-layers that the stream does not hold yet.
+        offset: (width,) fp32, biases that belong to the stream but were left out of it so far; or None.
         weight: (width,) fp32 or None; `bias` likewise.
         eps: added to the variance.
         dtype: of the result; float8_e4m3fn quantises each row.
+        keep: overwrite the stream with the sum. A write costs as much as reading two updates.
 
     Returns:
         (rows, width) in `dtype`, and the scales (rows, 1) fp32 where quantised.
     """
     shape = {"rows": stream.shape[0], "width": stream.shape[1]}
-    result: tuple[Tensor, Tensor | None] = _NORM.run(shape, stream, stream, update, offset, weight, bias, eps, dtype)
+    result: tuple[Tensor, Tensor | None] = _NORM.run(
+        shape, stream, stream, updates, offset, weight, bias, eps, dtype, keep
+    )
     return result
 
 
-def frame_rotate(qkv: Tensor, offset: Tensor | None, cos: Tensor, sin: Tensor, candidates: int) -> None:
-    """Adds the bias and turns queries and keys in place; partners are neighbours, `sin` carries the sign.
+def frame_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None:
+    """Turns queries and keys in place; partners are neighbours, `sin` carries the sign.
 
     Args:
         qkv: (m (T + 2), 3 heads d): query, key and value columns, each head-major.
-        offset: (3 heads d,) or None where the product added it.
         cos: (T + 2, d) fp32, patches first.
         sin: likewise.
         candidates: m.
     """
     shape = {"rows": qkv.shape[0], "width": qkv.shape[1], "head_dim": cos.shape[-1]}
-    _ROTATE.run(shape, qkv, qkv, offset, cos, sin, candidates)
+    _ROTATE.run(shape, qkv, qkv, cos, sin, candidates)
 
 
 def frame_attention(frames: Tensor, candidates: int, heads: int) -> Tensor:
@@ -164,6 +188,36 @@ def frame_attention(frames: Tensor, candidates: int, heads: int) -> Tensor:
         "head_dim": frames.shape[2] // 3 // heads,
     }
     result: Tensor = _ATTENTION.run(shape, frames, frames, candidates, heads)
+    return result
+
+
+def turns_while_attending(dtype: torch.dtype, device: torch.device, patches: int, heads: int, head_dim: int) -> bool:
+    """Whether `frame_turned_attention` is one kernel here, so that no pass of its own need turn queries and keys."""
+    shape = {"patches": patches, "heads": heads, "head_dim": head_dim}
+    return default_selector().choose(_TURNED_ATTENTION.name, shape, dtype, device).kernel != REFERENCE
+
+
+def frame_turned_attention(
+    frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None = None
+) -> Tensor:
+    """`frame_attention` of queries and keys that are not turned yet, nor afterwards.
+
+    Args:
+        frames: (F, m (T + 2), 3 heads d), contiguous; F at most 8.
+        angles: (at least F, 2, T, d) fp32, cosine and signed sine of each frame's patches. The fused kernel, for d = 64
+            and 16 x 16 patches, takes elements 0..19 to turn by the frame, 20..39 by the row, 40..59 by the column,
+            and the others not at all; conditioning tokens lie in row 0 and column 0.
+        candidates: m.
+        heads: of each of q, k and v.
+        unit: None, or the value that becomes 1 in e4m3; a sum of values weighted by a softmax is no larger than the
+            largest value, so one unit serves all rows.
+
+    Returns:
+        (m (T + 2), heads d), scores scaled by d^-0.5; e4m3 with a unit.
+    """
+    patches, head_dim = frames.shape[1] // candidates - CONDITIONING, frames.shape[2] // 3 // heads
+    shape = {"patches": patches, "heads": heads, "head_dim": head_dim}
+    result: Tensor = _TURNED_ATTENTION.run(shape, frames, frames, angles, candidates, heads, unit)
     return result
 
 

@@ -128,6 +128,9 @@ def attention(frames: Tensor, candidates: int, heads: int, config: Mapping[str, 
     out = torch.empty(rows, heads * head_dim, dtype=frames.dtype, device=frames.device)
     block_m = min(config.get("block_m", 128), max(power_of_two(patches), 16))
     tiles = -(-patches // block_m)
+    # No more warps than the tile has slabs of sixteen rows. Where warps share rows, Triton 3.6's code for one tile a
+    # candidate races: 64 patches with 8 warps gave other values at each call, and read outside its tensors.
+    warps = min(config.get("num_warps", 4), max(1, block_m // 16))
     launch(
         _attention_kernel,
         (tiles + 1, candidates * heads),
@@ -145,7 +148,7 @@ def attention(frames: Tensor, candidates: int, heads: int, config: Mapping[str, 
         BLOCK_N=min(config.get("block_n", 64), patches),
         PAD=_OTHERS,
         TILES=tiles,
-        num_warps=config.get("num_warps", 4),
+        num_warps=warps,
         num_stages=config.get("num_stages", 3),
     )
     return out

@@ -17,6 +17,7 @@ from taktline_kernels.triton_impl.launch import launch, power_of_two
 def _norm_kernel(
     stream_ptr,
     update_ptr,
+    second_ptr,
     offset_ptr,
     weight_ptr,
     bias_ptr,
@@ -28,7 +29,8 @@ def _norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    UPDATE: tl.constexpr,
+    UPDATES: tl.constexpr,
+    KEEP: tl.constexpr,
     OFFSET: tl.constexpr,
     AFFINE: tl.constexpr,
     QUANTISE: tl.constexpr,
@@ -42,11 +44,13 @@ def _norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(stream_ptr + place, mask=inside, other=0.0)
-    if UPDATE:
+    if UPDATES >= 1:
         x += tl.load(update_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if UPDATES >= 2:
+        x += tl.load(second_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if OFFSET:
         x += tl.load(offset_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
-    if UPDATE:
+    if KEEP:
         tl.store(stream_ptr + place, x, mask=inside)
     x = tl.where(inside, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
     out = x * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
@@ -62,12 +66,13 @@ def _norm_kernel(
 
 def norm(
     stream: Tensor,
-    update: Tensor | None,
+    updates: tuple[Tensor, ...],
     offset: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    keep: bool,
     config: Mapping[str, int],
 ) -> tuple[Tensor, Tensor | None]:
     """Run `ops.frames.frame_norm`."""
@@ -79,7 +84,7 @@ def norm(
         _norm_kernel,
         (-(-rows // together),),
         stream,
-        stream if update is None else update,
+        *(*updates, stream, stream)[:2],
         stream if offset is None else offset,
         stream if weight is None else weight,
         stream if bias is None else bias,
@@ -91,7 +96,8 @@ def norm(
         WIDTH=width,
         BLOCK=power_of_two(width),
         ROWS=together,
-        UPDATE=update is not None,
+        UPDATES=len(updates),
+        KEEP=keep,
         OFFSET=offset is not None,
         AFFINE=weight is not None,
         QUANTISE=scales is not None,
@@ -103,7 +109,6 @@ def norm(
 @triton.jit
 def _rotate_kernel(
     pairs_ptr,
-    offset_ptr,
     cos_ptr,
     sin_ptr,
     boundary,
@@ -111,7 +116,6 @@ def _rotate_kernel(
     OTHERS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # One row a program. Partners are neighbours, so a pair of bf16 is one 32-bit word: even in its low half.
@@ -126,16 +130,7 @@ def _rotate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     even, odd = _unpacked(tl.load(base + word))
-    if OFFSET:
-        even += tl.load(offset_ptr + 2 * word).to(tl.float32)
-        odd += tl.load(offset_ptr + 2 * word + 1).to(tl.float32)
     tl.store(base + word, _packed(even * cos_even + odd * sin_even, odd * cos_odd + even * sin_odd))
-    if OFFSET:
-        value = 2 * HEADS * HALF + tl.arange(0, HEADS * HALF)
-        even, odd = _unpacked(tl.load(base + value))
-        even += tl.load(offset_ptr + 2 * value).to(tl.float32)
-        odd += tl.load(offset_ptr + 2 * value + 1).to(tl.float32)
-        tl.store(base + value, _packed(even, odd))
 
 
 @triton.jit
@@ -149,9 +144,7 @@ def _packed(even, odd):
     return low | (odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
-def rotate(
-    qkv: Tensor, offset: Tensor | None, cos: Tensor, sin: Tensor, candidates: int, config: Mapping[str, int]
-) -> None:
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int, config: Mapping[str, int]) -> None:
     """Run `ops.frames.frame_rotate` in bf16; heads and half the head width must be powers of two."""
     width = cos.shape[-1]
     patches = cos.shape[0] - CONDITIONING
@@ -159,7 +152,6 @@ def rotate(
         _rotate_kernel,
         (qkv.shape[0],),
         qkv.view(torch.int32),
-        qkv if offset is None else offset,
         cos,
         sin,
         candidates * patches,
@@ -167,7 +159,6 @@ def rotate(
         OTHERS=CONDITIONING,
         HEADS=qkv.shape[1] // 3 // width,
         HALF=width // 2,
-        OFFSET=offset is not None,
         num_warps=config.get("num_warps", 4),
     )
 

@@ -14,6 +14,7 @@ from taktline_protocol.deployment import EngineConfig, SearchOptions
 
 from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.vjepa2_ac.config import PUBLISHED_CONTROL_PERIOD_S, Sidecar
 from taktline_worker.models.vjepa2_ac.planner import FAMILY, PlannerAdapter
 from taktline_worker.models.vjepa2_ac.processor import PlannerProcessor, PlannerRow
@@ -121,6 +122,7 @@ def load(config: EngineConfig) -> VJepa2Adapter:
     """
     # Before the weights: a wrong camera name must not cost minutes of loading.
     deployed = check_deployment(config)
+    _check_precision(deployed)
     verify_digests(Path(config.model.path), config.model.sha256)
     world = load_world(deployed)
     ranks = start_ranks(config, deployed.device) if config.engine.parallel.search > 1 else None
@@ -165,7 +167,12 @@ def check_deployment(config: EngineConfig, device: torch.device | None = None) -
 
 
 def load_world(deployed: Deployed) -> VJepa2World:
-    """Loads the weights and captures the unit of every horizon. Raises TaktlineError CHECKPOINT_INVALID."""
+    """Loads the weights and captures the unit of every horizon.
+
+    Raises:
+        TaktlineError: CHECKPOINT_INVALID, or CONFIG_INVALID where this GPU does not have the precision.
+    """
+    _check_precision(deployed)
     folder, precision = Path(deployed.config.model.path), deployed.config.engine.precision
     checkpoint = open_checkpoint(find_file(folder), deployed.sidecar.architecture)
     quantised = precision == "fp8"
@@ -180,6 +187,12 @@ def load_world(deployed: Deployed) -> VJepa2World:
     )
     world.capture()
     return world
+
+
+def _check_precision(deployed: Deployed) -> None:
+    # Not among the deployment's checks: those may run where the world model does not. A CPU only imitates the rounding.
+    if deployed.config.engine.precision == "fp8" and deployed.device.type == "cuda":
+        check_device(deployed.device)
 
 
 def resolve_search(options: SearchOptions, horizon: int | None) -> tuple[SearchSettings, SearchLimits]:

@@ -34,12 +34,12 @@ class Matrix:
     scales: Tensor | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, quantised: bool) -> Matrix:
-        """The matrix of `weight` (n, k)."""
+    def of(cls, weight: Tensor, quantised: bool, unit: float = 1.0) -> Matrix:
+        """The matrix of `weight` (n, k) times `unit`, which a matrix that is not quantised does not take."""
         if not quantised:
             return cls(weight)
         values, scales = ops.quantise_rows(weight)
-        return cls(values, scales.t().contiguous())
+        return cls(values, (unit * scales.t()).contiguous())
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -52,19 +52,26 @@ class Matrix:
         Args:
             x: (rows, k) in `input_dtype`.
             scales: (rows, 1) of a quantised x.
-            bias: (n,) added before rounding; not for quantised operands, whose next pass adds it.
+            bias: (n,) of the weight's dtype, bf16 for quantised operands; added before rounding.
             out: written and returned if given.
         """
         if self.scales is None or scales is None:
             if bias is None:
                 return torch.mm(x, self.weight.t(), out=out)
             return torch.addmm(bias, x, self.weight.t(), out=out)
-        assert bias is None
         if x.device.type == "cuda":
             return torch._scaled_mm(
-                x, self.weight.t(), scales, self.scales, out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+                x,
+                self.weight.t(),
+                scales,
+                self.scales,
+                bias=bias,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+                out=out,
             )
-        product = ((x.float() * scales) @ (self.weight.float() * self.scales.t()).t()).bfloat16()
+        product = (x.float() * scales) @ (self.weight.float() * self.scales.t()).t()
+        product = (product if bias is None else product + bias.float()).bfloat16()
         return product if out is None else out.copy_(product)
 
 
@@ -75,6 +82,11 @@ class _Layer:
     out: Matrix
     fc1: Matrix
     fc2: Matrix
+    out_bias: Tensor
+    both_biases: Tensor
+    """Of the two sub-layers together, fp32 (W,)."""
+    unit: float | None
+    """What the attention's output is counted in where it is quantised: no value is larger than 448 of it."""
 
     def hidden(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """gelu(fc1 x) (rows, F), ready for fc2; in the product's epilogue where there is one."""
@@ -85,14 +97,41 @@ class _Layer:
         return ops.frame_gelu(self.fc1.times(x, scales), self.block.fc1_bias, self.fc2.input_dtype)
 
 
+def _layer(block: Block, quantised: bool) -> _Layer:
+    unit = largest_value(block) / ops.FP8_MAX if quantised else None
+    return _Layer(
+        block,
+        Matrix.of(block.qkv_weight, quantised),
+        Matrix.of(block.out_weight, quantised, unit or 1.0),
+        Matrix.of(block.fc1_weight, quantised),
+        Matrix.of(block.fc2_weight, quantised),
+        block.out_bias.float(),
+        block.out_bias.float() + block.fc2_bias.float(),
+        unit,
+    )
+
+
+def largest_value(block: Block) -> float:
+    """No element of an attention value, hence none of what the attention puts out, is larger than this.
+
+    A normed row has the length sqrt(W), so that a value is at most |row of the weight times the norm's weight| sqrt(W)
+    and a constant. The bound is ten to a hundred times what occurs; e4m3 has its full precision over four decades.
+    """
+    width = block.norm1_weight.numel()
+    weight, bias = block.qkv_weight[-width:].float(), block.qkv_bias[-width:].float()
+    constant = weight @ block.norm1_bias.float() + bias
+    reach = (weight * block.norm1_weight.float()).norm(dim=1) * width**0.5
+    return float((reach + constant.abs()).max())
+
+
 class FusedPredictor:
     """Scores one unit; owns the caches of all layers and frames. One call at a time.
 
     Args:
         candidates: m of a unit.
         max_horizon: longest rollout, at most `MAX_FRAMES`.
-        quantised: e4m3 weights (a scale an output channel) and activations (a scale a row) in the three wide
-            projections of each block; the attention's own output projection stays as it is.
+        quantised: e4m3 weights (a scale an output channel) and activations in the four projections of each block: a
+            scale a row, and one scale for what the attention puts out, as it writes its rows head by head.
     """
 
     def __init__(
@@ -109,23 +148,17 @@ class FusedPredictor:
         self._patch_rows = m * a.tokens
         rows = m * a.frame_tokens
         device, dtype = weights.out_weight.device, weights.out_weight.dtype
-        self._layers = tuple(
-            _Layer(
-                block,
-                Matrix.of(block.qkv_weight, quantised),
-                Matrix.of(block.out_weight, False),
-                Matrix.of(block.fc1_weight, quantised),
-                Matrix.of(block.fc2_weight, quantised),
-            )
-            for block in weights.blocks
-        )
+        self._layers = tuple(_layer(block, quantised) for block in weights.blocks)
+        self._ones = torch.ones(rows, 1, device=device) if quantised else None
         self._frames = torch.zeros(a.depth, max_horizon, rows, 3 * a.width, device=device, dtype=dtype)
         self._stream = torch.zeros(rows, a.width, device=device, dtype=torch.float32)
+        self._turns_late = ops.turns_while_attending(dtype, device, a.tokens, a.heads, a.head_dim)
         self._tables = []
         order = torch.arange(a.frame_tokens).roll(-modules.CONDITIONING)
         for frame in range(max_horizon):
             cos, sin = rope.tables(rope.frame_positions(a.grid, frame, modules.CONDITIONING), a.head_dim)
             self._tables.append((cos[order, 0].contiguous().to(device), sin[order, 0].contiguous().to(device)))
+        self._angles = torch.stack([torch.stack((cos[: a.tokens], sin[: a.tokens])) for cos, sin in self._tables])
 
     def energies(self, actions: Tensor, patches: Tensor, goal: Tensor, pose: Tensor) -> Tensor:
         """Energies (m,) fp32 of one unit.
@@ -146,10 +179,10 @@ class FusedPredictor:
             action = actions[:, step]
             conditioning[:, 0] = torch.nn.functional.linear(action, w.action_weight, w.action_bias)
             conditioning[:, 1] = torch.nn.functional.linear(pose, w.state_weight, w.state_bias)
-            update, offset = self._blocks(stream, step)
+            updates, offset = self._blocks(stream, step)
             normed, _ = ops.frame_norm(
                 patch_stream,
-                update[: self._patch_rows],
+                tuple(update[: self._patch_rows] for update in updates),
                 offset,
                 w.norm_weight,
                 w.norm_bias,
@@ -159,40 +192,51 @@ class FusedPredictor:
             latents = modules.wide_product(normed, w.out_weight)
             if step + 1 < horizon:
                 rounded, _ = ops.frame_norm(
-                    latents, None, w.out_bias.float(), None, None, LATENT_NORM_EPS, w.embed_weight.dtype
+                    latents, (), w.out_bias.float(), None, None, LATENT_NORM_EPS, w.embed_weight.dtype
                 )
                 torch.add(modules.wide_product(rounded, w.embed_weight), w.embed_bias.float(), out=patch_stream)
                 pose = poses.integrate(pose, action)
         return ops.frame_energy(latents, w.out_bias.float(), goal, m, LATENT_NORM_EPS)
 
-    def _blocks(self, stream: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """All blocks on the frame in `stream`; the last sub-layer's output and bias are still to be added."""
+    def _blocks(self, stream: Tensor, step: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """All blocks on the frame in `stream`; the last block's outputs and biases are still to be added.
+
+        The stream is written once a block: its second norm adds the attention's output for itself alone.
+        """
         m, heads = self._candidates, self.architecture.heads
         cos, sin = self._tables[step]
-        update: Tensor | None = None
+        updates: tuple[Tensor, ...] = ()
         offset: Tensor | None = None
         for index, layer in enumerate(self._layers):
             block = layer.block
             x, scales = ops.frame_norm(
-                stream, update, offset, block.norm1_weight, block.norm1_bias, BLOCK_NORM_EPS, layer.qkv.input_dtype
+                stream,
+                updates,
+                offset,
+                block.norm1_weight,
+                block.norm1_bias,
+                BLOCK_NORM_EPS,
+                layer.qkv.input_dtype,
+                keep=bool(updates),
             )
             frames = self._frames[index, : step + 1]
-            # A quantised product has no bias: the rotation adds it.
-            late = None if scales is None else block.qkv_bias
-            layer.qkv.times(x, scales, bias=block.qkv_bias if late is None else None, out=frames[step])
-            ops.frame_rotate(frames[step], late, cos, sin, m)
-            attended = layer.out.times(ops.frame_attention(frames, m, heads), None)
+            layer.qkv.times(x, scales, bias=block.qkv_bias, out=frames[step])
+            if self._turns_late:
+                attended = ops.frame_turned_attention(frames, self._angles, m, heads, layer.unit)
+            else:
+                ops.frame_rotate(frames[step], cos, sin, m)
+                attended = ops.frame_attention(frames, m, heads)
+                attended = attended if layer.unit is None else ops.quantise_by(attended, layer.unit)
+            attended = layer.out.times(attended, self._ones)
             x, scales = ops.frame_norm(
                 stream,
-                attended,
-                block.out_bias.float(),
+                (attended,),
+                layer.out_bias,
                 block.norm2_weight,
                 block.norm2_bias,
                 BLOCK_NORM_EPS,
                 layer.fc1.input_dtype,
             )
             hidden, scales = layer.hidden(x, scales)
-            update, offset = layer.fc2.times(hidden, scales), block.fc2_bias.float()
-        assert update is not None
-        assert offset is not None
-        return update, offset
+            updates, offset = (attended, layer.fc2.times(hidden, scales)), layer.both_biases
+        return updates, offset

@@ -1,0 +1,89 @@
+"""Attention over a world model's frames with the rotations inside, as one Hopper kernel (frame_attention.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from taktline_kernels.cuda.nvrtc import CudaKernel, tensor_map
+from taktline_kernels.ops.frames import FP8
+
+PATCHES, HEAD_DIM = 256, 64
+_STAGES = 8
+_LOG2E = 1.4426950408889634
+_TABLE_BYTES = ((8 + 2 * 16) * 22 + 4) * 8
+_SHARED_BYTES = _STAGES * 16384 + PATCHES * 128 + 4 * 2048 + _TABLE_BYTES
+
+
+def _wgmma(name: str, columns: int, transposed: bool) -> str:
+    """CUDA text of name(d, a, b, accumulate): 64 x `columns` += A in registers (64 x 16) times B in shared memory."""
+    count = columns // 2
+    registers = ",".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ",".join(f"%{count + i}" for i in range(4))
+    return f"""
+DEVICE void {name}(float (&d)[{count}], const u32* a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+    "{{{registers}}}, {{{a}}}, %{count + 4}, p, 1, 1, {int(transposed)};\\n}}"
+    : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}}
+"""
+
+
+def prologue() -> str:
+    """What goes before the file: types, and the matrix instructions it uses."""
+    types = """
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+"""
+    return types + _wgmma("wgmma_keys", 64, False) + _wgmma("wgmma_few", 16, False) + _wgmma("wgmma_values", 64, True)
+
+
+@functools.cache
+def _kernel(eight: bool) -> CudaKernel:
+    return CudaKernel(
+        "frame_attention.cu",
+        "attend_frames",
+        {"STAGES": _STAGES, "EIGHT": int(eight)},
+        threads=384,
+        shared_bytes=_SHARED_BYTES,
+        prologue=prologue(),
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attention(
+    frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None, config: Mapping[str, int]
+) -> Tensor:
+    """Run `ops.frames.frame_turned_attention` for bf16, 256 patches and heads of 64; `frames` must be contiguous."""
+    del config
+    count, rows, width = frames.shape
+    dtype = frames.dtype if unit is None else FP8
+    out = torch.empty(rows, heads * HEAD_DIM, dtype=dtype, device=frames.device)
+    _kernel(unit is not None).launch(
+        (min(_processors(frames.device), candidates * heads), 1, 1),
+        [
+            tensor_map(frames.view(count * rows, width), (64, 64)),
+            frames,
+            angles,
+            out,
+            ctypes.c_int(count),
+            ctypes.c_int(candidates),
+            ctypes.c_int(heads),
+            ctypes.c_float(HEAD_DIM**-0.5 * _LOG2E),
+            ctypes.c_float(1.0 if unit is None else 1.0 / unit),
+        ],
+        overlap=True,
+    )
+    return out
