@@ -72,7 +72,8 @@ def linear(
     Args:
         x: (..., k).
         weight: (n, k), the dtype of x.
-        bias: (n,), any float dtype, or None.
+        bias: (n,), any float dtype, or None. Like the weight it is a parameter: it may be read before what was queued
+            just before has run.
         activation: "none", "gelu" (tanh form), "relu" or "silu".
         gate: (n,) or None.
         residual: (..., n), any float dtype, or None.
@@ -109,8 +110,8 @@ def linear_add_layer_norm(
         weight: (n, k), the dtype of x.
         bias: (n,) or None.
         residual: (..., n), the stream.
-        norm_weight: (n,), the norm's multiplier.
-        norm_bias: (n,).
+        norm_weight: (n,), the norm's multiplier, a parameter like weight and bias.
+        norm_bias: (n,), likewise.
         eps: added to the variance.
 
     Returns:

@@ -1,7 +1,8 @@
 """Triton kernels of linear layers for few rows: the weight is read once, by all multiprocessors, ahead of its turn.
 
 Such a product is bound by the way of its weight from memory. That does not depend on the kernel before, so each block
-asks for its share of the weight before it waits for that kernel, which then runs while the weight moves into the cache.
+asks for its share of the weight before it waits for that kernel, which then runs while the weight moves into the cache. Weights, biases and norm weights must therefore
+be there before: a value that the kernel before computes may be x, a gate or a residual.
 A weight of few output channels is cut along its depth, so that all multiprocessors read; the parts are added in a fixed
 order by a second kernel, which the norm behind a residual add can be.
 """
@@ -96,8 +97,6 @@ def _linear_kernel(
             _prefetch(first.to(tl.int64), tl.full((BLOCK_N * AHEAD,), SHARE // AHEAD * 2, dtype=tl.int32))
     if BIAS:
         bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if GATE:
-        gate = tl.load(gate_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -129,7 +128,7 @@ def _linear_kernel(
             total += bias[None, :]
         total = _activated(total, ACTIVATION)
         if GATE:
-            total = total * gate[None, :]
+            total = total * tl.load(gate_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
         if RESIDUAL:
             total += tl.load(residual_ptr + at, mask=kept, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=kept)
