@@ -1,8 +1,9 @@
 """Triton kernels of linear layers for few rows: the weight is read once, by all multiprocessors, ahead of its turn.
 
 Such a product is bound by the way of its weight from memory. That does not depend on the kernel before, so each block
-asks for its share of the weight before it waits for that kernel, which then runs while the weight moves into the cache. Weights, biases and norm weights must therefore
-be there before: a value that the kernel before computes may be x, a gate or a residual.
+asks for its share of the weight before it waits for that kernel, which then runs while the weight moves into the cache.
+Weights, biases and norm weights must therefore be there before: x, a gate or a residual may be what that kernel writes.
+
 A weight of few output channels is cut along its depth, so that all multiprocessors read; the parts are added in a fixed
 order by a second kernel, which the norm behind a residual add can be.
 """
