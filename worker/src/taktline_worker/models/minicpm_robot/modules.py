@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from taktline_kernels import ops
-from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
+from taktline_kernels.ops.delta import conv_gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
 from taktline_kernels.ops.norms import add_rms_norm, rms_norm
+from taktline_kernels.ops.solver import clean_actions
 from torch import Tensor
 from torch.nn import functional
 
@@ -122,8 +123,7 @@ def delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
     """A gated delta net's answer (B, S, width) to normed x."""
     widths = t.delta_widths
     mixed, z, a, b = torch.split(mixer.inputs(x), [sum(widths), widths[2], t.delta_heads, t.delta_heads], dim=-1)
-    q, k, v = (part.view(*x.shape[:2], t.delta_heads, -1) for part in conv_silu_split(mixed, mixer.conv, widths))
-    seen = gated_delta_rule(q, k, v, a, b, mixer.rate, mixer.dt_bias)
+    seen = conv_gated_delta_rule(mixed, mixer.conv, widths, a, b, mixer.rate, mixer.dt_bias)
     z = z.view(*x.shape[:2], t.delta_heads, -1)
     return mixer.out(rms_norm_silu_gate(seen, mixer.norm, z, t.eps).flatten(2))
 
@@ -142,13 +142,19 @@ def predict(
     banks: list[tuple[Tensor | slice, Bank]],
     states: list[Tensor],
     x: Tensor,
+    noise: Tensor,
     step: int,
+    share: float,
     seen: list[Memory | None],
     valid: Tensor,
-) -> Tensor:
-    """The clean actions (B, H, action width) fp32 that the head expects behind the noisy x (fp32) at one solver step.
+) -> tuple[Tensor, Tensor]:
+    """The clean actions that the head expects behind the noisy x at one solver step, and what the next step reads.
+
+    Shapes are (B, H, action width); clean actions are fp32, x and what the next step reads in the head's dtype.
 
     Args:
+        noise: fp32.
+        share: of the noise at the next step.
         banks: (rows of the batch, bank) by embodiment.
         states: for each of them (its rows, 1, width), the state's part of the first projection.
         seen: for each block what `memories` gave.
@@ -157,9 +163,8 @@ def predict(
     stream = weights.future.new_empty(len(x), h.future + h.horizon, h.width)
     stream[:, : h.future] = weights.future
     for (rows, bank), state in zip(banks, states, strict=True):
-        given = x[rows].to(stream.dtype)
         state = state.expand(-1, h.horizon, -1)
-        hidden = ops.linear(given, bank.action.weight, bank.action.bias, residual=state)
+        hidden = ops.linear(x[rows], bank.action.weight, bank.action.bias, residual=state)
         hidden = ops.linear(hidden, bank.second.weight, bank.time[step], activation="silu")
         offset = bank.offset.expand(len(hidden), -1, -1)
         stream[rows, h.future :] = ops.linear(hidden, bank.third.weight, bank.third.bias, residual=offset)
@@ -169,10 +174,16 @@ def predict(
         first = h.future if index == len(weights.blocks) - 1 else 0  # the last one's future tokens are never read
         stream, n = _action_block(block, weights.plain, norm, h.heads, stream, n, first, memory, valid)
     n = weights.tail(n)
-    out = torch.empty_like(x)
-    for rows, bank in banks:
-        out[rows] = bank.decode2(bank.decode1.relu(n[rows]).float())
-    return out
+    found = [
+        clean_actions(bank.decode1.relu(n[rows]), bank.decode2.weight, bank.decode2.bias, noise[rows], share)
+        for rows, bank in banks
+    ]
+    if len(banks) == 1:
+        return found[0]
+    clean, mixed = torch.empty_like(noise), torch.empty_like(x)
+    for (rows, _), parts in zip(banks, found, strict=True):
+        clean[rows], mixed[rows] = parts
+    return clean, mixed
 
 
 def _action_block(

@@ -72,12 +72,14 @@ class MiniCpmRunner:
         valid = batch.valid[:, 0, 0]
         banks = self._banks(batch)
         states = [bank.state(batch.state[rows])[:, None] for rows, bank in banks]
-        found = torch.zeros_like(batch.noise)
-        for step, (share, _) in enumerate(steps()):
-            x = torch.lerp(found, batch.noise, share)
-            found = modules.predict(head, h, banks, states, x, step, seen, valid)
+        found = batch.noise
+        x = found.to(head.future.dtype)
+        shares = [share for share, _ in steps()[1:]] + [0.0]
+        for step, share in enumerate(shares):
+            noisy = x
+            found, x = modules.predict(head, h, banks, states, noisy, batch.noise, step, share, seen, valid)
             if observer is not None:
-                observer(step, x, found)
+                observer(step, noisy, found)
         return found
 
     def _rope(self, slots: int) -> tuple[Tensor, Tensor]:
