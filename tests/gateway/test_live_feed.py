@@ -13,7 +13,7 @@ import pytest
 from taktline_gateway.cycles import ROBOTS_KEPT, ControlCycles, Cycle
 from taktline_gateway.live.feed import MAX_PAGES
 from taktline_gateway.live.recent import Recent
-from taktline_gateway.live.snapshot import POINTS, policy_snapshot
+from taktline_gateway.live.snapshot import POINTS, past, policy_snapshot
 from taktline_gateway.telemetry import Levels, PredictedTime, WorkerLevel
 from taktline_protocol import ErrorCode, Observation, PolicyInfo
 
@@ -84,6 +84,41 @@ def test_only_what_is_new_is_told():
     assert policy_snapshot(INFO, levels(), recent, recent.serial)["margins"] == []
 
 
+def test_a_new_page_is_told_of_the_last_minute_and_no_more():
+    now = [1000.0]
+    recent = Recent(lambda: now[0])
+    assert past(recent, 0, POINTS) is None
+    recent.answered(1.0, None, None)
+    now[0] += 70.0
+    assert past(recent, recent.serial, POINTS) is None, "what happened before that minute"
+    recent.answered(-2.0, "queue", Cycle(400, 420, 20))
+    now[0] += 0.5
+    recent.refused(ErrorCode.DEADLINE_UNREACHABLE.value, missed=True)
+    now[0] += 20.0
+    recent.answered(3.0, None, None)
+    told = past(recent, recent.serial - 1, POINTS)
+    assert told == {
+        "age_ms": 20_500,
+        "ok": 1,
+        "misses": {"queue": 0, "inference": 0, "transfer": 0, "refused": 0},
+        "margins": [[20_500, -2.0, "queue"]],
+        "cycles": [[20_500, 20.0, pytest.approx(400 / 420, rel=1e-3)]],
+    }, "counts as they were before it; points but for those that the message itself has"
+
+
+def test_what_a_new_page_is_told_is_bounded():
+    now = [0.0]
+    recent = Recent(lambda: now[0])
+    for number in range(100_000):
+        now[0] = number / 1000
+        recent.answered(5.0, None, Cycle(400, 420, 20))
+        recent.refused(ErrorCode.DEADLINE_UNREACHABLE.value, missed=True)
+    told = past(recent, recent.serial, 16)
+    assert 58_000 <= told["age_ms"] <= 60_000
+    assert (len(told["margins"]), len(told["cycles"])) == (16, 16)
+    assert len(recent.marks) <= 61
+
+
 def test_of_several_workers_the_slowest_time_is_told():
     predicted = (PredictedTime("h100", "r1", 1, 10.0, 12.0), PredictedTime("h100", "r1", 1, 11.0, 11.5))
     assert policy_snapshot(INFO, levels(2, predicted), Recent(), 0)["t_sync"] == [["h100", 1, 11.0, 11.5]]
@@ -137,6 +172,18 @@ def test_a_page_is_told_what_happens(shared_stack):
     assert sum(len(policy["margins"]) for policy in policies) == 1
     assert policies[-1]["workers"][0]["state"] == "idle"
     assert "seen" not in json.dumps(policies), "robots are not named"
+
+
+def test_a_page_that_comes_later_is_told_what_happened_once(shared_stack):
+    assert shared_stack.act(robot="before the page")[0] == 200
+    with events(shared_stack) as told:
+        messages = [next(told) for _ in range(3)]
+    before = messages[0]["past"]["scripted"]
+    assert before["ok"] < messages[0]["policies"][0]["codes"]["ok"]
+    assert before["margins"]
+    assert before["margins"][-1][0] < 60_000
+    assert all("past" not in message for message in messages[1:])
+    assert not any(message["policies"][0]["margins"] for message in messages)
 
 
 def test_pages_are_limited_and_their_places_free_again(shared_stack):

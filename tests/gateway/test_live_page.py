@@ -12,7 +12,7 @@ from taktline_gateway.access.access_file import AccessFile, Key, Tenant
 from taktline_gateway.access.keys import new_key
 
 from tests.gateway.browser import DESKTOP, PHONE, browser
-from tests.gateway.conftest import Stack
+from tests.gateway.conftest import Stack, until
 
 STRANGE = "<img src=x onerror=alert(1)>"
 
@@ -84,6 +84,18 @@ def drawn(page, canvas: str, colour: str) -> int:
           return count;
         }})()"""
     )
+
+
+def test_a_page_that_is_opened_later_shows_what_happened(page, bare_stack):
+    bare_stack.write_routes(bare_stack.start_worker())
+    bare_stack.start_gateway()
+    bare_stack.wait_workers(1)
+    assert bare_stack.act()[0] == 200
+    assert bare_stack.act(budget_ms=1.0)[0] == 503
+    page.open(bare_stack.url)
+    page.until("document.getElementById('tiles').innerText.includes('50%')", "one answer and one refusal")
+    page.until("document.getElementById('causes').innerText.includes('1 · 1')", "the refusal of the last minute")
+    until(lambda: drawn(page, "margins", "good") > 0, "the answer's dot")
 
 
 def test_what_a_person_sees_of_a_policy_that_works(page, busy):

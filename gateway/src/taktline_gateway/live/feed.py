@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,12 +20,14 @@ from starlette.types import Scope
 from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_gateway.access.http import credential_of, principal_of
-from taktline_gateway.live.snapshot import POLICIES_SHOWN, policy_snapshot
+from taktline_gateway.live.snapshot import POINTS, POLICIES_SHOWN, past, policy_snapshot
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway
 
 TICK_S = 0.5
 MAX_PAGES = 32
+PAST_POINTS = 4096
+"""Points of the last minute in the first message of a page, over all policies."""
 CHECK_EVERY = 4
 """Ticks after which a page's key is looked at again: one that was taken back does not look on."""
 _VERSION = version("taktline-gateway")
@@ -39,6 +42,8 @@ class LiveFeed:
         self._pages = 0
         self._pieces: dict[str, bytes] = {}
         self._told: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        """Up to which serial number points came before those of the last tick."""
         self._ticked = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -67,7 +72,7 @@ class LiveFeed:
         try:
             for number in itertools.count(1):
                 await self._ticked.wait()
-                yield self._event(scope)
+                yield self._event(scope, first=number == 1)
                 if self._gateway.draining or (number % CHECK_EVERY == 0 and not await self._may_look(scope)):
                     return
         finally:
@@ -75,6 +80,7 @@ class LiveFeed:
             if not self._pages and self._ticker is not None:
                 self._ticker.cancel()
                 self._ticker = None
+                self._told = {}  # what happens until the next page comes is no news to it but its past
 
     async def _may_look(self, scope: Scope) -> bool:
         access = self._gateway.access
@@ -86,7 +92,7 @@ class LiveFeed:
             return False
         return principal.may("observe")
 
-    def _event(self, scope: Scope) -> bytes:
+    def _event(self, scope: Scope, *, first: bool) -> bytes:
         may = principal_of(scope).may
         seen = [piece for policy, piece in self._pieces.items() if may("observe", policy)]
         head = {
@@ -95,7 +101,15 @@ class LiveFeed:
             "tick_ms": 1e3 * TICK_S,
             "hidden_policies": max(0, len(self._gateway.lanes) - POLICIES_SHOWN),
         }
+        if first:
+            head["past"] = self._past([policy for policy in self._pieces if may("observe", policy)])
         return b'data: %s,"policies":[%s]}\n\n' % (msgspec.json.encode(head)[:-1], b",".join(seen))
+
+    def _past(self, policies: list[str]) -> dict[str, Any]:
+        points = min(POINTS, max(4, PAST_POINTS // max(1, 2 * len(policies))))
+        recent = self._gateway.books.recent
+        found = {name: past(recent[name], self._before.get(name, 0), points) for name in policies if name in recent}
+        return {name: before for name, before in found.items() if before is not None}
 
     async def _tick(self) -> None:
         while True:
@@ -111,13 +125,13 @@ class LiveFeed:
             await asyncio.sleep(TICK_S)
 
     def _snapshot(self) -> dict[str, bytes]:
-        gateway, pieces, told = self._gateway, {}, {}
+        gateway, pieces, told, before = self._gateway, {}, {}, {}
         for policy, lane in sorted(gateway.lanes.items())[:POLICIES_SHOWN]:
             recent = gateway.books.recent[policy]
             after = self._told.get(policy, recent.serial)
             pieces[policy] = msgspec.json.encode(
                 policy_snapshot(lane.info(), gateway.trials.levels(policy), recent, after)
             )
-            told[policy] = recent.serial
-        self._told = told
+            told[policy], before[policy] = recent.serial, after
+        self._told, self._before = told, before
         return pieces

@@ -8,7 +8,7 @@ from typing import Any
 
 from taktline_protocol import PolicyInfo
 
-from taktline_gateway.live.recent import KEPT, Recent
+from taktline_gateway.live.recent import KEPT, WINDOW_S, Recent
 from taktline_gateway.telemetry import Levels
 
 POLICIES_SHOWN = 200
@@ -24,8 +24,8 @@ def policy_snapshot(info: PolicyInfo, levels: Levels, recent: Recent, after: int
     Args:
         after: serial number up to which margins and cycles have been told.
     """
-    margins = [(margin, cause) for serial, margin, cause in recent.margins if serial > after]
-    cycles = [(x, y) for serial, x, y in recent.cycles if serial > after]
+    margins = [(margin, cause) for serial, margin, cause, _ in recent.margins if serial > after]
+    cycles = [(x, y) for serial, x, y, _ in recent.cycles if serial > after]
     late = [point for point in margins if point[1]][-POINTS // 2 :]
     in_time = _even([point for point in margins if not point[1]], POINTS - len(late))
     return {
@@ -52,6 +52,33 @@ def policy_snapshot(info: PolicyInfo, levels: Levels, recent: Recent, after: int
     }
 
 
+def past(recent: Recent, until: int, points: int) -> dict[str, Any] | None:
+    """What a page that has just been opened did not see of the last minute; None where nothing happened.
+
+    Args:
+        until: serial number up to which margins and cycles are meant.
+        points: at most so many of each.
+    """
+    now = recent.clock()
+    begin = now - WINDOW_S
+    mark = next((mark for mark in recent.marks if mark[0] >= begin), None)
+    if mark is None:
+        return None
+
+    def age_ms(at: float) -> int:
+        return round(1e3 * (now - at))
+
+    margins = [(at, margin, cause) for serial, margin, cause, at in recent.margins if serial <= until and at >= begin]
+    cycles = [(at, x, y) for serial, x, y, at in recent.cycles if serial <= until and at >= begin]
+    return {
+        "age_ms": age_ms(mark[0]),
+        "ok": mark[1],
+        "misses": mark[2],
+        "margins": [[age_ms(at), _short(margin), cause] for at, margin, cause in _even(margins, points)],
+        "cycles": [[age_ms(at), _short(x), _short(y)] for at, x, y in _even(cycles, points)],
+    }
+
+
 def _times(levels: Levels) -> list[list[Any]]:
     """Pool, batch, median and tail in ms; of several workers of a pool the slowest."""
     slowest: dict[tuple[str, int], tuple[float, float]] = {}
@@ -67,7 +94,7 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
-def _even(points: Sequence[tuple[Any, Any]], count: int) -> list[tuple[Any, Any]]:
+def _even(points: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:
     """At most `count` of the points, evenly chosen, the last one among them."""
     if len(points) <= count:
         return list(points)

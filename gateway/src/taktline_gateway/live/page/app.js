@@ -17,7 +17,7 @@ function told(snapshot) {
   for (const name of histories.keys()) if (!served.has(name)) histories.delete(name);
   for (const policy of snapshot.policies) {
     if (!histories.has(policy.name)) histories.set(policy.name, new History());
-    histories.get(policy.name).add(policy, now, snapshot.tick_ms);
+    histories.get(policy.name).add(policy, now, snapshot.tick_ms, snapshot.past?.[policy.name]);
   }
   show();
 }

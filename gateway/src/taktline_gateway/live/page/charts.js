@@ -166,7 +166,7 @@ export function drawQueue(canvas, history, now) {
     g.strokeStyle = stroke;
     g.lineWidth = 2;
     g.beginPath();
-    for (const count of history.counts) if (x(count.t) >= left) g.lineTo(x(count.t), y(count[name]));
+    for (const count of history.counts) if (count[name] !== null && x(count.t) >= left) g.lineTo(x(count.t), y(count[name]));
     g.stroke();
     g.lineWidth = 1;
     text(g, stroke, label, align === "left" ? left : left + 120, top - 6, "left");

@@ -12,11 +12,20 @@ export class History {
     this.now = null;
   }
 
-  /** Takes in one policy of one message; the points of a message are spread over the time since the last one. */
-  add(policy, t, tickMs) {
+  /**
+   * Takes in one policy of one message; the points of a message are spread over the time since the last one.
+   * `past` is what the gateway still knows of the minute before, where the message is a page's first.
+   */
+  add(policy, t, tickMs, past) {
     this.now = policy;
     const last = this.counts.at(-1);
     if (last && policy.codes.ok < last.ok) this.counts = []; // the gateway was started anew
+    if (past && !this.counts.length) {
+      // How long the queue was then nobody knows.
+      this.counts.push({ t: t - past.age_ms, ok: past.ok, misses: past.misses, depth: null, inFlight: null });
+      for (const [age, margin, cause] of past.margins) this.margins.push({ t: t - age, margin, cause });
+      for (const [age, x, y] of past.cycles) this.cycles.push({ t: t - age, x, y });
+    }
     const spread = (list, index) => t - tickMs + (tickMs * (index + 1)) / list.length;
     policy.margins.forEach(([margin, cause], i) => this.margins.push({ t: spread(policy.margins, i), margin, cause }));
     policy.cycles.forEach(([x, y], i) => this.cycles.push({ t: spread(policy.cycles, i), x, y }));
