@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
 import socket
 import ssl
 import struct
@@ -13,6 +16,9 @@ import pytest
 import taktline_gateway.connections
 from taktline_gateway.compat.fenced_connection import counted
 from taktline_gateway.connections import BoundedLoop, ConnectionCounts
+from taktline_protocol.codecs import MediaType, encode
+from taktline_protocol.stream import VERSIONS, Hello
+from taktline_protocol.stream_codec import encode_frame
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -154,3 +160,75 @@ def test_all_ports_share_the_bound_and_none_waits_for_ever_for_a_first_word(bare
             while connection.recv(65536):  # some ports say something first, or why they close
                 pass
     assert stack.act()[0] == 200
+
+
+def end_in_order(connection: socket.socket) -> None:
+    connection.close()
+
+
+def end_at_once(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def census(stack) -> dict:
+    """What the gateway holds at the moment."""
+    stack.gateway.send_signal(signal.SIGUSR1)
+    seen = len(stack.log.read_text().splitlines())
+
+    def told() -> dict | None:
+        lines = [json.loads(line) for line in stack.log.read_text().splitlines()[seen:] if '"census"' in line]
+        return lines[-1] if lines else None
+
+    return until(told, "the census")
+
+
+@pytest.mark.parametrize("end", [end_in_order, end_at_once])
+def test_clients_that_go_amid_a_message_leave_nothing_behind(bare_stack, end):
+    stack = bare_stack
+    ports = {name: free_port() for name in ("openpi", "vla-eval", "lerobot", "groot")}
+    stack.write_routes(stack.start_worker())
+    listens = [part for name, port in ports.items() for part in (f"--{name}-listen", f"127.0.0.1:{port}")]
+    stack.start_gateway(*listens)
+    stack.wait_workers(1)
+    http = int(stack.url.rsplit(":", 1)[1])
+    assert stack.act()[0] == 200
+
+    def holds() -> dict[str, int]:
+        found = census(stack)
+        return {
+            "connections": found["connections"],
+            "requests": found["requests"],
+            "unanswered": sum(found["unanswered"].values()),
+            "tasks": found["task_count"],
+            "files": len(os.listdir(f"/proc/{stack.gateway.pid}/fd")),
+        }
+
+    before = holds()
+    body = encode(stack.observation(), MediaType.MSGPACK)
+    hello = encode_frame(Hello(VERSIONS, "arm", "session", 0, 0, b"", "test"))
+    stream = UPGRADE.replace(b"GET / ", b"GET /v1/policies/scripted/stream ")
+    post = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/%s\r\nContent-Length: %d\r\n\r\n"
+    halves = [
+        (http, post % (b"/v1/policies/scripted/act", b"msgpack", len(body)) + body[: len(body) // 2]),
+        (http, post % (b"/v1/policies/scripted/act", b"msgpack", len(body)) + body),
+        (http, post % (b"/v2/models/scripted/infer", b"json", 5_000) + b"{"),
+        (http, stream + b"\x82" + bytes([0x80 | len(hello)]) + bytes(4) + hello + LONG + bytes(100_000)),
+        (ports["openpi"], UPGRADE + LONG + bytes(100_000)),
+        (ports["vla-eval"], UPGRADE + LONG + bytes(100_000)),
+        (ports["lerobot"], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"),
+        (ports["groot"], b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL"),
+    ]
+    for _ in range(10):
+        for port, half in halves:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+            connection.sendall(half)
+            end(connection)
+
+    def let_go() -> bool:
+        # A few may come and go by themselves; each kind of client left ten.
+        return all(held <= before[what] + 5 for what, held in holds().items())
+
+    until(let_go, f"everything being let go: {before} before, {holds()} just after")
+    assert stack.act()[0] == 200
+    assert not [line for line in stack.log.read_text().splitlines() if '"level":"error"' in line]

@@ -42,6 +42,8 @@ class FencedConnection(ServerConnection):
         super().__init__(*args, **options)
         self._address: str | None = None
         """Under which it is counted; None where it is not."""
+        self.peer = ""
+        """Address and port of the client, read while it is surely there."""
         self._look_out: asyncio.TimerHandle | None = None
         self._done = 0
         """Frames that came whole, but for those amid a message in pieces."""
@@ -65,6 +67,7 @@ class FencedConnection(ServerConnection):
         """A client has connected; one too many is refused, which the library is never told of."""
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self.counts.full(address):
             log(_logger, logging.WARNING, "connection_refused", peer=address, connections=self.counts.total)
             assert isinstance(transport, asyncio.Transport)

@@ -121,7 +121,7 @@ class WebSocketListener:
         policy = self._policy_at(target.path)
         try:
             connection.caller = caller = await self._service.identify(
-                Caller.connecting(self._protocol, _peer(connection), robot, key)
+                Caller.connecting(self._protocol, connection.peer, robot, key)
             )
             if policy:
                 self._service.check_may_act(caller, policy)
@@ -177,11 +177,6 @@ class WebSocketListener:
         finally:
             self._service.leave(caller)
             log(_logger, logging.INFO, "client_left", code=connection.close_code, **about)
-
-
-def _peer(connection: ServerConnection) -> str:
-    address = connection.remote_address
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
 
 
 async def unless_closed(connection: ServerConnection, work: Awaitable[Any]) -> Any:
