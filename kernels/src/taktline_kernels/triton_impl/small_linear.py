@@ -105,7 +105,9 @@ def _linear_kernel(
     at_x = x_ptr + row[:, None] * DEPTH
     turned = tl.program_id(0) * TURN * BLOCK_K
     for index in tl.range(0, SHARE, BLOCK_K):
-        start = part * SHARE + (index + turned) % SHARE
+        start = part * SHARE + index
+        if TURN > 0:  # a remainder hides from the compiler how loads are aligned, and then it reads nothing ahead
+            start = tl.multiple_of(part * SHARE + (index + turned) % SHARE, BLOCK_K)
         depth = start + tl.arange(0, BLOCK_K)
         if COPY:
             x = x_blocks.load([0, start])
