@@ -23,7 +23,7 @@ CUTS = [
     {"block_n": 16, "block_k": 16},
     {"block_n": 32, "split": 2, "ahead": 0},
     {"block_n": 32, "block_k": 32, "split": 2, "copy": 1},
-    {"block_n": 16, "block_k": 16, "split": 2, "copy": 1, "turn": 1},
+    {"block_n": 16, "block_k": 64, "split": 2, "copy": 1},
 ]
 
 

@@ -72,7 +72,6 @@ def _linear_kernel(
     RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr,
     COPY: tl.constexpr,
-    TURN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All rows of one block of output channels over one part of the depth.
@@ -80,8 +79,6 @@ def _linear_kernel(
     SHARE: depth of a part, a multiple of BLOCK_K.
     AHEAD: pieces of each channel's share to ask for before waiting; 0 asks for none.
     COPY: read through the copy engine, from `x_blocks` and `weight_blocks`; there are zeros past their ends.
-    TURN: by how many blocks of its share a program begins later than its neighbour, so that not all of them ask one
-        slice of the L2 cache for the same piece of x at once.
     """
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
@@ -89,6 +86,7 @@ def _linear_kernel(
     inside, valid = channel < CHANNELS, row < rows
     WHOLE: tl.constexpr = SPLIT * SHARE == DEPTH
     EVEN: tl.constexpr = CHANNELS % BLOCK_N == 0
+    ONE: tl.constexpr = COPY and SHARE == BLOCK_K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
@@ -98,20 +96,20 @@ def _linear_kernel(
             _prefetch(first.to(tl.int64), tl.full((BLOCK_N * AHEAD,), SHARE // AHEAD * 2, dtype=tl.int32))
     if BIAS:
         bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    if ONE:
+        weight = weight_blocks.load([tl.program_id(0) * BLOCK_N, part * SHARE])
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if ONE:
+        total = tl.dot(x_blocks.load([0, part * SHARE]), tl.trans(weight), total, input_precision="ieee")
     at_weight = weight_ptr + channel.to(tl.int64)[:, None] * DEPTH
     at_x = x_ptr + row[:, None] * DEPTH
-    turned = tl.program_id(0) * TURN * BLOCK_K
-    for index in tl.range(0, SHARE, BLOCK_K):
-        start = part * SHARE + index
-        if TURN > 0:  # a remainder hides from the compiler how loads are aligned, and then it reads nothing ahead
-            start = tl.multiple_of(part * SHARE + (index + turned) % SHARE, BLOCK_K)
-        depth = start + tl.arange(0, BLOCK_K)
+    for start in tl.range(0, 0 if ONE else SHARE, BLOCK_K):
+        depth = part * SHARE + start + tl.arange(0, BLOCK_K)
         if COPY:
-            x = x_blocks.load([0, start])
-            weight = weight_blocks.load([tl.program_id(0) * BLOCK_N, start])
+            x = x_blocks.load([0, part * SHARE + start])
+            weight = weight_blocks.load([tl.program_id(0) * BLOCK_N, part * SHARE + start])
         elif WHOLE:
             x = tl.load(at_x + depth[None, :], mask=valid[:, None], other=0.0)
             if EVEN:
@@ -277,7 +275,6 @@ def _product(
         RESIDUAL=residual is not None and not parts,
         AHEAD=ahead,
         COPY=copied,
-        TURN=config.get("turn", 0),
         num_warps=warps,
         num_stages=config.get("num_stages", 4),
     )
@@ -296,7 +293,8 @@ def linear(
     """Run `ops.linear` for up to 128 rows; a row's result does not depend on the others.
 
     `config` may hold block_n, block_k, split (parts of the depth), ahead (0: ask for no weight before waiting), copy
-    (1: read through Hopper's copy engine), turn (see the kernel), num_warps and num_stages.
+    (1: read through Hopper's copy engine; the weight before waiting, where a part is one block), num_warps and
+    num_stages.
 
     Raises:
         ValueError: too many rows; the table's rule is too wide.
