@@ -80,3 +80,8 @@ def pack_gate_up(gate_up: Tensor) -> Tensor:
     """Interleave (2n, k) gate and up rows, gate first in the input, by eights; n a multiple of 8."""
     half = gate_up.shape[0] // 2
     return gate_up.view(2, half // 8, 8, -1).transpose(0, 1).reshape(gate_up.shape).contiguous()
+
+
+def unpack_gate_up(packed: Tensor) -> Tensor:
+    """The inverse of `pack_gate_up`: (2n, k) -> the gate rows, then the up rows."""
+    return packed.view(packed.shape[0] // 16, 2, 8, -1).transpose(0, 1).reshape(packed.shape)

@@ -32,6 +32,7 @@ __all__ = [
     "linear_geglu",
     "linear_geglu_bytes",
     "linear_gelu",
+    "linear_swiglu",
     "pack_gate_up",
     "quantise_rows",
     "quantise_weight",
@@ -155,13 +156,23 @@ def linear_geglu(x: Tensor, packed: Tensor) -> Tensor:
     Returns:
         (..., n) bf16.
     """
+    return _linear_gated("linear_geglu", x, packed, silu=False)
+
+
+def linear_swiglu(x: Tensor, packed: Tensor) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T); see `linear_geglu`."""
+    return _linear_gated("linear_swiglu", x, packed, silu=True)
+
+
+def _linear_gated(op: str, x: Tensor, packed: Tensor, *, silu: bool) -> Tensor:
     shape = {"m": x.numel() // x.shape[-1], "n": packed.shape[0] // 2, "k": x.shape[-1]}
-    choice = default_selector().choose("linear_geglu", shape, x.dtype, x.device)
+    choice = default_selector().choose(op, shape, x.dtype, x.device)
     if choice.kernel == "hopper" and shape["k"] % 64 == 0 and shape["n"] % 128 == 0:
         from taktline_kernels.cuda.geglu import linear_geglu as hopper
 
-        return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12))
-    return activations.geglu(torch.nn.functional.linear(x, packed), {}, paired=True)
+        return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12), silu=silu)
+    both = torch.nn.functional.linear(x, packed)
+    return activations.swiglu(both, {}, paired=True) if silu else activations.geglu(both, {}, paired=True)
 
 
 def linear_bytes(x: Tensor, weight: ByteWeight) -> Tensor:

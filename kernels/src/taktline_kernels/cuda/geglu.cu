@@ -3,6 +3,8 @@
 // gate and up of one output meet in one thread, their rows interleaved by eights), tokens its BN columns; BN is any
 // multiple of 8, which wastes less on odd token counts than tiles of 128 tokens.
 // The host prepends wgmma(), generated for BN.
+// With EIGHT everything is e4m3, and out[m, 2c..2c+1] = gelu of two outputs c that lie eight rows apart in a tile: one step
+// of 64 columns is 128 numbers then, and a pair of results is what a bf16 is here.
 
 #define WEIGHT_STAGE (256 * 128)
 #define TOKEN_STAGE (BN * 128)
@@ -38,10 +40,25 @@ DEVICE u32 pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
-DEVICE float gelu(float x) {
-  float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+#ifndef SILU
+#define SILU 0
+#endif
+DEVICE float gelu(float x) {  // or silu
+  float u = SILU ? 0.5f * x : 0.7978845608028654f * (x + 0.044715f * x * x * x);
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
+#if EIGHT
+DEVICE float gelu_by_tanh(float x) {
+  float turned;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(turned) : "f"(x * (0.7978845608028654f + 0.035677408136300125f * x * x)));
+  return 0.5f * x + 0.5f * x * turned;
+}
+DEVICE u32 pack_pair(float even, float odd) {
+  unsigned short v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(odd), "f"(even));
+  return v;
+}
+#endif
 DEVICE void group_barrier(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 // Tile order: `span` weight tiles at a time, token tiles outermost inside them, so that a wave of blocks shares both.
@@ -54,7 +71,13 @@ DEVICE void tile_of(int index, int token_tiles, int weight_tiles, int span, int&
 
 extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
                                                                    const __grid_constant__ TensorMap out, int token_tiles, int weight_tiles,
-                                                                   int blocks, int span) {
+                                                                   int blocks, int span
+#if EIGHT
+                                                                   ,
+                                                                   const float* weight_scales, const float* token_scales, const float* bias, int rows,
+                                                                   float inverse_unit
+#endif
+) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const int group = threadIdx.x >> 7, tiles = token_tiles * weight_tiles;
@@ -95,19 +118,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     const u32 staging = base + STAGES * STAGE + group * (BN * 128);
     int stage = 0;
     u32 parity = 0;
-    float low[BN / 2], high[BN / 2];
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
       int weight, token;
       tile_of(index, token_tiles, weight_tiles, span, weight, token);
       int previous = -1;
+      // Sums that begin at zero and are settled before they are read: else ptxas waits after every product.
+      float low[BN / 2], high[BN / 2];
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) low[i] = high[i] = 0.0f;
       for (int block = 0; block < blocks; ++block) {
         barrier_wait(smem_address(&full[stage]), parity);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         const u64 a = descriptor(base + stage * STAGE + group * 16384), b = descriptor(base + stage * STAGE + WEIGHT_STAGE);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          wgmma(low, a + 2 * k, b + 2 * k, block | k);
-          wgmma(high, a + 512 + 2 * k, b + 2 * k, block | k);
+          wgmma(low, a + 2 * k, b + 2 * k, 1);
+          wgmma(high, a + 512 + 2 * k, b + 2 * k, 1);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -116,6 +142,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(low[i]), "+f"(high[i])::"memory");
       if (local == 0) {
         barrier_arrive(smem_address(&empty[previous]));
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -125,6 +153,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
       for (int half = 0; half < 2; ++half) {
         float* d = half ? high : low;
         const int unit = half * 4 + warp;
+#if EIGHT
+        const int channel = weight * 256 + group * 128 + half * 64 + warp * 16 + 2 * (lane >> 2);
+        const float2 scale = *reinterpret_cast<const float2*>(weight_scales + channel), added = *reinterpret_cast<const float2*>(bias + channel);
+#endif
 #pragma unroll
         for (int i = 0; i < BN / 8; i += 4) {
           u32 r[4];
@@ -132,7 +164,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
           for (int j = 0; j < 4; ++j) {
             if (i + j < BN / 8) {
               const int at = (i + j) * 4;
+#if EIGHT
+              const int place = min(token * BN + 8 * (i + j) + 2 * (lane & 3), rows - 2);
+              const float2 by = *reinterpret_cast<const float2*>(token_scales + place);
+              const u32 first = pack_pair(gelu_by_tanh(d[at] * (by.x * scale.x) + added.x) * inverse_unit, gelu_by_tanh(d[at + 2] * (by.x * scale.y) + added.y) * inverse_unit);
+              const u32 second = pack_pair(gelu_by_tanh(d[at + 1] * (by.y * scale.x) + added.x) * inverse_unit, gelu_by_tanh(d[at + 3] * (by.y * scale.y) + added.y) * inverse_unit);
+              r[j] = first | second << 16;
+#else
               r[j] = pack_bf16(gelu(d[at]) * d[at + 2], gelu(d[at + 1]) * d[at + 3]);
+#endif
             }
           }
           const int count = BN / 8 - i < 4 ? BN / 8 - i : 4;

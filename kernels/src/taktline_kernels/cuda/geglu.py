@@ -16,8 +16,13 @@ TOKEN_TILES = (104, 136, 160, 192, 200)
 _STAGES = 3
 
 
-def wgmma_source(columns: int) -> str:
-    """CUDA text of wgmma(d, a, b, accumulate): 64 rows, `columns` columns, 16 deep, both operands in shared memory."""
+def wgmma_source(columns: int, eight: bool = False) -> str:
+    """CUDA text of wgmma(d, a, b, accumulate): 64 rows, `columns` columns, 32 bytes deep, operands in shared memory.
+
+    Args:
+        eight: e4m3 operands instead of bf16.
+    """
+    shape, orders = ("k32.f32.e4m3.e4m3", "") if eight else ("k16.f32.bf16.bf16", ", 0, 0")
     count = columns // 2
     registers = ",".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -27,20 +32,20 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
-    "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+    "wgmma.mma_async.sync.aligned.m64n{columns}{shape} "
+    "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1{orders};\\n}}"
     : {outputs} : "l"(a), "l"(b), "r"(accumulate));
 }}
 """
 
 
 @functools.cache
-def _kernel(columns: int) -> CudaKernel:
+def _kernel(columns: int, silu: bool = False) -> CudaKernel:
     shared = _STAGES * (256 + columns) * 128 + 2 * columns * 128
     return CudaKernel(
         "geglu.cu",
         "geglu_product",
-        {"BN": columns, "STAGES": _STAGES},
+        {"BN": columns, "STAGES": _STAGES, "EIGHT": 0, "SILU": int(silu)},
         threads=384,
         shared_bytes=shared,
         prologue=wgmma_source(columns),
@@ -64,7 +69,9 @@ def tile_for(rows: int, width: int, processors: int) -> int:
     return min(TOKEN_TILES, key=cost)
 
 
-def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12) -> Tensor:
+def linear_geglu(
+    x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12, silu: bool = False
+) -> Tensor:
     """Run the kernel.
 
     Args:
@@ -72,6 +79,7 @@ def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: in
         packed: (2n, k) bf16 from `gpu.pack_gate_up`, n a multiple of 128.
         tile: tokens of a tile; None chooses.
         span: weight tiles that a wave of blocks works on together.
+        silu: silu instead of gelu.
 
     Returns:
         (..., n) bf16.
@@ -83,7 +91,7 @@ def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: in
     processors = _processors(x.device)
     columns = tile or tile_for(rows, width, processors)
     token_tiles, weight_tiles = -(-rows // columns), width // 128
-    _kernel(columns).launch(
+    _kernel(columns, silu).launch(
         (min(processors, token_tiles * weight_tiles), 1, 1),
         [
             tensor_map(packed, (256, 64)),

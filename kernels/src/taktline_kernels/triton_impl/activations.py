@@ -49,9 +49,9 @@ def geglu(gate_up: Tensor, config: Mapping[str, int], *, paired: bool = False) -
     return _gated(gate_up, config, paired=paired, silu=False)
 
 
-def swiglu(gate_up: Tensor, config: Mapping[str, int]) -> Tensor:
-    """Run `ops.swiglu`."""
-    return _gated(gate_up, config, paired=False, silu=True)
+def swiglu(gate_up: Tensor, config: Mapping[str, int], *, paired: bool = False) -> Tensor:
+    """Run `ops.swiglu`; with `paired`, gates and ups alternate by eights."""
+    return _gated(gate_up, config, paired=paired, silu=True)
 
 
 def _gated(gate_up: Tensor, config: Mapping[str, int], *, paired: bool, silu: bool) -> Tensor:

@@ -48,7 +48,6 @@ def _long_kernel(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -77,25 +76,10 @@ def _long_kernel(
         k = prefix_k.load([lane * prefix_rows + start, column])
         v = prefix_v.load([lane * prefix_rows + start, column])
         out, top, total = _step(q, k, v, out, top, total, scale_log2, length - start, BLOCK_N, True)
-    if AHEAD:
-        # The next block's logits are on the tensor cores while this block's go through the exponentials.
-        logits = tl.dot(q, tl.trans(suffix_k.load([first, column])), input_precision="ieee")
-        for start in tl.range(0, whole, BLOCK_N):
-            k = suffix_k.load([first + start + BLOCK_N, column])
-            following = tl.dot(q, tl.trans(k), input_precision="ieee")
-            new_top = tl.maximum(top, tl.max(logits, axis=1) * scale_log2)
-            weights = tl.exp2(logits * scale_log2 - new_top[:, None])
-            decay = tl.exp2(top - new_top)
-            total = total * decay + tl.sum(weights, axis=1)
-            top = new_top
-            v = suffix_v.load([first + start, column])
-            out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
-            logits = following
-    else:
-        for start in tl.range(0, whole, BLOCK_N):
-            k = suffix_k.load([first + start, column])
-            v = suffix_v.load([first + start, column])
-            out, top, total = _step(q, k, v, out, top, total, scale_log2, BLOCK_N, BLOCK_N, False)
+    for start in tl.range(0, whole, BLOCK_N):
+        k = suffix_k.load([first + start, column])
+        v = suffix_v.load([first + start, column])
+        out, top, total = _step(q, k, v, out, top, total, scale_log2, BLOCK_N, BLOCK_N, False)
     target = out_ptr + (lane.to(tl.int64) * rows + row[:, None]) * (HEADS * WIDTH) + head * WIDTH + width[None, :]
     tl.store(target, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -121,8 +105,9 @@ def _merge_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = tl.program_id(1)
+    # Neighbouring programs take the heads of the same rows, which lie side by side in memory.
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.program_id(2).to(tl.int64)
     width = tl.arange(0, WIDTH)
     inside = row < rows
@@ -136,9 +121,6 @@ def _merge_kernel(
         mask=inside[:, None],
         other=0.0,
     )
-    # On its way while the prefix is read.
-    target = out_ptr + (lane * rows + at) * (HEADS * WIDTH) + head * WIDTH + width[None, :]
-    suffix = tl.load(target, mask=inside[:, None], other=0.0)
     other = tl.load(log_ptr + (lane * HEADS + head) * log_head_stride + row, mask=inside, other=0.0)
     out = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -159,7 +141,9 @@ def _merge_kernel(
     own_share = tl.exp2(top - both)
     other_share = tl.exp2(other - both)
     scale = 1.0 / (total * own_share + other_share)
-    merged = out * (own_share * scale)[:, None] + suffix.to(tl.float32) * (other_share * scale)[:, None]
+    target = out_ptr + (lane * rows + at) * (HEADS * WIDTH) + head * WIDTH + width[None, :]
+    suffix = tl.load(target, mask=inside[:, None], other=0.0).to(tl.float32)
+    merged = out * (own_share * scale)[:, None] + suffix * (other_share * scale)[:, None]
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
@@ -191,7 +175,7 @@ def attention_suffix(
     q, suffix_k, suffix_v = _laid_out(q), _laid_out(suffix_k), _laid_out(suffix_v)
     prefix_k, prefix_v = prefix_k.contiguous(), prefix_v.contiguous()
     out = q.new_empty(q.shape)
-    block_m, block_n = config.get("block_m", 128), config.get("block_n", 64)
+    block_m, block_n = config.get("block_m", 128), config.get("block_n", 128)
     launch(
         _long_kernel,
         (triton.cdiv(rows, block_m), heads, lanes),
@@ -211,7 +195,6 @@ def attention_suffix(
         WIDTH=width,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        AHEAD=bool(config.get("ahead", 0)),
         num_warps=config.get("num_warps", 8),
         num_stages=config.get("num_stages", 3),
     )
@@ -236,7 +219,7 @@ def merge_prefix(
     block_m = config.get("block_m", 128)
     launch(
         _merge_kernel,
-        (triton.cdiv(rows, block_m), heads, lanes),
+        (heads, triton.cdiv(rows, block_m), lanes),
         q,
         prefix_k,
         prefix_v,

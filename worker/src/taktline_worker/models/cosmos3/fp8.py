@@ -9,11 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from taktline_worker.fp8_layers import CAPABILITY, Fp8Linear, check_device, functions, quantised
-from taktline_worker.models.cosmos3.weights import Cosmos3Weights
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, GatedLinear, TowerLayer
 
 __all__ = ["CAPABILITY", "Fp8Linear", "check_device", "functions", "quantise"]
 
 
 def quantise(weights: Cosmos3Weights) -> Cosmos3Weights:
     """The same with the matrices of the tower of video and actions in FP8, layer by layer."""
-    return replace(weights, joint=tuple(quantised(layer, "qkv", "out", "up", "down") for layer in weights.joint))
+    return replace(weights, joint=tuple(_quantised(layer) for layer in weights.joint))
+
+
+def _quantised(layer: TowerLayer) -> TowerLayer:
+    if isinstance(layer.up, GatedLinear):  # in FP8 the activation is behind the product
+        layer = replace(layer, up=layer.up.plain())
+    return quantised(layer, "qkv", "out", "up", "down")
