@@ -36,15 +36,27 @@ Memory = tuple[Tensor, Tensor]
 
 def encode_images(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
     """Text tokens (N, image tokens, text width) of patches (N, P, 3 * patch^2), channel first, row by row."""
-    x, y = weights.positions.expand(len(patches), -1, -1), weights.patch(patches)
-    side = v.grid
+    x, y = weights.positions.expand(len(patches), -1, -1), weights.patch(_by_window(weights, v, patches))
     for index, block in enumerate(weights.blocks):
         x, y = _vision_block(block, v.heads, x, y)
         if index == v.insert:
-            x, y = _merge_windows(weights.window, v.heads, _windows(x, side), _windows(y, side))
-            side //= 2
-    x = weights.merge_norm(_windows(weights.norm.after(x, y)[1], side).flatten(2))
+            x, y = _merge_windows(weights.window, v.heads, _windows(x), _windows(y))
+    x = weights.merge_norm(_windows(weights.norm.after(x, y)[1]).flatten(2))
     return weights.merge2(functional.gelu(weights.merge1(x)))  # the exact GELU, here alone
+
+
+def _by_window(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
+    """Patches in the order of `orders.window_order` and the tower's dtype, with zeros up to the width of its matrix.
+
+    So both mergers find what they join side by side; attention inside an image asks for no order.
+    """
+    n, count, values = patches.shape
+    side = v.grid // 4
+    held = weights.patch.weight
+    out = torch.empty(n, side, side, 2, 2, 2, 2, held.shape[1], dtype=held.dtype, device=held.device)
+    out[..., :values] = patches.view(n, side, 2, 2, side, 2, 2, values).permute(0, 1, 4, 2, 5, 3, 6, 7)
+    out[..., values:] = 0.0
+    return out.view(n, count, -1)
 
 
 def _vision_block(block: VisionBlock, heads: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,10 +67,9 @@ def _vision_block(block: VisionBlock, heads: int, x: Tensor, y: Tensor) -> tuple
     return x, block.fc2(block.fc1.gelu(n))
 
 
-def _windows(x: Tensor, side: int) -> Tensor:
-    """(N, side^2, width) row by row -> (N, side^2 / 4, 4, width): 2 x 2 neighbours, row by row in their window."""
-    n, _, width = x.shape
-    return x.view(n, side // 2, 2, side // 2, 2, width).transpose(2, 3).reshape(n, side * side // 4, 4, width)
+def _windows(x: Tensor) -> Tensor:
+    """(N, tokens, width) -> (N, tokens / 4, 4, width): 2 x 2 neighbours, row by row in their window."""
+    return x.view(len(x), -1, 4, x.shape[-1])
 
 
 def _merge_windows(weights: WindowMerger, heads: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +83,7 @@ def _merge_windows(weights: WindowMerger, heads: int, x: Tensor, y: Tensor) -> t
 
 
 def rope_tables(t: TextConfig, slots: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (slots, head_dim / 2) fp32, for heads in the order of `weights.rotated_first`.
+    """Cosine and sine (slots, head_dim / 2) fp32, for heads in the order of `orders.rotated_first`.
 
     Image tokens count on one axis like text, so all three axes are equal.
     """

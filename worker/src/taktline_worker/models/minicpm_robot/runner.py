@@ -47,9 +47,7 @@ class MiniCpmRunner:
     @torch.inference_mode()
     def encode_images(self, batch: MiniCpmBatch) -> Tensor:
         """(image tokens, text width) in the order of `image_slots`."""
-        weights = self.weights
-        patches = batch.patches.to(weights.dtype)
-        return modules.encode_images(weights.vision, self.architecture.vision, patches).flatten(0, 1)
+        return modules.encode_images(self.weights.vision, self.architecture.vision, batch.patches).flatten(0, 1)
 
     @torch.inference_mode()
     def encode_text(self, batch: MiniCpmBatch, images: Tensor) -> Tensor:

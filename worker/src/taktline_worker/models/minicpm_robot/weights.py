@@ -23,6 +23,7 @@ from taktline_worker.models.minicpm_robot.config import (
     MiniCpmArchitecture,
     expected_shapes,
 )
+from taktline_worker.models.minicpm_robot.orders import nearest_positions, rotated_first, window_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,12 @@ class WindowMerger:
 
 @dataclass(frozen=True, slots=True)
 class VisionWeights:
-    """The vision tower up to text tokens; `positions` (P, width) are those of this checkpoint's grid."""
+    """The vision tower up to text tokens.
+
+    Attributes:
+        patch: its depth is padded by zeros to a multiple of 8, without which no matrix unit takes whole words of it.
+        positions: fp32 (P, width), those of this checkpoint's grid in the order of `orders.window_order`.
+    """
 
     patch: Linear
     positions: Tensor
@@ -67,7 +73,7 @@ class VisionWeights:
 class FullAttention:
     """Softmax attention: queries, keys, values, then the gates of all heads, in one matrix.
 
-    The elements of queries and keys are in the order of `rotated_first`; their norms multiply by what stands here.
+    Queries and keys are in the order of `orders.rotated_first`; their norms multiply by what stands here.
     """
 
     qkv: Linear
@@ -233,14 +239,14 @@ class _Packer(Packer):
                 self.linear(f"{prefix}.mlp.fc2"),
             )
 
-        conv = self.tensors[f"{tower}embeddings.patch_embedding.weight"]
+        conv = self.tensors[f"{tower}embeddings.patch_embedding.weight"].flatten(1)
+        conv = functional.pad(conv, (0, -conv.shape[1] % 8))
+        places = nearest_positions(v.grid, round(v.positions**0.5))[window_order(v.grid)]
         table = self.tensors[f"{tower}embeddings.position_embedding.weight"]
         merger = f"{self._a.prefix}merger.mlp.0."
         return VisionWeights(
-            patch=Linear(
-                self.place(conv.flatten(1)), self.place(self.tensors[f"{tower}embeddings.patch_embedding.bias"])
-            ),
-            positions=self.place(table[nearest_positions(v.grid, round(v.positions**0.5))], torch.float32),
+            patch=Linear(self.place(conv), self.place(self.tensors[f"{tower}embeddings.patch_embedding.bias"])),
+            positions=self.place(table[places], torch.float32),
             blocks=tuple(block(index) for index in range(v.depth)),
             window=WindowMerger(
                 self.norm(f"{tower}vit_merger.layer_norm1", VISION_EPS),
@@ -382,23 +388,6 @@ class _Packer(Packer):
             decode1=linear("action_decoder.layer1"),
             decode2=linear("action_decoder.layer2", wide),
         )
-
-
-def rotated_first(width: int, rotary: int) -> Tensor:
-    """int64 (width,): which stored element of a head stands where, so that a half-split rotation turns whole heads.
-
-    Of the rotated elements, each half comes first in its half of the head; those that stay get the angle 0.
-    """
-    index, half = torch.arange(width), rotary // 2
-    middle = rotary + width // 2 - half
-    return torch.cat((index[:half], index[rotary:middle], index[half:rotary], index[middle:]))
-
-
-def nearest_positions(grid: int, side: int) -> Tensor:
-    """int64 (grid * grid,): for each patch, row by row, the cell of a square table of `side` that it falls into."""
-    edges = torch.arange(1 / side, 1.0, 1 / side)
-    cells = torch.bucketize(torch.arange(grid) / grid, edges, right=True)
-    return (cells[:, None] * side + cells).flatten()
 
 
 def _waves(count: int, divisor: int) -> Tensor:
