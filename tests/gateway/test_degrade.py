@@ -43,6 +43,18 @@ def test_the_mildest_level_that_meets_the_deadline(budget_s, level):
     assert batch.predicted <= budget_s
 
 
+def test_a_small_chance_of_being_late_costs_no_quality():
+    """Three batches end at 300 ms by their medians, at 305.2 ms by the tail of all three; the deadline is between."""
+    full = service_times({8: 100.0}, 8, tail=1.03)
+    cheap = service_times({8: 50.0}, 8, tail=1.03)
+    made = Scheduler(max_batch=8, max_wait_s=0.0)
+    made.add_worker("w", full, 0.0, (cheap,))
+    for number in range(24):
+        made.submit(ticket(f"r{number}", 0.3045), 0.0)
+    (batch,) = made.poll(0.0).batches
+    assert (len(batch.tickets), batch.level) == (8, 0)
+
+
 def test_what_no_level_can_meet_is_refused():
     refused, _ = scheduler().submit(ticket("a", 0.029), 0.0)
     assert refused.reason is Refusal.UNREACHABLE

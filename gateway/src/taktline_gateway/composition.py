@@ -12,6 +12,9 @@ from taktline_gateway.service_times import ServiceTimes
 LOW_RANK = 2 * Priority.BACKGROUND
 """From this rank on tickets give way to those that are still to come, not only to those that wait."""
 
+LOSS = 0.5
+"""So many tickets more on time are worth a lower quality; fractions are chances."""
+
 
 @dataclasses.dataclass(slots=True)
 class Composition:
@@ -52,7 +55,7 @@ def compose(
     that would outlast what the tightest recent budget leaves beside a batch of one, so that whoever comes during it is
     still on time.
 
-    Quality is lowered, level by level, only where tickets in sight would otherwise be lost.
+    Quality is lowered, level by level, only where a ticket in sight would otherwise be lost more likely than not.
     """
     for rank in range(RANKS):
         if queue.count(rank):
@@ -73,12 +76,12 @@ def compose(
     bold = rank >= 2 * Priority.PRODUCTION  # with safety's deadlines no chances are taken
     start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, price_hz, bold=bold)
     level = 0
-    if on_time < len(dues) and len(levels) > 1 and not low:
+    if on_time <= len(dues) - LOSS and len(levels) > 1 and not low:
         for cheaper in range(1, len(levels)):
             found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, price_hz, bold=bold)
-            if found[2] > on_time:
+            if found[2] >= on_time + LOSS:
                 (start, size, on_time), level = found, cheaper
-            if on_time == len(dues):
+            if on_time > len(dues) - LOSS:
                 break
         times = levels[level]
     tickets = queue.members(rank, position + start, size)

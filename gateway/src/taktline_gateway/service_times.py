@@ -139,6 +139,8 @@ class ServiceTimes:
             bucket = self.bucket(size)
             self.median.append(max(self.median[-1], self._median[bucket]))
             self.tail.append(max(self.tail[-1], self._tail[bucket], self.median[-1]))
+        # Of a normal distribution, in units of what lies between its median and its 99th percentile.
+        self.variance = [(tail - median) ** 2 for median, tail in zip(self.median, self.tail, strict=True)]
         self.thrifty_table = [0]
         total = [0.0]
         for size in range(1, self.max_batch + 1):
