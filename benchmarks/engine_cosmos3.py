@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import triton
-from engine import Row, add_peer, capture, event_times, quantile, say
+from engine import Row, add_peer, event_times, quantile, say
 from floors import H200
 from plain_cosmos3 import PlainCosmos3
 from taktline_worker.models.cosmos3 import fp8, vae
@@ -44,8 +44,8 @@ LIMIT_MS = 1_500.0
 
 def measured(call: Callable[[], object]) -> list[float]:
     """Sorted milliseconds of as many runs as fit the limit."""
-    once = quantile(event_times(call, 1, 2), 0.5)
-    return event_times(call, 1, int(max(3, min(50, LIMIT_MS / once))))
+    [once] = event_times(call, 1, 1)
+    return event_times(call, 0, int(max(3, min(50, LIMIT_MS / once))))
 
 
 def random_rows(name: str, batch: int) -> list[PolicyRequest]:
@@ -143,9 +143,9 @@ def measure(
     profile = Cosmos3Profile(name, runner, VAE, "bf16", PROMPT_TOKENS)
     rows: list[Row] = []
     for batch in batches:
-        rows.append(measured_row(profile, name, batch, versions))
+        rows.append(measured_row(profile, runner, name, batch, versions))
         save(rows)
-    rows += in_fp8(runner, found, name, batches, versions)
+    rows += in_fp8(runner, rows, found, name, versions)
     save(rows)
     texts = {
         "text_ms": quantile(event_times(partial(encode_text, runner), 2, 10), 0.5),
@@ -173,10 +173,11 @@ def measure(
 
 
 def in_fp8(
-    bf16: GraphRunner, found: dict[str, torch.Tensor], name: str, batches: tuple[int, ...], versions: dict[str, str]
+    bf16: GraphRunner, measured_before: list[Row], found: dict[str, torch.Tensor], name: str, versions: dict[str, str]
 ) -> list[Row]:
-    """The same with FP8 products, beside this engine's bf16."""
-    sizes = batches[:: max(1, len(batches) - 1)]
+    """The smallest and the largest batch with FP8 products, beside this engine's bf16 of the same run."""
+    peers = {row.batch: row for row in measured_before[:: max(1, len(measured_before) - 1)]}
+    sizes = tuple(peers)
     runner = GraphRunner(
         fp8.quantise(bf16.weights),
         bf16.architecture,
@@ -188,11 +189,12 @@ def in_fp8(
     runner.capture()
     found["fp8"] = runner.run(random_rows(name, 1))[0].actions
     profile = Cosmos3Profile(name, runner, VAE, "fp8", PROMPT_TOKENS)
-    own = Cosmos3Profile(name, bf16, VAE, "bf16", PROMPT_TOKENS)
-    rows = [measured_row(profile, name, batch, versions) for batch in sizes]
+    rows = [measured_row(profile, runner, name, batch, versions) for batch in sizes]
     for row in rows:
         row.dtype = "fp8"
-        add_peer(row, "this engine's bf16", measured(own.whole(row.batch)))
+        row.peer, row.peer_median_ms = "this engine's bf16", peers[row.batch].median_ms
+        row.ratio = row.peer_median_ms / row.median_ms
+        say(f"{name} batch {row.batch} in fp8: {row.median_ms / row.peer_median_ms:.3f} of bf16's time")
         row.details["floor_is_of"] = "bf16"
     return rows
 
@@ -203,11 +205,15 @@ def encode_text(runner: Cosmos3Runner) -> None:
     runner.encode_text([token % runner.architecture.vocabulary for token in range(PROMPT_TOKENS)])
 
 
-def measured_row(profile: Cosmos3Profile, name: str, batch: int, versions: dict[str, str]) -> Row:
+def measured_row(profile: Cosmos3Profile, runner: GraphRunner, name: str, batch: int, versions: dict[str, str]) -> Row:
     """One batch size: the whole request, its phases and its floor."""
     times = measured(profile.whole(batch))
     phases = profile.phases(batch)
-    parts = {phase.name: quantile(measured(capture(phase.run, 1).replay), 0.5) for phase in phases}
+    graphs = {
+        "encode": runner.encoders[batch].graph,
+        "denoise": runner.captured[runner.bucket_for(batch, PROMPT_TOKENS, False)].graph,
+    }
+    parts = {name: quantile(measured(graph.replay), 0.5) for name, graph in graphs.items()}
     floors = {phase.name: 1e3 * max(phase.flops / H200.flops, phase.bytes / H200.bytes_per_s) for phase in phases}
     preset = "paper" if name.endswith("-paper") else "official"
     row = Row(

@@ -77,6 +77,12 @@ def test_geglu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_relu(dtype: torch.dtype) -> None:
+    x = rand(5, 3, 100, dtype=dtype) * 3
+    close(activations.relu2(x, config={"block": 64}), REGISTRY["relu2"].reference(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(dtype: torch.dtype) -> None:
     x = rand(5, 2 * 136, dtype=dtype) * 3
     close(activations.swiglu(x, config={"block": 64}), REGISTRY["swiglu"].reference(x), dtype)

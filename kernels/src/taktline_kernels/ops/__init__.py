@@ -1,6 +1,6 @@
 """The operations: each is one function with a torch reference and accelerated implementations beside it."""
 
-from taktline_kernels.ops.activations import geglu, swiglu
+from taktline_kernels.ops.activations import geglu, relu2, swiglu
 from taktline_kernels.ops.attention import (
     attention,
     attention_prefix,
@@ -36,6 +36,7 @@ __all__ = [
     "linear",
     "linear_add_layer_norm",
     "norm_rotate",
+    "relu2",
     "rms_norm",
     "rope",
     "rope_table",

@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers: gelu (Gemma) and silu (Qwen)."""
+"""Activations of feed-forward layers: gated gelu (Gemma) and silu (Qwen), squared ReLU (Nemotron)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def _swiglu_reference(gate_up: Tensor) -> Tensor:
 
 _GEGLU = register("geglu", _geglu_reference, {"triton": "taktline_kernels.triton_impl.activations:geglu"})
 _SWIGLU = register("swiglu", _swiglu_reference, {"triton": "taktline_kernels.triton_impl.activations:swiglu"})
+
+
+def _relu2_reference(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+_RELU2 = register("relu2", _relu2_reference, {"triton": "taktline_kernels.triton_impl.activations:relu2"})
 
 
 def _shape(gate_up: Tensor) -> dict[str, int]:
@@ -50,4 +57,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
         (..., width) in the dtype of gate_up.
     """
     result: Tensor = _SWIGLU.run(_shape(gate_up), gate_up, gate_up)
+    return result
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0) squared, rounded once; any shape, its dtype kept."""
+    result: Tensor = _RELU2.run({"rows": x.numel() // x.shape[-1], "width": x.shape[-1]}, x, x)
     return result

@@ -1,4 +1,4 @@
-"""Triton kernel of the gated activations."""
+"""Triton kernels of the activations: gated gelu and silu, squared ReLU."""
 
 from __future__ import annotations
 
@@ -71,4 +71,25 @@ def _gated(gate_up: Tensor, config: Mapping[str, int], *, paired: bool, silu: bo
         SILU=silu,
         num_warps=config.get("num_warps", 8),
     )
+    return out
+
+
+@triton.jit
+def _relu2_kernel(source_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.maximum(tl.load(source_ptr + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    tl.store(out_ptr + at, (x * x).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def relu2(x: Tensor, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.relu2`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    block = config.get("block", 2048)
+    grid = (triton.cdiv(x.numel(), block),)
+    launch(_relu2_kernel, grid, x, out, x.numel(), BLOCK=block, num_warps=config.get("num_warps", 4))
     return out

@@ -94,7 +94,7 @@ def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Any) -> Tensor:
         return layer.down(up)
     if isinstance(layer.down, Fp8Linear):
         return layer.down(functions().swiglu_fp8(up) if a.gated else functions().relu2_fp8(up))
-    return layer.down(ops.swiglu(up) if a.gated else functional.relu(up).square())
+    return layer.down(ops.swiglu(up) if a.gated else ops.relu2(up))
 
 
 def normed(
