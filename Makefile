@@ -36,12 +36,12 @@ control-plane: setup ## build kube-apiserver and its companions from pinned Go m
 	$(UV) run --no-sync python tools/k8s/build.py
 
 .PHONY: controllers
-controllers: setup ## build the controllers of LeaderWorkerSet, KubeRay and Kueue from pinned Go modules (once, cached)
+controllers: setup ## build LeaderWorkerSet's controller and KubeRay's operator from pinned Go modules (once, cached)
 	$(UV) run --no-sync python tools/k8s/build.py --controllers
 
 .PHONY: controllers-test
-controllers-test: control-plane controllers ## the operator with those controllers on the local control plane; not part of `make test`
-	TAKTLINE_CONTROLLERS=1 TAKTLINE_REQUIRE_CLUSTER=1 $(UV) run --no-sync pytest -q tests/cluster/operator -k real $(PYTEST_ARGS)
+controllers-test: control-plane controllers ## the operator beside those two on the local control plane; not part of `make test`
+	TAKTLINE_CONTROLLERS=1 TAKTLINE_REQUIRE_CLUSTER=1 $(UV) run --no-sync pytest -q tests/cluster/operator/test_real_*.py $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: setup ## ruff (lint and format) and mypy --strict

@@ -134,6 +134,16 @@ def test_a_tenant_gets_the_limits_that_are_named_and_no_others(render: Any) -> N
     assert who["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "factory"}
 
 
+def test_kuberay_reaches_the_clusters_of_an_isolated_tenant_where_it_is_named(render: Any) -> None:
+    objects = render("--set", "tenants[0].namespace=a,tenants[0].isolate=true,tenants[0].kuberayNamespace=ray-system")
+    (policy,) = [found for found in objects if found["kind"] == "NetworkPolicy"]
+    (way,) = [rule for rule in policy["spec"]["ingress"] if {"port": 8265, "protocol": "TCP"} in rule.get("ports", ())]
+    (who,) = way["from"]
+    # Ray's dashboard runs what it is sent: nobody of another namespace may take a label and come in.
+    assert who["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "ray-system"}}
+    assert who["podSelector"] == {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}}
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [("tenants[0].gpus=8", "namespace"), ("tenants[0].namespace=A", "namespace"), ("tenants[0].gpu=8", "gpu")],

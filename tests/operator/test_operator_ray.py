@@ -69,3 +69,37 @@ def test_a_pool_that_moves_to_ray_counts_its_plain_workers(make: Any) -> None:
     found = budget(plain, lines, services(candidate, running=1))
     assert found["minAvailable"] == 3 + 3 - 1
     assert "maxUnavailable" not in found
+
+
+def test_the_head_names_the_ports_that_kuberay_looks_for(make: Any) -> None:
+    """KubeRay takes ports of its own only where a container names none, and deploys by the one called dashboard."""
+    policy = on_ray(make)
+    line = Line(policy=policy, pool=policy.spec.pools[0], track="", replicas=1)
+    (service,) = ray_services.of(line, "registry.example/worker-ray:1", ()).objects
+    cluster = service["spec"]["rayClusterConfig"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    assert ports["dashboard"] == 8265
+    assert {"gcs-server", "serve", "grpc", "metrics"} <= ports.keys()
+    (ranks,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert "dashboard" not in {port["name"] for port in ranks["ports"]}
+
+
+def test_the_cluster_that_serves_goes_on_while_kuberay_brings_up_another(make: Any) -> None:
+    """KubeRay takes what it said of the first cluster's application back as soon as a second is under way."""
+    policy = on_ray(make)
+    line = Line(policy=policy, pool=policy.spec.pools[0], track="", replicas=1)
+    (service,) = services(line, running=1)
+    assert ray_services.serving_cluster(service) == "c"
+    assert ray_services.look_again_s(policy, [service]) == 30.0
+    upgrading = service | {
+        "status": {"activeServiceStatus": {"rayClusterName": "c"}, "pendingServiceStatus": {"rayClusterName": "d"}}
+    }
+    assert ray_services.serving_cluster(upgrading) == "c"
+    assert ray_services.look_again_s(policy, [upgrading]) == 1.0
+    # What it does say is believed, and a first cluster that is not active yet serves nobody.
+    failing = {"rayClusterName": "c", "applicationStatuses": {"planner": {"status": "UNHEALTHY"}}}
+    pending = {"pendingServiceStatus": {"rayClusterName": "d"}}
+    assert ray_services.serving_cluster({"status": pending | {"activeServiceStatus": failing}}) == ""
+    assert ray_services.serving_cluster({"status": pending}) == ""
+    assert ray_services.serving_cluster({"status": {"activeServiceStatus": {"rayClusterName": "c"}}}) == ""

@@ -25,7 +25,11 @@ APPLICATION = "planner"
 IMPORT_PATH = "taktline_worker.ray:app"
 RAY_FOLDER = "/tmp/ray"  # noqa: S108 - where Ray keeps sockets and logs; a mount of the pod
 STARTING_LOOK_S = 5.0
+UPGRADE_LOOK_S = 1.0
 SERVING_LOOK_S = 30.0
+# Ports that KubeRay looks for by name on the head: it takes its own only where a container names none. It deploys the
+# application by `dashboard`: without that port a cluster never serves.
+_HEAD_PORTS = {"dashboard": 8265, "gcs-server": 6379, "client": 10001, "serve": 8000}
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -51,11 +55,21 @@ def is_serving(service: Json) -> bool:
 
 
 def serving_cluster(service: Json) -> str:
-    """The Ray cluster that serves for a RayService; empty while none does."""
+    """The Ray cluster that serves for a RayService; empty while none does.
+
+    While KubeRay brings up another one beside it, it says nothing of what runs on the first, which serves on: a cluster
+    is the active one only from when its application ran.
+    """
     active = service.get("status", {}).get("activeServiceStatus", {})
-    application = active.get("applicationStatuses", {}).get(APPLICATION, {})
+    applications = active.get("applicationStatuses", {})
     cluster: str = active.get("rayClusterName", "")
-    return cluster if application.get("status") == "RUNNING" else ""
+    untold = not applications and _is_upgraded(service)
+    return cluster if untold or applications.get(APPLICATION, {}).get("status") == "RUNNING" else ""
+
+
+def _is_upgraded(service: Json) -> bool:
+    """Whether another Ray cluster is brought up beside the one that serves."""
+    return bool(service.get("status", {}).get("pendingServiceStatus", {}).get("rayClusterName"))
 
 
 def serving_clusters(children: Iterable[Json]) -> frozenset[str]:
@@ -72,7 +86,10 @@ def look_again_s(policy: PolicyDeployment, children: Iterable[Json]) -> float | 
     services = [child for child in children if child["kind"] == KIND]
     if policy.spec.engine.runtime != "ray" and not services:
         return None
-    return SERVING_LOOK_S if all(map(is_serving, services)) else STARTING_LOOK_S
+    if not all(map(is_serving, services)):
+        return STARTING_LOOK_S
+    # No event of a pod tells when another cluster takes over, and then the first is soon gone.
+    return UPGRADE_LOOK_S if any(map(_is_upgraded, services)) else SERVING_LOOK_S
 
 
 def disruption_budget(policy: PolicyDeployment, pool: Pool, pods: int) -> Json:
@@ -143,6 +160,8 @@ def _template(line: Line, image: str, *, head: bool) -> Json:
     spec["volumes"].append({"name": "ray", "emptyDir": {}})
     container["resources"] = accelerators.resources("cpu", {}, {}) if head else workload.resources(pool, 1)
     if head:
+        ports = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _HEAD_PORTS.items()]
+        container["ports"] = [*container["ports"], *ports]
         spec.pop("resourceClaims", None)
         spec["affinity"] = accelerators.node_affinity("cpu")
     made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = naming.content_hash(made)

@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,9 +31,18 @@ class Controller:
         log: what it writes.
     """
 
-    def __init__(self, name: str, programs: Path, kubectl: Kubectl, folder: Path) -> None:
-        """Prepare; `programs` is the folder that `build_controllers` returns, `folder` takes log and credentials."""
+    def __init__(
+        self, name: str, programs: Path, kubectl: Kubectl, folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            programs: folder with the controllers and their manifests, from `find_controllers`.
+            folder: takes its log and credentials.
+            environment: further variables of its process.
+        """
         self.name = name
+        self._environment = dict(environment or {})
         self.log = folder / f"{name}.log"
         self._program = programs / name
         self._manifests = programs / f"{name}-manifests"
@@ -49,7 +58,7 @@ class Controller:
         try:
             self._install(self._definitions())
             command, wanted = STARTS[self.name](self)
-            environment = {**os.environ, "KUBECONFIG": str(self._kubectl.kubeconfig)}
+            environment = {**os.environ, **self._environment, "KUBECONFIG": str(self._kubectl.kubeconfig)}
             self._child = Child([str(self._program), *command], log=self.log, env=environment)
             wait_until(lambda: all(self._listens(port) for port in wanted), f"{self.name} listens (see {self.log})")
             # Not before: until somebody answers them, webhooks that fail closed stop every pod.
