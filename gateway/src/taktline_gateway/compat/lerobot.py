@@ -10,12 +10,14 @@ import asyncio
 import dataclasses
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.limits import MIB
 
 from taktline_gateway.access.http import secret_in
 from taktline_gateway.compat.lerobot_messages import (
@@ -41,6 +43,9 @@ PULL_WAIT_S = 2.0
 """How long a pull waits for an observation before it answers `nothing yet`, as the reference server does."""
 PUSH_TIMEOUT_S = 10.0
 MAX_SESSIONS = 4096
+"""Robots remembered, the longest silent forgotten first."""
+HELD_BYTES = 256 * MIB
+"""Of observations that no pull has taken; beyond it the robots that were silent for longest lose theirs."""
 STATE_KEY = "observation.state"
 IMAGE_PREFIX = "observation.images."
 # Never UNAVAILABLE or DEADLINE_EXCEEDED: the client's channel repeats those by itself.
@@ -72,17 +77,23 @@ class _Session:
     image_names: dict[str, str]
     actions_per_chunk: int
     newest: Record | None = None
+    held: int = 0
+    """Bytes of that observation."""
     arrived: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class LerobotListener:
     """One port of the service, for one policy or for the one that each client's model path names."""
 
-    def __init__(self, listen: Listen, service: PolicyService, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self, listen: Listen, service: PolicyService, tls: ServerTls | None = None, held_bytes: int = HELD_BYTES
+    ) -> None:
         self._listen = listen
         self._tls = tls
         self._service = service
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._held_bytes = held_bytes
+        self._held = 0
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
@@ -122,7 +133,7 @@ class LerobotListener:
     async def _ready(self, request: bytes, context: Context) -> bytes:
         """A robot begins; what an earlier one left on this connection is forgotten."""
         await self._check_certificate(context)
-        self._sessions.pop(context.peer(), None)
+        self._forget(context.peer())
         return b""
 
     async def _instructions(self, request: bytes, context: Context) -> bytes:
@@ -141,9 +152,7 @@ class LerobotListener:
             await self._abort(context, error)
         log(_logger, logging.INFO, "client_connected", protocol="lerobot", peer=caller.peer, robot=caller.robot_id)
         await until_ready(self._service, policy)
-        self._sessions[caller.peer] = session
-        while len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        self._remember(caller.peer, session)
         return b""
 
     async def _observations(self, pieces: AsyncIterator[bytes], context: Context) -> bytes:
@@ -152,7 +161,7 @@ class LerobotListener:
             async with asyncio.timeout(PUSH_TIMEOUT_S):
                 data = await self._joined(pieces)
             session = self._session(context)
-            session.newest = read_record(data, "TimedObservation")
+            self._hold(session, read_record(data, "TimedObservation"), len(data))
         except TaktlineError as error:
             await self._abort(context, error)
         except TimeoutError:
@@ -191,7 +200,8 @@ class LerobotListener:
             except TimeoutError:
                 return b""
             session.arrived.clear()
-            record, session.newest = session.newest, None
+            record = session.newest
+            self._hold(session, None, 0)
             return b"" if record is None else await self._chunk(session, record)
         except TaktlineError as error:
             await self._abort(context, error)
@@ -235,7 +245,32 @@ class LerobotListener:
                 "this connection has sent no policy instructions",
                 "start the client anew: it sends them once, when it begins",
             )
+        self._sessions.move_to_end(context.peer())
         return session
+
+    def _hold(self, session: _Session, record: Record | None, size: int) -> None:
+        """What the session has for the next pull; where that is too much for all, the longest silent lose theirs."""
+        self._held += size - session.held
+        session.newest, session.held = record, size
+        if self._held > self._held_bytes:
+            for other in self._sessions.values():
+                if other is not session and other.held:
+                    self._held -= other.held
+                    other.newest, other.held = None, 0
+                if self._held <= self._held_bytes:
+                    break
+
+    def _remember(self, peer: str, session: _Session) -> None:
+        self._forget(peer)
+        self._sessions[peer] = session
+        while len(self._sessions) > MAX_SESSIONS:
+            self._forget(next(iter(self._sessions)))
+
+    def _forget(self, peer: str) -> None:
+        session = self._sessions.pop(peer, None)
+        if session is not None:
+            self._held -= session.held
+            session.newest, session.held = None, 0
 
     async def _check_certificate(self, context: Context) -> None:
         """Refuses who came by a resumed session after its certificate had expired."""
