@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import struct
+import time
 
 import httpx
 import pytest
@@ -232,3 +233,31 @@ def test_clients_that_go_amid_a_message_leave_nothing_behind(bare_stack, end):
     until(let_go, f"everything being let go: {before} before, {holds()} just after")
     assert stack.act()[0] == 200
     assert not [line for line in stack.log.read_text().splitlines() if '"level":"error"' in line]
+
+
+def test_a_frame_that_does_not_end_ends_its_stream(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker())
+    stack.start_gateway("--stream-idle-s", "1")
+    stack.wait_workers(1)
+    port = int(stack.url.rsplit(":", 1)[1])
+    hello = encode_frame(Hello(VERSIONS, "arm", "session", 0, 0, b"", "test"))
+    said = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(UPGRADE.replace(b"GET / ", b"GET /v1/policies/scripted/stream "))
+        connection.sendall(b"\x82" + bytes([0x80 | len(hello)]) + bytes(4) + hello + LONG)
+        connection.settimeout(0.05)
+        end = time.monotonic() + 120
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert time.monotonic() < end, said
+                connection.sendall(b"\0")
+                try:
+                    data = connection.recv(65536)
+                except TimeoutError:
+                    continue
+                if not data:
+                    break
+                said += data
+    assert b"stream_idle" in said
+    assert stack.act()[0] == 200
