@@ -200,13 +200,13 @@ def conv_silu_split(
 
 @triton.jit
 def _product(a, b, KIND: tl.constexpr):
-    """a @ b in fp32 (0), in TF32 (1), or from operands rounded to bf16 (2); sums are fp32."""
+    """a @ b as in fp32 (0: three products in TF32), in TF32 (1), or from operands rounded to bf16 (2); sums are fp32."""
     if KIND == 2:
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif KIND == 1:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32")
     else:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
     return product
 
 
