@@ -102,3 +102,47 @@ def test_a_row_without_any_key_is_finite_and_changes_no_other() -> None:
     assert torch.isfinite(actual).all()
     alone = REGISTRY["attention"].reference(q[:1], k[:1], v[:1], valid[:1], False)
     assert distance(actual[:1], alone) < BAR
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+def test_overlapping_launches_of_a_block_wait_for_each_other() -> None:
+    """GR00T's head at one robot, twice in a graph: whatever a kernel reads ahead of its turn must not be too early."""
+    sizes = {"qkv": (4608, 1536), "out": (1536, 1536), "fc1": (6144, 1536), "fc2": (1536, 6144)}
+    layers = {
+        name: (rand(*size, seed=index) * 0.02, rand(size[0], seed=index + 9) * 0.1)
+        for index, (name, size) in enumerate(sizes.items())
+    }
+    norm = [rand(1536, seed=seed, dtype=torch.float32) for seed in (20, 21)]
+    given = [rand(1, 41, 1536, seed=seed) for seed in (22, 23)]
+    copied = {"copy": 1} if torch.cuda.get_device_capability()[0] >= 9 else {}
+
+    def block(x: Tensor, n: Tensor, run: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = run("linear", n, *layers["qkv"], "none", None, None).view(1, 41, 3, 32, 48).unbind(2)
+        attended = run("attention", q, k, v, None, False).flatten(2)
+        x, n = run("linear_add_layer_norm", attended, *layers["out"], x, *norm, 1e-5)
+        hidden = run("linear", n, *layers["fc1"], "gelu", None, None)
+        out: tuple[Tensor, Tensor] = run("linear_add_layer_norm", hidden, *layers["fc2"], x, *norm, 1e-5)
+        return out
+
+    def kernels(name: str, *arguments: Any) -> Any:
+        if name == "attention":
+            return masked.attention(*arguments, config={})
+        if name == "linear":
+            return small.linear(*arguments, config={"block_n": 64, "num_warps": 8})
+        return small.linear_add_layer_norm(*arguments, config={"split": 6, "block_k": 256, "num_stages": 2, **copied})
+
+    def twice(run: Any) -> Tensor:
+        x, n = block(given[0], given[1], run)
+        return block(x, n, run)[0]
+
+    wanted = twice(lambda name, *arguments: REGISTRY[name].reference(*arguments))
+    alone = twice(kernels)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = twice(kernels)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, alone)
+    assert distance(alone, wanted) < 1e-2
