@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -436,3 +438,45 @@ def test_a_recommendation_is_told_and_not_followed(make: Any) -> None:
     result = scaled(make, demand(900), stored, mode="Recommend")
     assert result.status["scaling"]["desired"] == 5
     assert replicas(scaled(make, demand(900), result.status, mode="Recommend")) == 1
+
+
+EDGE = (BucketTime(batch=1, median_ms=100, p99_ms=110), BucketTime(batch=8, median_ms=300, p99_ms=360))
+
+
+def looks_of_an_hour(rate: float, patience_s: float) -> tuple[int, int]:
+    """Statuses that looks at a constant demand with its noise cost, and the workers in the end; three at first."""
+    rules, random_ = Scaling(), random.Random(1)
+    begins = datetime(2026, 1, 1, tzinfo=UTC)
+    status: Any = {"scaling": {"desired": 3, "changedAt": "2025-12-31T00:00:00Z", "reason": "Demand"}}
+    patience, writes = sizing.Patience(), 0
+    for second in range(0, 3600, 5):
+        noisy = max(0.0, random_.gauss(rate, (rate / 15) ** 0.5))  # a mean over 15 s
+        before = msgspec.convert(status["scaling"], State)
+        now = (begins + timedelta(seconds=second)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        asked = Demand(Load({1000.0: noisy}), 0.0, 0, 900)
+        state = scaling.decide(before, rules, Room(1, 8), asked, EDGE, 8, 0.999, before.desired, now)
+        size = sizing.Sizing(replicas={}, scaling=state)
+        if patience.is_due(("line-1", "reach"), size, status, patience_s, float(second)):
+            writes += 1
+            status = {"scaling": {"desired": state.desired, **msgspec.to_builtins(state)}}
+    return writes, int(status["scaling"]["desired"])
+
+
+def test_noise_at_the_edge_of_fewer_workers_is_no_stream_of_statuses() -> None:
+    patience_s = sizing.WAITING_SHARE * Scaling().down_cooldown_seconds
+    assert looks_of_an_hour(34.0, 0.0)[0] > 100
+    assert looks_of_an_hour(34.0, patience_s) == (0, 3)
+    # Where fewer are enough for good, one leaves after the other.
+    writes, workers = looks_of_an_hour(14.0, patience_s)
+    assert workers == 1
+    assert writes <= 6
+
+
+def test_that_a_wait_is_over_counts_at_once(make: Any) -> None:
+    patience = sizing.Patience()
+    stored = {"scaling": {"desired": 3, "changedAt": make.now, "reason": "Demand", "lowerSince": make.now}}
+    state = State(desired=3, changed_at=make.now, reason="Demand")
+    assert patience.is_due(("a", "b"), sizing.Sizing(replicas={}, scaling=state), stored, 75.0, 0.0)
+    # And so does another number of workers, whatever else is new.
+    more = msgspec.structs.replace(state, desired=4, lower_since=make.now)
+    assert patience.is_due(("a", "b"), sizing.Sizing(replicas={}, scaling=more), {"scaling": {"desired": 3}}, 75.0, 0.0)

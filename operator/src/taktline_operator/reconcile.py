@@ -28,6 +28,7 @@ from taktline_operator import (
     ray_services,
     revisions,
     routing,
+    sizing,
     spec,
 )
 from taktline_operator.demand import DemandTracker
@@ -136,6 +137,7 @@ class Controller:
         self._concerned = integrations.Concerned()
         self._withdrawn = discovery.Withdrawn(monotonic)
         self._demand = DemandTracker()
+        self._patience = sizing.Patience()
         self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
 
     def serves(self, namespace: str) -> bool:
@@ -321,7 +323,10 @@ class Controller:
         for key, (policy, seen) in self._sized.items():
             demand, tables = self._demand.of(policy.name, now), self._demand.times(policy.name)
             fresh = msgspec.structs.replace(seen, now=self._clock(), demand=demand, tables=tables)
-            if sized(policy, fresh).differs_from(seen.live.get("status", {})):
+            patience_s = sizing.WAITING_SHARE * (
+                policy.spec.scaling.down_cooldown_seconds if policy.spec.scaling else 0
+            )
+            if self._patience.is_due(key, sized(policy, fresh), seen.live.get("status", {}), patience_s, now):
                 self.queue.add(key, 0.0)
 
     async def _trials(self, policy: spec.PolicyDeployment, live: Json) -> tuple[Trial, ...] | None:
@@ -381,6 +386,7 @@ class Controller:
         self._created.pop(key, None)
         self._parsed.pop(key, None)
         self._sized.pop(key, None)
+        self._patience.forget(key)
         self.statuses.pop(key, None)
         if self._routes.pop(key, None) is not None or self.listed:
             self.queue.add(ROUTES, 0.0)

@@ -16,6 +16,7 @@ from taktline_operator.spec import PolicyDeployment
 Json = dict[str, Any]
 S = TypeVar("S", bound=msgspec.Struct)
 
+WAITING_SHARE = 0.25  # of a cool-down: so long fewer workers must have been enough before it begins
 PROFILE_CHANGE = 0.2  # a stored batch time is replaced where the measured one differs by more than this share
 
 
@@ -41,6 +42,45 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
         size = None if self.scaling is None else {"desired": self.scaling.desired, **msgspec.to_builtins(self.scaling)}
         place = None if self.placement is None else msgspec.to_builtins(self.placement)
         return bool(size != status.get("scaling") or place != status.get("placement"))
+
+    def only_begins_to_wait(self, status: Json) -> bool:
+        """Whether all that it would change is that fewer workers are enough from now on."""
+        stored = status.get("scaling") or {}
+        size = None if self.scaling is None else {"desired": self.scaling.desired, **msgspec.to_builtins(self.scaling)}
+        place = None if self.placement is None else msgspec.to_builtins(self.placement)
+        if size is None or place != status.get("placement") or "lowerSince" in stored:
+            return False
+        return bool(size.pop("lowerSince", "")) and size == stored
+
+
+class Patience:
+    """Holds back what noise makes and unmakes: at a demand near the edge, fewer workers are enough in every other look.
+
+    Each turn would be a status, for nothing. So it counts only once it has lasted; that it is over counts at once.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, str], float] = {}
+
+    def is_due(self, key: tuple[str, str], size: Sizing, status: Json, patience_s: float, now: float) -> bool:
+        """Whether a look's decision is to be stored now.
+
+        Args:
+            status: what is stored.
+            patience_s: how long the beginning of a wait has to last.
+            now: monotonic, s.
+        """
+        if not size.only_begins_to_wait(status):
+            self._since.pop(key, None)
+            return size.differs_from(status)
+        if now - self._since.setdefault(key, now) < patience_s:
+            return False
+        del self._since[key]
+        return True
+
+    def forget(self, key: tuple[str, str]) -> None:
+        """The policy is gone."""
+        self._since.pop(key, None)
 
 
 def of(
