@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/planner.py [--out DIR]
 
 Random weights of the published size. A plan is timed from latents to the plan's tensors on the device, by the wall
-clock between two synchronisations, after a warm-up plan. Under torchrun the ranks share one search, and rank 0 also
-plans alone: both plans must be equal to the last bit.
+clock between two synchronisations, after a warm-up plan of three rounds. Under torchrun the ranks share one search, and
+rank 0 also plans alone: both plans must be equal to the last bit.
 """
 
 from __future__ import annotations
@@ -101,22 +101,30 @@ class PowerMeter:
                 self._watts.append(float(answer.stdout.split()[0]))
 
 
-def agreement(world: VJepa2World, exact: VJepa2World, scene: Scene, sets: dict[str, Tensor]) -> dict[str, Any]:
-    """How `world` ranks the candidates of each set (candidates, horizon, 7) beside the fp32 statement."""
-    found: dict[str, Any] = {}
-    prepared = world.prepare(scene), exact.prepare(scene)
+def energies_of(world: VJepa2World, scene: Scene, sets: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Energies (candidates,) of each set (candidates, horizon, 7)."""
+    prepared = world.prepare(scene)
+    found = {name: torch.empty(len(actions), device=world.device) for name, actions in sets.items()}
     for name, actions in sets.items():
-        ours = torch.empty(len(actions), device=world.device)
-        theirs = torch.empty_like(ours)
         for start in range(0, len(actions), world.micro_batch):
             part = slice(start, start + world.micro_batch)
-            world.score(prepared[0], actions[part], ours[part])
-            exact.score(prepared[1], actions[part], theirs[part])
+            world.score(prepared, actions[part], found[name][part])
+    return found
+
+
+def agreement(found_energies: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
+    """How energies rank the candidates of each set beside the fp32 statement's."""
+    found: dict[str, Any] = {}
+    for name, ours in found_energies.items():
+        theirs = exact[name]
         ranks = torch.stack([one.argsort().argsort().double() for one in (ours, theirs)])
-        best = [set(one.argsort(stable=True)[: SETTINGS.elites].tolist()) for one in (ours, theirs)]
+        elites = max(1, len(ours) * SETTINGS.elites // SETTINGS.candidates)
+        best = [set(one.argsort(stable=True)[:elites].tolist()) for one in (ours, theirs)]
         found[name] = {
             "pearson": float(torch.corrcoef(torch.stack((ours, theirs)).double())[0, 1]),
             "spearman": float(torch.corrcoef(ranks)[0, 1]),
+            "candidates": len(ours),
+            "elites": elites,
             "elites_in_common": len(best[0] & best[1]),
             "mean_signed_error": float((ours - theirs).mean()),
             "spread": float(theirs.std()),
@@ -133,7 +141,7 @@ def recorded_rounds(world: VJepa2World, scene: Scene, rounds: tuple[int, ...]) -
         if number in rounds:
             kept[f"round {number + 1}"] = actions.clone()
 
-    search(world, [Problem(scene, SETTINGS)], observer=observe)
+    search(world, [Problem(scene, replace(SETTINGS, rounds=max(rounds) + 1))], observer=observe)
     return kept
 
 
@@ -155,6 +163,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
     }
     bias, vector = torch.randn(mlp, device=device).bfloat16(), torch.randn(width, device=device)
     cos = torch.randn(a.frame_tokens, a.head_dim, device=device)
+    angles = torch.randn(2, 2, a.tokens, a.head_dim, device=device)
     quantised = {name: ops.quantise_rows(value) for name, value in weight.items()}
     x8, hidden8 = ops.quantise_rows(x), ops.quantise_rows(hidden)
     fp32 = torch.float32
@@ -181,6 +190,8 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "norm": lambda: ops.frame_norm(stream, (), vector, vector, vector, 1e-6, torch.bfloat16),
         "rotate": lambda: ops.frame_rotate(wide, cos, cos, m),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
+        "attention that turns, 1 frame": lambda: ops.frame_turned_attention(frames[:1], angles, m, a.heads),
+        "attention that turns, 2 frames": lambda: ops.frame_turned_attention(frames, angles, m, a.heads),
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
     }
@@ -282,9 +293,9 @@ def make_world(weights: VJepa2Weights, checkpoint: CheckpointFile, quantised: bo
     return world
 
 
-def fleet_rows(world: VJepa2World, dtype: str, runs: int) -> list[Row]:
-    """Plans of three rounds for several robots at once."""
-    settings = replace(SETTINGS, rounds=3)
+def fleet_rows(world: VJepa2World, dtype: str, rounds: int, runs: int) -> list[Row]:
+    """Plans of a few rounds for several robots at once."""
+    settings = replace(SETTINGS, rounds=rounds)
     rows = []
     for one in fleet_times(world, lambda index: Problem(scene_of(world, 10 + index), settings, seed=index), runs):
         assert one.equal, f"a plan of {one.robots} robots side by side differs from the one its robot gets alone"
@@ -303,8 +314,15 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
     say("worlds are captured")
     rows: list[Row] = []
     extra = parts(world) if options.parts else {}
-    exact = VJepa2World(full, checkpoint.architecture, MICRO_BATCH, SETTINGS.horizon, fused=False)
-    sets = recorded_rounds(world, scene, (0, 4))
+    recorded = recorded_rounds(world, scene, (0, 4))
+    sets = {name: actions[: options.exact] for name, actions in recorded.items()}
+    exact = energies_of(
+        VJepa2World(full, checkpoint.architecture, MICRO_BATCH, SETTINGS.horizon, fused=False), scene, sets
+    )
+    del full
+    gc.collect()
+    torch.cuda.empty_cache()
+    say("energies in fp32")
     problem = Problem(scene, SETTINGS)
     mesh = OneRank()
     reference: float | None = None
@@ -314,12 +332,14 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
             gc.collect()
             world = make_world(rounded, checkpoint, quantised=True)
         torch.cuda.reset_peak_memory_stats()
+        short = replace(SETTINGS, rounds=3)
+        short_seconds, _ = plan_seconds(world, [Problem(scene, short)], mesh, options.runs)
         with PowerMeter() as meter:
-            seconds, _ = plan_seconds(world, [problem], mesh, options.runs)
+            seconds, _ = plan_seconds(world, [problem], mesh, options.runs, warm_ups=0)
         median = statistics.median(seconds)
         reference = reference or median
         details: dict[str, Any] = {
-            "agreement": agreement(world, exact, scene, sets),
+            "agreement": agreement(energies_of(world, scene, sets), exact),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "watts": meter.watts,
             "joules": None if meter.watts is None else meter.watts * median,
@@ -328,18 +348,22 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
         }
         rows.append(row(dtype, seconds, SETTINGS, 1, **details))
         say(f"{dtype}: {median:.3f} s a plan, floor {rows[-1].floor_ms / 1000:.3f}; {json.dumps(details['agreement'])}")
-        short = replace(SETTINGS, rounds=3)
-        rows.append(row(dtype, plan_seconds(world, [Problem(scene, short)], mesh, options.runs)[0], short, 1))
+        rows.append(row(dtype, short_seconds, short, 1))
         say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
         save(rows)
-        if options.fleet:
-            rows += fleet_rows(world, dtype, max(1, options.runs // 3))
+    if options.fleet:
+        for dtype in ("fp8", "bf16"):
+            if dtype == "bf16":
+                del world
+                gc.collect()
+                world = make_world(rounded, checkpoint)
+            rows += fleet_rows(world, dtype, options.fleet_rounds, max(1, options.runs // 3))
             save(rows)
     if options.peer:
-        del world, exact
+        del world
         gc.collect()
         torch.cuda.empty_cache()
-        peers = peer_rounds(checkpoint, scene, sets["round 1"], options.compiled)
+        peers = peer_rounds(checkpoint, scene, recorded["round 1"], options.compiled)
         for index, one in enumerate(rows):
             if one.shape["rounds"] == SETTINGS.rounds and one.batch == 1:
                 best = min(peers.values()) * SETTINGS.rounds * 1000
@@ -368,11 +392,11 @@ def on_several(rank: int, size: int, runs: int, save: Callable[[list[Row]], None
     for dtype in ("bf16", "fp8"):
         world = make_world(weights, checkpoint, quantised=dtype == "fp8")
         scene = scene_of(world)
-        for rounds in (SETTINGS.rounds, 3):
+        for rounds, warm_ups in ((3, 1), (SETTINGS.rounds, 0)):
             settings = replace(SETTINGS, rounds=rounds)
             problem = Problem(scene, settings)
             dist.barrier()
-            seconds, shared = plan_seconds(world, [problem], mesh, runs)
+            seconds, shared = plan_seconds(world, [problem], mesh, runs, warm_ups)
             if rank == 0:
                 alone, single = plan_seconds(world, [problem], OneRank(), 1, warm_ups=0)
                 equal = torch.equal(shared[0].actions, single[0].actions)
@@ -396,9 +420,15 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="time a round of the plain statement too")
     parser.add_argument("--compiled", action="store_true", help="the peer's blocks through torch.compile as well")
     parser.add_argument("--fleet", action="store_true", help="plans a second for 1, 2, 4 and 8 robots at once")
+    parser.add_argument("--fleet-rounds", type=int, default=3, metavar="N", help="rounds of a plan of the fleet")
+    parser.add_argument(
+        "--exact", type=int, default=SETTINGS.candidates, metavar="N", help="candidates of a round scored in fp32 too"
+    )
     parser.add_argument("--runs", type=int, default=5, help="timed plans of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args()
+    if options.exact <= 0 or options.exact % MICRO_BATCH:
+        parser.error(f"--exact must be a multiple of {MICRO_BATCH}")
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     target = options.out / ("planner.json" if size == 1 else f"planner_x{size}.json")
     options.out.mkdir(parents=True, exist_ok=True)

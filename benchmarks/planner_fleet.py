@@ -43,7 +43,7 @@ def fleet_times(
     robots: Sequence[int] = ROBOTS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[FleetTime]:
-    """Searches for each number of robots at once, after one warm-up each.
+    """Searches for each number of robots at once, after each robot's own.
 
     Args:
         problem: of robot i.
@@ -52,7 +52,8 @@ def fleet_times(
     found = []
     for count in robots:
         problems = [problem(index) for index in range(count)]
-        seconds, plans = [], search(world, problems)
+        seconds: list[float] = []
+        plans: list[Plan] = []
         for _ in range(runs):
             world.synchronize()
             began = clock()

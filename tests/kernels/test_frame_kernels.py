@@ -162,6 +162,41 @@ def test_gelu(dtype: torch.dtype) -> None:
         close(actual[0], expected[0])
 
 
+def gelu_product_inputs(rows: int, n: int, k: int) -> tuple[Tensor, ...]:
+    x, x_scales = ops.quantise_rows(rand(rows, k))
+    weight, weight_scales = ops.quantise_rows(rand(n, k) / k**0.5)
+    return x, x_scales, weight, weight_scales[:, 0].contiguous(), 0.2 * rand(n)
+
+
+def expected_gelu(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor) -> Tensor:
+    product = (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t() + bias
+    return torch.nn.functional.gelu(product, approximate="tanh")
+
+
+def test_gelu_product_keeps_the_order_of_its_outputs() -> None:
+    x, x_scales, weight, weight_scales, bias = gelu_product_inputs(6, 256, 128)
+    reference = REGISTRY["frame_gelu_product"].reference
+    unit = 2.0**-5
+    found = reference(x, x_scales, ops.pair_rows(weight), weight_scales, bias, unit)
+    assert torch.equal(
+        found.float(), ops.quantise_by(expected_gelu(x, x_scales, weight, weight_scales, bias), unit).float()
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+@pytest.mark.parametrize(("rows", "n", "k"), [(2, 256, 128), (1000, 512, 256), (25800, 4096, 1024)])
+def test_gelu_product_on_hopper(rows: int, n: int, k: int) -> None:
+    hopper = importlib.import_module("taktline_kernels.cuda.gelu_fp8").gelu_product
+    x, x_scales, weight, weight_scales, bias = gelu_product_inputs(rows, n, k)
+    unit = 2.0**-5
+    found = hopper(x, x_scales, ops.pair_rows(weight), weight_scales, bias, unit, config={})
+    close(found.float() * unit, expected_gelu(x, x_scales, weight, weight_scales, bias), 0.04)
+    # Sums are fp32, or nearly: what is left is the result's own rounding, up to one step where it falls between two.
+    exact = ops.quantise_by(expected_gelu(x, x_scales, weight, weight_scales, bias), unit).float()
+    assert float((found.float() == exact).float().mean()) > 0.9
+
+
 def test_energy() -> None:
     out, offset, goal = rand(3 * 16, 88), rand(88), rand(16, 88)
     actual = kernels.energy(out, offset, goal, 3, 1e-5, config={})

@@ -8,9 +8,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from taktline_worker.models.vjepa2_ac.config import (
+    VJepa2Architecture,
+    expected_encoder_shapes,
+    expected_predictor_shapes,
+)
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
-from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, Precision, open_checkpoint, pack_weights
+from taktline_worker.models.vjepa2_ac.weights import (
+    BF16,
+    FP32,
+    CheckpointFile,
+    Precision,
+    open_checkpoint,
+    pack_weights,
+)
 from taktline_worker.planning.search import Problem, search
+from taktline_worker.planning.world import Scene
 from torch import Tensor
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")
@@ -57,6 +70,54 @@ def test_rounding_ranks_as_fp32_does(golden: Path, kit: Any) -> None:
     # Eight bits of a matrix two heads wide average over little; the published size is measured in the benchmarks.
     assert 0.999 <= found["bf16"] < 1.0
     assert 0.95 <= found["fp8"] < found["bf16"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("precision", "bar"), [("bf16", 2e-3), ("fp8", 2e-2)])
+def test_the_published_width_goes_through_the_fused_kernels(precision: str, bar: float) -> None:
+    architecture = VJepa2Architecture(
+        image_size=256,
+        patch_size=16,
+        encoder_width=128,
+        encoder_depth=1,
+        encoder_heads=2,
+        encoder_mlp=256,
+        width=1024,
+        depth=3,
+        heads=16,
+        mlp=4096,
+    )
+    generator = torch.Generator().manual_seed(4)
+
+    def tower(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        return {
+            name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+            + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            for name, shape in shapes.items()
+        }
+
+    checkpoint = CheckpointFile(
+        Path("random"),
+        tower(expected_encoder_shapes(architecture)),
+        tower(expected_predictor_shapes(architecture)),
+        architecture,
+    )
+    device = torch.device("cuda")
+    exact = VJepa2World(pack_weights(checkpoint, FP32, device), architecture, 32, 3, fused=False)
+    world = VJepa2World(pack_weights(checkpoint, BF16, device), architecture, 32, 3, quantised=precision == "fp8")
+    latent, goal = torch.randn(2, 256, 128, generator=generator).to(device)
+    pose = torch.tensor([0.4, 0.1, 0.3, 3.1, 0.05, -0.4, 0.2], device=device)
+    actions = torch.randn(32, 3, 7, generator=generator).to(device)
+    found = {}
+    for name, one in {"exact": exact, "eager": world}.items():
+        found[name] = torch.empty(32, device=device)
+        one.score(one.prepare(Scene(latent, goal, pose)), actions, found[name])
+    assert float(((found["eager"] - found["exact"]) / found["exact"]).abs().max()) < bar
+    world.capture()
+    captured = torch.empty(32, device=device)
+    world.score(world.prepare(Scene(latent, goal, pose)), actions, captured)
+    assert torch.equal(captured, found["eager"])
 
 
 @pytest.mark.gpu

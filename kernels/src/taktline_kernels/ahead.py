@@ -182,6 +182,8 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     cublaslt = importlib.import_module("taktline_kernels.cuda.cublaslt")
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
+    frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
+    gelu_fp8 = importlib.import_module("taktline_kernels.cuda.gelu_fp8")
 
     def prepare(
         self: Any,
@@ -223,10 +225,12 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc.CudaKernel, "__init__", prepare
     yield nvrtc.CudaKernel, "launch", launch
     yield cublaslt, "linear", linear
-    yield geglu, "tensor_map", lambda tensor, box: None
-    yield geglu, "_processors", lambda device: PROCESSORS[ledger.arch]
+    for module in (geglu, frame_attention, gelu_fp8):
+        yield module, "tensor_map", lambda tensor, box: None
+    for module in (geglu, frame_attention):
+        yield module, "_processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
-    for module in (geglu, image_attention):
+    for module in (geglu, image_attention, frame_attention, gelu_fp8):
         yield module, "_kernel", _fresh(module._kernel)
 
 

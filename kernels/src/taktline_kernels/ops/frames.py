@@ -17,9 +17,12 @@ CONDITIONING = 2
 """Tokens of a frame beside its patches."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+_SLAB = 16
+"""Rows of a tile that one warp of a matrix instruction has."""
 _TRITON = "taktline_kernels.triton_impl.frames"
 _ATTEND = "taktline_kernels.triton_impl.frame_attention"
 _TURN_AND_ATTEND = "taktline_kernels.cuda.frame_attention"
+_GELU_PRODUCT_CODE = "taktline_kernels.cuda.gelu_fp8"
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +108,21 @@ def _turned_attention_reference(
     return attended if unit is None else quantise_by(attended, unit)
 
 
+def pair_rows(weight: Tensor) -> Tensor:
+    """(n, k) with the rows of every sixteen reordered, even ones first: the layout of `frame_gelu_product`."""
+    n, k = weight.shape
+    return weight.view(n // _SLAB, _SLAB // 2, 2, k).transpose(1, 2).reshape(n, k).contiguous()
+
+
+def _gelu_product_reference(
+    x: Tensor, x_scales: Tensor, paired: Tensor, weight_scales: Tensor, bias: Tensor, unit: float
+) -> Tensor:
+    n, k = paired.shape
+    weight = paired.view(n // _SLAB, 2, _SLAB // 2, k).transpose(1, 2).reshape(n, k)
+    product = (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t()
+    return quantise_by(functional.gelu(product + bias, approximate="tanh"), unit)
+
+
 def _gelu_reference(x: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     active = functional.gelu(x.float() + offset.float(), approximate="none" if dtype == torch.float32 else "tanh")
     return quantise_rows(active) if dtype == FP8 else (active.to(dtype), None)
@@ -121,6 +139,7 @@ _ATTENTION = register("frame_attention", _attention_reference, {"triton": f"{_AT
 _TURNED_ATTENTION = register(
     "frame_turned_attention", _turned_attention_reference, {"cuda": f"{_TURN_AND_ATTEND}:attention"}
 )
+_GELU_PRODUCT = register("frame_gelu_product", _gelu_product_reference, {"cuda": f"{_GELU_PRODUCT_CODE}:gelu_product"})
 _GELU = register("frame_gelu", _gelu_reference, {"triton": f"{_TRITON}:gelu"})
 _ENERGY = register("frame_energy", _energy_reference, {"triton": f"{_TRITON}:energy"})
 
@@ -218,6 +237,34 @@ def frame_turned_attention(
     patches, head_dim = frames.shape[1] // candidates - CONDITIONING, frames.shape[2] // 3 // heads
     shape = {"patches": patches, "heads": heads, "head_dim": head_dim}
     result: Tensor = _TURNED_ATTENTION.run(shape, frames, frames, angles, candidates, heads, unit)
+    return result
+
+
+def gelu_in_product(device: torch.device, rows: int, n: int, k: int) -> bool:
+    """Whether `frame_gelu_product` is one kernel here."""
+    shape = {"rows": rows, "n": n, "k": k}
+    fits = rows % 2 == 0 and n % 256 == 0 and k % 128 == 0
+    return fits and default_selector().choose(_GELU_PRODUCT.name, shape, FP8, device).kernel != REFERENCE
+
+
+def frame_gelu_product(
+    x: Tensor, x_scales: Tensor, paired: Tensor, weight_scales: Tensor, bias: Tensor, unit: float
+) -> Tensor:
+    """GELU (tanh form) of a product of quantised operands, quantised by one scale.
+
+    Args:
+        x: (rows, k) e4m3, rows even, k a multiple of 128.
+        x_scales: (rows, 1) fp32.
+        paired: (n, k) e4m3 from `pair_rows`, n a multiple of 256.
+        weight_scales: (n,) fp32, in the order of the outputs.
+        bias: (n,) fp32.
+        unit: the value that becomes 1 in e4m3.
+
+    Returns:
+        (rows, n) e4m3.
+    """
+    shape = {"rows": x.shape[0], "n": paired.shape[0], "k": x.shape[1]}
+    result: Tensor = _GELU_PRODUCT.run(shape, x, x, x_scales, paired, weight_scales, bias, unit)
     return result
 
 

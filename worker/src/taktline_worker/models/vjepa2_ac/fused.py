@@ -76,6 +76,27 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
+class GeluProduct:
+    """A quantised projection with GELU behind it, its result quantised by one scale.
+
+    Attributes:
+        paired: (n, k) e4m3 in the layout of `ops.frame_gelu_product`.
+        scales: (n,) fp32.
+        bias: (n,) fp32.
+        unit: what the result is counted in: no value is larger than 448 of it.
+    """
+
+    paired: Tensor
+    scales: Tensor
+    bias: Tensor
+    unit: float
+
+    def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
+        """(rows, n) e4m3 of (rows, k) and (rows, 1)."""
+        return ops.frame_gelu_product(x, scales, self.paired, self.scales, self.bias, self.unit)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     block: Block
     qkv: Matrix
@@ -87,9 +108,14 @@ class _Layer:
     """Of the two sub-layers together, fp32 (W,)."""
     unit: float | None
     """What the attention's output is counted in where it is quantised: no value is larger than 448 of it."""
+    gelu_product: GeluProduct | None
+    """fc1 and its GELU where they are one kernel on quantised operands."""
 
     def hidden(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """gelu(fc1 x) (rows, F), ready for fc2; in the product's epilogue where there is one."""
+        """gelu(fc1 x) (rows, F) and its scales by rows, ready for fc2; in the product's epilogue where there is one."""
+        if self.gelu_product is not None:
+            assert scales is not None
+            return self.gelu_product(x, scales), None
         if x.dtype == torch.bfloat16 and x.device.type == "cuda":
             from taktline_kernels import gpu  # needs Triton
 
@@ -97,30 +123,42 @@ class _Layer:
         return ops.frame_gelu(self.fc1.times(x, scales), self.block.fc1_bias, self.fc2.input_dtype)
 
 
-def _layer(block: Block, quantised: bool) -> _Layer:
-    unit = largest_value(block) / ops.FP8_MAX if quantised else None
+def _layer(block: Block, quantised: bool, rows: int) -> _Layer:
+    width = block.norm1_weight.numel()
+    unit: float | None = None
+    gelu_product: GeluProduct | None = None
+    fc1 = Matrix.of(block.fc1_weight, quantised)
+    if quantised:
+        value, bias = block.qkv_weight[-width:], block.qkv_bias[-width:]
+        unit = largest_output(value, bias, block.norm1_weight, block.norm1_bias) / ops.FP8_MAX
+        if ops.gelu_in_product(fc1.weight.device, rows, *fc1.weight.shape):
+            assert fc1.scales is not None
+            largest = largest_output(block.fc1_weight, block.fc1_bias, block.norm2_weight, block.norm2_bias)
+            gelu_product = GeluProduct(
+                ops.pair_rows(fc1.weight), fc1.scales[0], block.fc1_bias.float(), largest / ops.FP8_MAX
+            )
     return _Layer(
         block,
         Matrix.of(block.qkv_weight, quantised),
         Matrix.of(block.out_weight, quantised, unit or 1.0),
-        Matrix.of(block.fc1_weight, quantised),
-        Matrix.of(block.fc2_weight, quantised),
+        fc1,
+        Matrix.of(block.fc2_weight, quantised, gelu_product.unit if gelu_product else 1.0),
         block.out_bias.float(),
         block.out_bias.float() + block.fc2_bias.float(),
         unit,
+        gelu_product,
     )
 
 
-def largest_value(block: Block) -> float:
-    """No element of an attention value, hence none of what the attention puts out, is larger than this.
+def largest_output(weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor) -> float:
+    """No output of a projection (n, W) of normed rows is larger than this.
 
-    A normed row has the length sqrt(W), so that a value is at most |row of the weight times the norm's weight| sqrt(W)
-    and a constant. The bound is ten to a hundred times what occurs; e4m3 has its full precision over four decades.
+    A normed row has the length sqrt(W), so that an output is at most |row of the weight times the norm's weight|
+    sqrt(W) and a constant. What the attention puts out is a mean of such values, and GELU makes none larger. The bound
+    is ten to a hundred times what occurs; e4m3 has its full precision over four decades.
     """
-    width = block.norm1_weight.numel()
-    weight, bias = block.qkv_weight[-width:].float(), block.qkv_bias[-width:].float()
-    constant = weight @ block.norm1_bias.float() + bias
-    reach = (weight * block.norm1_weight.float()).norm(dim=1) * width**0.5
+    constant = weight.float() @ norm_bias.float() + bias.float()
+    reach = (weight.float() * norm_weight.float()).norm(dim=1) * norm_weight.numel() ** 0.5
     return float((reach + constant.abs()).max())
 
 
@@ -131,7 +169,8 @@ class FusedPredictor:
         candidates: m of a unit.
         max_horizon: longest rollout, at most `MAX_FRAMES`.
         quantised: e4m3 weights (a scale an output channel) and activations in the four projections of each block: a
-            scale a row, and one scale for what the attention puts out, as it writes its rows head by head.
+            scale a row, and one scale for what is written by kernels that have parts of rows: the attention's output,
+            and the GELU's where it is part of its product.
     """
 
     def __init__(
@@ -148,7 +187,7 @@ class FusedPredictor:
         self._patch_rows = m * a.tokens
         rows = m * a.frame_tokens
         device, dtype = weights.out_weight.device, weights.out_weight.dtype
-        self._layers = tuple(_layer(block, quantised) for block in weights.blocks)
+        self._layers = tuple(_layer(block, quantised, rows) for block in weights.blocks)
         self._ones = torch.ones(rows, 1, device=device) if quantised else None
         self._frames = torch.zeros(a.depth, max_horizon, rows, 3 * a.width, device=device, dtype=dtype)
         self._stream = torch.zeros(rows, a.width, device=device, dtype=torch.float32)
@@ -238,5 +277,6 @@ class FusedPredictor:
                 layer.fc1.input_dtype,
             )
             hidden, scales = layer.hidden(x, scales)
-            updates, offset = (attended, layer.fc2.times(hidden, scales)), layer.both_biases
+            update = layer.fc2.times(hidden, self._ones if scales is None else scales)
+            updates, offset = (attended, update), layer.both_biases
         return updates, offset
