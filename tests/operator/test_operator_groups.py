@@ -480,3 +480,25 @@ def test_groups_of_a_revision_that_is_stored_no_more_are_left_alone(make: Any) -
     assert ("StatefulSet", group["metadata"]["name"]) not in gone
     assert ("Service", naming.ranks_name("reach")) not in gone, "its pods find each other by it"
     assert len(later.route.targets) == 1
+
+
+def test_a_group_whose_controller_does_not_run_is_no_silence(make: Any) -> None:
+    policy = planner(make, pool={"gpusPerNode": 8})
+    (group,) = sets_of_lws(make.plan(policy, observed(make, policy, kinds=WITH_LWS), make.settings).desired)
+
+    def told(seconds: float, **more: Any) -> tuple[Json, float | None]:
+        since = datetime.fromisoformat(make.now) - timedelta(seconds=seconds)
+        live = copy.deepcopy(group) | more
+        live["metadata"]["creationTimestamp"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
+        result = make.plan(policy, observed(make, policy, [live], kinds=WITH_LWS), make.settings)
+        (found,) = [one for one in result.status["conditions"] if one["type"] == "Degraded"]
+        return found, result.again_s
+
+    young, again_s = told(30)
+    assert (young["status"], again_s) == ("False", 90.0)
+    old, again_s = told(120)
+    assert (old["status"], old["reason"], again_s) == ("True", "ControllerAbsent", None)
+    assert "LeaderWorkerSet's controller has not looked at it" in old["message"]
+    # The same words an hour later: they are no new status.
+    assert told(3600)[0]["message"] == old["message"]
+    assert told(3600, status={"conditions": []})[0]["status"] == "False"

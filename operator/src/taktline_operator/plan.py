@@ -36,6 +36,7 @@ from taktline_operator import (
     stuck,
     surge,
     trials,
+    unattended,
     workload,
 )
 from taktline_operator.gangs import Gang
@@ -272,6 +273,9 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     stuck.tell(new_status, hung)
     if hung.fault is not None and not status.is_true(new_status, "Degraded"):
         new_status = status.degraded_by(new_status, observed.live, hung.fault, observed.now)
+    ignored = unattended.fault(children, observed.now)
+    if ignored is not None and not status.is_true(new_status, "Degraded"):
+        new_status = status.degraded_by(new_status, observed.live, ignored, observed.now)
     further = {advice.CONDITION: advice.condition(said.cautions)}
     if policy.spec.model.source.fetched:
         further[delivery_status.CONDITION], new_status["delivery"] = delivery_status.condition(
@@ -350,8 +354,9 @@ def _wanted(desired: Sequence[Json], lines: Lineup, gang_of: Mapping[str, Gang])
 def _earliest(policy: PolicyDeployment, observed: Observed, *others: float | None) -> float | None:
     """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
     fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
-    on_ray = ray_services.look_again_s(policy, observed.children.values())
-    return min((found for found in (fetching, on_ray, *others) if found is not None), default=None)
+    children = observed.children.values()
+    looks = (fetching, ray_services.look_again_s(policy, children), unattended.look_again_s(children, observed.now))
+    return min((found for found in (*looks, *others) if found is not None), default=None)
 
 
 def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:
