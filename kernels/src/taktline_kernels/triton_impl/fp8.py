@@ -93,6 +93,7 @@ def quantise_rows(x: Tensor, kind: int = PLAIN, num_warps: int = 0) -> tuple[Ten
         KIND=kind,
         GATED=kind in _GATED,
         FAST=x.is_cuda,
-        num_warps=num_warps or (16 if block >= 16384 else 4),
+        # 6186 rows of 12288 gated: 91 us with 8 warps, 107 with 16.
+        num_warps=num_warps or (16 if width >= 16384 else 8 if block >= 16384 else 4),
     )
     return values, scales
