@@ -103,3 +103,18 @@ def test_the_cluster_that_serves_goes_on_while_kuberay_brings_up_another(make: A
     assert ray_services.serving_cluster({"status": pending | {"activeServiceStatus": failing}}) == ""
     assert ray_services.serving_cluster({"status": pending}) == ""
     assert ray_services.serving_cluster({"status": {"activeServiceStatus": {"rayClusterName": "c"}}}) == ""
+
+
+def test_what_ray_says_of_an_application_that_fails_is_quoted(make: Any) -> None:
+    policy = on_ray(make)
+    line = Line(policy=policy, pool=policy.spec.pools[0], track="", replicas=1)
+    (service,) = services(line, running=1)
+    assert ray_services.fault([service]) is None
+    failed = {"planner": {"status": "DEPLOY_FAILED", "message": "checkpoint_invalid:\n no sidecar"}}
+    pending = {"rayClusterName": "d", "applicationStatuses": failed}
+    found = ray_services.fault([service | {"status": service["status"] | {"pendingServiceStatus": pending}}])
+    assert found is not None
+    assert found.reason == "ApplicationFailed"
+    assert found.message.endswith("cluster d: its application is DEPLOY_FAILED: checkpoint_invalid: no sidecar")
+    # The cluster that serves goes on meanwhile.
+    assert ray_services.is_serving(service)

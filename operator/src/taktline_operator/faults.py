@@ -53,7 +53,7 @@ def find(pods: Iterable[Json], deployments: Iterable[Json]) -> list[Fault]:
                 name = workload["metadata"]["name"]
                 faults.append(
                     of_quota(text, f"deployment/{name}")
-                    or Fault(condition.get("reason", "FailedCreate"), f"deployment/{name}: {_trimmed(text)}")
+                    or Fault(condition.get("reason", "FailedCreate"), f"deployment/{name}: {trimmed(text)}")
                 )
     return faults
 
@@ -67,7 +67,7 @@ def of_quota(refusal: str, what: str) -> Fault | None:
     if not found:
         return None
     step = "ask for a larger ResourceQuota, or for fewer workers"
-    return Fault("QuotaExceeded", f"{what}: exceeded quota: {_trimmed(said)} ({step})")
+    return Fault("QuotaExceeded", f"{what}: exceeded quota: {trimmed(said)} ({step})")
 
 
 def of_refusal(error: ApiError, what: str) -> Fault | None:
@@ -79,7 +79,7 @@ def of_refusal(error: ApiError, what: str) -> Fault | None:
     found = of_quota(error.message, what)
     if found is not None or error.status not in _REFUSALS or "NamespaceTerminating" in error.causes:
         return found
-    return Fault("ApplyRefused", f"{what}: the API server refuses it: {_trimmed(error.message)}")
+    return Fault("ApplyRefused", f"{what}: the API server refuses it: {trimmed(error.message)}")
 
 
 def of_pod(pod: Json) -> Fault | None:
@@ -90,14 +90,14 @@ def of_pod(pod: Json) -> Fault | None:
     name = f"pod/{metadata['name']}"
     if status.get("phase") == "Failed":
         reason = status.get("reason") or "PodFailed"
-        return Fault(reason, f"{name}: {_trimmed(status.get('message') or 'the pod failed')}")
+        return Fault(reason, f"{name}: {trimmed(status.get('message') or 'the pod failed')}")
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         fault = _of_container(name, container)
         if fault:
             return fault
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return Fault(condition.get("reason", "Unschedulable"), f"{name}: {_trimmed(condition.get('message', ''))}")
+            return Fault(condition.get("reason", "Unschedulable"), f"{name}: {trimmed(condition.get('message', ''))}")
     return None
 
 
@@ -110,7 +110,7 @@ def _of_container(pod: str, container: Json) -> Fault | None:
     where = f"{pod}: container {container['name']}"
     reason = _WAITING.get(waiting.get("reason", ""))
     if reason and not ended:
-        return Fault(reason, f"{where}: {_trimmed(waiting.get('message') or reason)}")
+        return Fault(reason, f"{where}: {trimmed(waiting.get('message') or reason)}")
     if ended is None:
         return None
     # It has failed before and is not ready again: waiting, running or ended, it is in a crash loop.
@@ -128,17 +128,18 @@ def last_words(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in reversed(lines):
         if not line.startswith("{"):
-            return _trimmed(line)
+            return trimmed(line)
     for line in reversed(lines):
         try:
             message = json.loads(line).get("message")
         except json.JSONDecodeError:
             continue  # a line cut by the size limit of termination messages
         if message:
-            return _trimmed(str(message))
+            return trimmed(str(message))
     return ""
 
 
-def _trimmed(text: str) -> str:
+def trimmed(text: str) -> str:
+    """Somebody's words on one line, and no more of them than a condition carries."""
     text = " ".join(text.split())
     return text if len(text) <= MESSAGE_LIMIT else text[: MESSAGE_LIMIT - 1] + "…"

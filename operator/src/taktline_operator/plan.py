@@ -273,9 +273,9 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     stuck.tell(new_status, hung)
     if hung.fault is not None and not status.is_true(new_status, "Degraded"):
         new_status = status.degraded_by(new_status, observed.live, hung.fault, observed.now)
-    ignored = unattended.fault(children, observed.now)
-    if ignored is not None and not status.is_true(new_status, "Degraded"):
-        new_status = status.degraded_by(new_status, observed.live, ignored, observed.now)
+    elsewhere = ray_services.fault(children) or unattended.fault(children, observed.now)
+    if elsewhere is not None and not status.is_true(new_status, "Degraded"):
+        new_status = status.degraded_by(new_status, observed.live, elsewhere, observed.now)
     further = {advice.CONDITION: advice.condition(said.cautions)}
     if policy.spec.model.source.fetched:
         further[delivery_status.CONDITION], new_status["delivery"] = delivery_status.condition(

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from taktline_operator import accelerators, gangs, groups, naming, workload
+from taktline_operator import accelerators, faults, gangs, groups, naming, workload
+from taktline_operator.faults import Fault
 from taktline_operator.gangs import Gang
 from taktline_operator.lineup import Line
 from taktline_operator.meshes import Shape
@@ -30,6 +31,7 @@ SERVING_LOOK_S = 30.0
 # Ports that KubeRay looks for by name on the head: it takes its own only where a container names none. It deploys the
 # application by `dashboard`: without that port a cluster never serves.
 _HEAD_PORTS = {"dashboard": 8265, "gcs-server": 6379, "client": 10001, "serve": 8000}
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -70,6 +72,21 @@ def serving_cluster(service: Json) -> str:
 def _is_upgraded(service: Json) -> bool:
     """Whether another Ray cluster is brought up beside the one that serves."""
     return bool(service.get("status", {}).get("pendingServiceStatus", {}).get("rayClusterName"))
+
+
+def fault(children: Iterable[Json]) -> Fault | None:
+    """The first application that Ray could not deploy, or calls unhealthy, in Ray's words; None where there is none."""
+    for service in sorted(
+        (child for child in children if child["kind"] == KIND), key=lambda found: str(found["metadata"]["name"])
+    ):
+        for side in ("activeServiceStatus", "pendingServiceStatus"):
+            part = service.get("status", {}).get(side, {})
+            application = part.get("applicationStatuses", {}).get(APPLICATION, {})
+            if (said := application.get("status", "")) in _FAILED:
+                words = faults.trimmed(application.get("message", "")) or "Ray says no more"
+                where = f"rayservice/{service['metadata']['name']}: cluster {part.get('rayClusterName', '')}"
+                return Fault("ApplicationFailed", f"{where}: its application is {said}: {words}")
+    return None
 
 
 def serving_clusters(children: Iterable[Json]) -> frozenset[str]:

@@ -158,10 +158,13 @@ def test_a_cluster_serves_when_its_application_runs_and_not_before(policies: Any
     assert policies.get("ray-served")["status"]["readyReplicas"] == 0
     (told,) = dashboards.deployed.values()
     assert told["applications"][0]["args"]["listen"] == "0.0.0.0:50051"
+    dashboards.status = "DEPLOY_FAILED"
+    policies.wait("ray-served", "Degraded", "True", "ApplicationFailed")
     dashboards.status = "RUNNING"
     wait_until(clusters.serving, "the cluster serves", timeout_s=LIMIT_S)
     policies.wait("ray-served", "Available", "True")
     policies.wait("ray-served", "Progressing", "False", "Complete")
+    policies.wait("ray-served", "Degraded", "False", "AsExpected")
     (head,) = clusters.pods("head")
     assert head["spec"]["containers"][0]["command"], "KubeRay starts Ray"
     gone(policies, "ray-served")
