@@ -77,23 +77,6 @@ def test_the_triton_rule_in_bf16(length: int) -> None:
     assert error(found, recurrence(*args)) < 1e-2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [1, 3, 33, 65])
-def test_convolution_and_rule_together_are_one_behind_the_other(length: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(length)
-    widths, wide = (48, 48, 72), rand(generator, 2, length, 190, dtype=dtype)
-    x, a, b = wide[..., 4:172], wide[..., 172:175], wide[..., 176:179]  # parts of a wider projection
-    weight, rate, bias = rand(generator, 168, 4, dtype=dtype), -rand(generator, 3).abs(), rand(generator, 3)
-    parts = (part.view(2, length, 3, -1) for part in ops.conv_silu_split(x, weight, widths))
-    expected = recurrence(*parts, a, b, rate, bias)
-    for found in (
-        ops.conv_gated_delta_rule(x, weight, widths, a, b, rate, bias),
-        kernels.conv_gated_delta_rule(x, weight, widths, a, b, rate, bias, config={"value_block": 16}),
-    ):
-        assert (found.dtype, found.shape) == (dtype, (2, length, 3, 24))
-        assert error(found, expected) < (4e-6 if dtype == torch.float32 else 2e-2)
-
-
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("length", [1, 33, 80])
 def test_the_triton_rule_is_the_same_in_chunks_of_any_size(chunk: int, length: int) -> None:
@@ -195,8 +178,7 @@ def test_sigmoid_gate_of_a_part_of_a_wider_projection(dtype: torch.dtype) -> Non
 
 
 def test_all_are_registered_with_a_kernel() -> None:
-    names = ("rms_norm_silu_gate", "conv_silu_split", "gated_delta_rule", "conv_gated_delta_rule", "sigmoid_gate")
-    for name in names:
+    for name in ("rms_norm_silu_gate", "conv_silu_split", "gated_delta_rule", "sigmoid_gate"):
         assert "triton" in REGISTRY[name].implementations()
         assert callable(REGISTRY[name].load("triton"))
 

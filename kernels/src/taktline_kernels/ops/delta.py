@@ -74,20 +74,10 @@ def _gated_delta_rule_reference(
     return torch.cat(found, dim=2)[:, :, :tokens].transpose(1, 2).to(dtype)
 
 
-def _conv_gated_delta_rule_reference(
-    x: Tensor, weight: Tensor, widths: tuple[int, int, int], a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor
-) -> Tensor:
-    q, k, v = (part.view(*x.shape[:2], len(rate), -1) for part in conv_silu_split(x, weight, widths))
-    return gated_delta_rule(q, k, v, a, b, rate, dt_bias)
-
-
 _GATE = register("rms_norm_silu_gate", _rms_norm_silu_gate_reference, {"triton": f"{_TRITON}:rms_norm_silu_gate"})
 _SIGMOID = register("sigmoid_gate", _sigmoid_gate_reference, {"triton": f"{_TRITON}:sigmoid_gate"})
 _CONV = register("conv_silu_split", _conv_silu_split_reference, {"triton": f"{_TRITON}:conv_silu_split"})
 _RULE = register("gated_delta_rule", _gated_delta_rule_reference, {"triton": f"{_TRITON}:gated_delta_rule"})
-_CONV_RULE = register(
-    "conv_gated_delta_rule", _conv_gated_delta_rule_reference, {"triton": f"{_TRITON}:conv_gated_delta_rule"}
-)
 
 
 def rms_norm_silu_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float = 1e-6) -> Tensor:
@@ -158,21 +148,4 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate
     """
     shape = {"tokens": q.shape[1], "rows": q.shape[0], "heads": q.shape[2], "width": q.shape[3]}
     result: Tensor = _RULE.run(shape, q, q, k, v, a, b, rate, dt_bias)
-    return result
-
-
-def conv_gated_delta_rule(
-    x: Tensor, weight: Tensor, widths: tuple[int, int, int], a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor
-) -> Tensor:
-    """`conv_silu_split`, and the gated delta rule of what it gives: queries, keys and values of all heads.
-
-    Args:
-        x: (B, S, channels), as `conv_silu_split` takes it; `weight` and `widths` likewise.
-        a: (B, S, H), as `gated_delta_rule` takes it; `b`, `rate` and `dt_bias` likewise.
-
-    Returns:
-        (B, S, H, e) in the dtype of x. Where no rule names a kernel for both, each runs as its own op.
-    """
-    shape = {"tokens": x.shape[1], "rows": x.shape[0], "heads": len(rate), "width": widths[0] // len(rate)}
-    result: Tensor = _CONV_RULE.run(shape, x, x, weight, widths, a, b, rate, dt_bias)
     return result

@@ -200,7 +200,7 @@ def conv_silu_split(
 
 @triton.jit
 def _product(a, b, KIND: tl.constexpr):
-    """a @ b as in fp32 (0: three products in TF32), in TF32 (1), or from operands rounded to bf16 (2); sums are fp32."""
+    """a @ b as in fp32 (0: three products in TF32), in TF32 (1), or of operands rounded to bf16 (2); sums are fp32."""
     if KIND == 2:
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif KIND == 1:
@@ -211,31 +211,10 @@ def _product(a, b, KIND: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    x_ptr, weight_ptr, first, at, channels, tokens, stride, WIDTH: tl.constexpr, COUNT: tl.constexpr, TAPS: tl.constexpr
-):
-    """Rows `at` of one head's WIDTH channels from `first` on, as they are (no TAPS) or after convolution and SiLU."""
-    inside = channels < WIDTH
-    places = at[:, None] * stride + (first + channels)[None, :]
-    if TAPS == 0:
-        part = tl.load(x_ptr + places, mask=(at < tokens)[:, None] & inside[None, :], other=0.0)
-    else:
-        total = tl.zeros((at.shape[0], COUNT), tl.float32)
-        for tap in tl.range(0, TAPS, num_stages=1, loop_unroll_factor=1):
-            held = (at + (tap - TAPS + 1) >= 0) & (at < tokens)
-            x = tl.load(x_ptr + places + (tap - TAPS + 1) * stride, mask=held[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(weight_ptr + (first + channels) * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-            total += x.to(tl.float32) * weight[None, :]
-        part = (total * tl.sigmoid(total)).to(x_ptr.dtype.element_ty)
-    return part
-
-
-@triton.jit
 def _chunk_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    weight_ptr,
     a_ptr,
     b_ptr,
     rate_ptr,
@@ -248,12 +227,6 @@ def _chunk_kernel(
     end_ptr,
     tokens,
     heads,
-    key_row,
-    key_token,
-    value_row,
-    value_token,
-    key_first,
-    value_first,
     gate_row,
     gate_token,
     scale,
@@ -265,7 +238,6 @@ def _chunk_kernel(
     LEVELS: tl.constexpr,
     GIVEN: tl.constexpr,
     KIND: tl.constexpr,
-    TAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
@@ -292,17 +264,19 @@ def _chunk_kernel(
     end = tl.sum(decay, axis=0)
     apart = tl.where(above >= below, down[:, None] - down[None, :], 0.0)
     between = tl.where(above >= below, tl.exp(apart), 0.0)
+    places = ((row * tokens + at) * heads + head)[:, None]
+    key_places = places * KEY + keys[None, :]
+    key_mask = held[:, None] & (keys < KEY)[None, :]
     spot = (sequence * tl.num_programs(1) + chunk) * SIZE + index[:, None]
     kind = keys_ptr.dtype.element_ty
     # Rows are multiplied as they were read; their norms go into what is small.
-    first = key_first + head * KEY
-    k = _part(k_ptr + row * key_row, weight_ptr, first, at, keys, tokens, key_token, KEY, KEY_BLOCK, TAPS)
+    k = tl.load(k_ptr + key_places, mask=key_mask, other=0.0)
     wide = k.to(tl.float32)
     unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6)
     tl.store(left_ptr + spot * KEY_BLOCK + keys[None, :], (wide * (unit * tl.exp(end - down))[:, None]).to(kind))
     system = _product(k, tl.trans(k), GIVEN) * between * (beta * unit)[:, None] * unit[None, :]
     system = tl.where(above > below, system, 0.0)
-    q = _part(q_ptr + row * key_row, weight_ptr, head * KEY, at, keys, tokens, key_token, KEY, KEY_BLOCK, TAPS)
+    q = tl.load(q_ptr + key_places, mask=key_mask, other=0.0)
     inside = _product(q, tl.trans(k), GIVEN) * between * unit[None, :]
     wide = q.to(tl.float32)
     own = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6) * scale
@@ -318,8 +292,8 @@ def _chunk_kernel(
         inverse -= _product(step, inverse, KIND)
     solved = _product(inverse * (beta * grown * unit)[None, :], k, KIND)
     tl.store(keys_ptr + spot * KEY_BLOCK + keys[None, :], solved.to(kind))
-    first = value_first + head * VALUE
-    v = _part(v_ptr + row * value_row, weight_ptr, first, at, values, tokens, value_token, VALUE, VALUE_BLOCK, TAPS)
+    value_mask = held[:, None] & (values < VALUE)[None, :]
+    v = tl.load(v_ptr + places * VALUE + values[None, :], mask=value_mask, other=0.0)
     solved = _product(inverse * beta[None, :], v, KIND)
     tl.store(values_ptr + spot * VALUE_BLOCK + values[None, :], solved.to(kind))
     tl.store(end_ptr + sequence * tl.num_programs(1) + chunk, tl.exp(end))
@@ -380,59 +354,15 @@ def gated_delta_rule(
     *,
     config: Mapping[str, int],
 ) -> Tensor:
-    """See `ops.delta.gated_delta_rule`."""
-    rows, tokens, heads, key = q.shape
-    value = v.shape[3]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    steps = (tokens * heads * key, heads * key, tokens * heads * value, heads * value, 0, 0)
-    return _rule(q, k, v, None, a, b, rate, dt_bias, (rows, tokens, heads, key, value), steps, config)
-
-
-def conv_gated_delta_rule(
-    x: Tensor,
-    weight: Tensor,
-    widths: tuple[int, int, int],
-    a: Tensor,
-    b: Tensor,
-    rate: Tensor,
-    dt_bias: Tensor,
-    *,
-    config: Mapping[str, int],
-) -> Tensor:
-    """See `ops.delta.conv_gated_delta_rule`: each chunk makes its own queries, keys and values."""
-    rows, tokens, _ = x.shape
-    heads = len(rate)
-    x = x if x.stride(2) == 1 else x.contiguous()
-    steps = (x.stride(0), x.stride(1), x.stride(0), x.stride(1), widths[0], widths[0] + widths[1])
-    sizes = (rows, tokens, heads, widths[0] // heads, widths[2] // heads)
-    return _rule(x, x, x, weight.contiguous(), a, b, rate, dt_bias, sizes, steps, config)
-
-
-def _rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    rate: Tensor,
-    dt_bias: Tensor,
-    sizes: tuple[int, int, int, int, int],
-    steps: tuple[int, int, int, int, int, int],
-    config: Mapping[str, int],
-) -> Tensor:
-    """Two kernels: what is inside each chunk, then the state from chunk to chunk.
+    """See `ops.delta.gated_delta_rule`. Two kernels: what is inside each chunk, then the state from chunk to chunk.
 
     The first has a program for each row, head and chunk: it solves the chunk's triangular system for the keys and the
     values, so that the second, with a program for each row, head and part of the values' width, has two products
     between a state and the next one.
-
-    Args:
-        weight: of the convolution that makes q, k and v, or None where they are made.
-        sizes: rows, tokens, heads, widths of a key and of a value.
-        steps: elements between rows and between tokens of q and k, and of v; the first channel of k, and of v.
     """
-    rows, tokens, heads, key, value = sizes
+    rows, tokens, heads, key = q.shape
+    value = v.shape[3]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if a.stride() != b.stride() or a.stride(2) != 1:
         a, b = a.contiguous(), b.contiguous()
     exact = q.dtype == torch.float32
@@ -451,7 +381,6 @@ def _rule(
         q,
         k,
         v,
-        q if weight is None else weight,
         a,
         b,
         rate,
@@ -460,7 +389,6 @@ def _rule(
         ends,
         tokens,
         heads,
-        *steps,
         a.stride(0),
         a.stride(1),
         key**-0.5,
@@ -472,7 +400,6 @@ def _rule(
         LEVELS=size.bit_length() - 1,
         GIVEN=_EXACT if exact else _BF16,
         KIND=_EXACT if exact else _BF16 if config.get("round_inside", 0) else _TF32,
-        TAPS=0 if weight is None else weight.shape[1],
         num_warps=config.get("num_warps", 4),
     )
     launch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from taktline_kernels import ops
-from taktline_kernels.ops.delta import conv_gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
+from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
 from taktline_kernels.ops.norms import add_rms_norm, rms_norm
 from taktline_kernels.ops.solver import clean_actions
 from torch import Tensor
@@ -134,7 +134,8 @@ def delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
     """A gated delta net's answer (B, S, width) to normed x."""
     widths = t.delta_widths
     mixed, z, a, b = torch.split(mixer.inputs(x), [sum(widths), widths[2], t.delta_heads, t.delta_heads], dim=-1)
-    seen = conv_gated_delta_rule(mixed, mixer.conv, widths, a, b, mixer.rate, mixer.dt_bias)
+    q, k, v = (part.view(*x.shape[:2], t.delta_heads, -1) for part in conv_silu_split(mixed, mixer.conv, widths))
+    seen = gated_delta_rule(q, k, v, a, b, mixer.rate, mixer.dt_bias)
     z = z.view(*x.shape[:2], t.delta_heads, -1)
     return mixer.out(rms_norm_silu_gate(seen, mixer.norm, z, t.eps).flatten(2))
 
