@@ -191,7 +191,8 @@ class FusedPredictor:
         self._ones = torch.ones(rows, 1, device=device) if quantised else None
         self._frames = torch.zeros(a.depth, max_horizon, rows, 3 * a.width, device=device, dtype=dtype)
         self._stream = torch.zeros(rows, a.width, device=device, dtype=torch.float32)
-        self._turns_late = ops.turns_while_attending(dtype, device, a.tokens, a.heads, a.head_dim)
+        # In bf16 a rotation of its own and Triton's attention take no longer; this one writes e4m3 besides.
+        self._turns_late = quantised and ops.turns_while_attending(dtype, device, a.tokens, a.heads, a.head_dim)
         self._tables = []
         order = torch.arange(a.frame_tokens).roll(-modules.CONDITIONING)
         for frame in range(max_horizon):
