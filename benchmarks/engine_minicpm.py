@@ -1,6 +1,6 @@
 """MiniCPM-RobotManip on one GPU: the engine's whole request in a graph against its floor and a plain peer, by views.
 
-    python benchmarks/engine_minicpm.py [--quick] [--out DIR]
+    python benchmarks/engine_minicpm.py [--quick] [--fp8] [--out DIR]
 
 Random weights of the published size; frames are cut into patches and the prompt tokenised before. Times are CUDA events
 around one replay, 10 warm-ups, 50 runs. The peer is benchmarks/plain_minicpm.py with its backbone in bf16, eager, at
@@ -21,6 +21,7 @@ from engine import Row, add_peer, capture, event_times, quantile, say
 from floors import H200
 from plain_minicpm import PlainHead, PlainMiniCpm, backbone, head_tensors, published_config
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
+from taktline_worker.models.minicpm_robot.fp8 import quantise
 from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
 from taktline_worker.models.minicpm_robot.profile import MiniCpmProfile
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
@@ -29,6 +30,8 @@ from taktline_worker.models.minicpm_robot.weights import pack_weights
 from taktline_worker.models.minicpm_robot.work import phase_work
 
 VIEWS, TEXT = (1, 2, 3), 28
+COMPARED = 4
+"""Robots whose actions are compared with fp32: one distance alone scatters by a third."""
 BATCHES = {1: (1,), 2: (1, 2, 4, 8, 16, 32), 3: (1,)}
 
 
@@ -47,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--quick", action="store_true", help="batch 1 only")
+    parser.add_argument("--fp8", action="store_true", help="two views at batch 1 with FP8 in the backbone too")
     options = parser.parse_args()
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
@@ -66,20 +70,13 @@ def main() -> None:
     def save() -> None:
         target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
-    for views in VIEWS:
+    def measure(runner: MiniCpmRunner, precision: str, views: int, sizes: tuple[int, ...]) -> None:
         row = random_row(PUBLISHED, views, TEXT)
-        sizes = BATCHES[views][:1] if options.quick else BATCHES[views]
-        graphs = MiniCpmGraphs(eager, row, sizes)
+        graphs = MiniCpmGraphs(runner, row, sizes)
         graphs.capture()
-        found, reference = graphs.run([row])[0], exact.run([row])[0]
         here = on_device(row, device)
-        official = plain(here).cpu()
-        accuracy = {
-            name: float((value - reference).norm() / reference.norm())
-            for name, value in (("ours", found), ("plain", official))
-        }
-        say(f"{views} views: distance of bf16 from fp32 {json.dumps(accuracy)}")
-        profile = MiniCpmProfile(graphs, row, "bf16")
+        accuracy: dict[str, float] = {}
+        profile = MiniCpmProfile(graphs, row, precision)
         for batch in sizes:
             times = event_times(graphs.loaded(rows_of(views, batch)), 10, 50)
             parts = {
@@ -91,7 +88,7 @@ def main() -> None:
             floors = {name: one.floor_ms(H200.flops, H200.bytes_per_s) for name, one in work.items()}
             rows.append(
                 Row(
-                    policy="minicpm-robot",
+                    policy=f"minicpm-robot{'' if precision == 'bf16' else ' ' + precision}",
                     shape=profile.shape,
                     batch=batch,
                     median_ms=quantile(times, 0.5),
@@ -100,16 +97,28 @@ def main() -> None:
                     floor_ms=sum(floors.values()),
                     versions=versions,
                     date=time.strftime("%Y-%m-%d"),
-                    command="python benchmarks/engine_minicpm.py",
+                    command=f"python benchmarks/engine_minicpm.py{' --fp8' if precision == 'fp8' else ''}",
                     details={"phases_ms": parts, "phase_floors_ms": floors, "accuracy": accuracy},
                 )
             )
             shown = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
             say(f"{views} views, batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
-            if batch == 1:
-                add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda here=here: plain(here), 2, 10))  # type: ignore[misc]
+            if batch == 1 and precision == "bf16":
+                add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda: plain(here), 2, 10))
             save()
-        del graphs
+        for one in rows_of(views, COMPARED):  # the rows above hold the same mapping
+            reference = exact.run([one])[0]
+            for name, found in (("ours", graphs.run([one])[0]), ("plain", plain(on_device(one, device)).cpu())):
+                distance = float((found - reference).norm() / reference.norm())
+                accuracy[name] = accuracy.get(name, 0.0) + distance / COMPARED
+        say(f"{views} views: mean distance of {precision} (plain: bf16) from fp32 over {COMPARED} robots {accuracy}")
+        save()
+
+    for views in VIEWS:
+        measure(eager, "bf16", views, BATCHES[views][:1] if options.quick else BATCHES[views])
+    if options.fp8:
+        bytes_of = MiniCpmRunner(quantise(eager.weights), PUBLISHED, IMAGE_TOKEN)
+        measure(bytes_of, "fp8", 2, (1,))
     say(f"wrote {target}")
 
 
