@@ -1,6 +1,6 @@
 """π0 and π0.5 on one GPU: the engine's whole request against peers and the floor, by precision and shape.
 
-    python benchmarks/engine.py [--quick] [--out DIR]
+    python benchmarks/engine.py [--quick] [--only pi05/bf16,...] [--out DIR]
 
 Random full-size weights; pixels and token ids are on the device, as in the published measurements. Times are CUDA
 events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured one after the other.
@@ -276,38 +276,44 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--quick", action="store_true", help="batch 1 and 8 only, no compiled peer")
     parser.add_argument("--limit-s", type=float, default=1e9, help="skip compiled peers that would start later")
+    known = [f"{policy}/{precision}" for policy, precision in SUBJECTS]
+    parser.add_argument("--only", default=",".join(known), help="of %(default)s; files of the others stay as they are")
     options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(known):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
+    subjects = {one: name for one, name in SUBJECTS.items() if "/".join(one) in wanted or one == ("pi05", "bf16")}
     shapes = [b for b in SHAPES if not options.quick or b.rows in (1, 8)]
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     runners: dict[Subject, GraphRunner] = {}
     found: dict[str, Any] = {}
-    tensors = random_tensors(PI0, device)
-    build(tensors, ("pi0", "bf16"), [b for b in OTHERS if b in shapes], runners)
-    found["pi0"] = accuracy(runners, tensors, "pi0", {})
-    del tensors
+    if ("pi0", "bf16") in subjects:
+        tensors = random_tensors(PI0, device)
+        build(tensors, ("pi0", "bf16"), [b for b in OTHERS if b in shapes], runners)
+        found["pi0"] = accuracy(runners, tensors, "pi0", {})
+        del tensors
     tensors = random_tensors(PI05, device)
-    build(tensors, ("pi05", "bf16"), shapes, runners)
-    build(tensors, ("pi05", "fp8"), [b for b in OTHERS if b in shapes], runners)
-    for stored in STORED:
-        build(tensors, ("pi05", stored), [b for b in ONE_ROW if b in shapes], runners)
+    for subject in (one for one in subjects if one[0] == "pi05"):
+        own_shapes = {"bf16": shapes, "fp8": OTHERS}.get(subject[1], ONE_ROW)
+        build(tensors, subject, [b for b in own_shapes if b in shapes], runners)
     bf16 = official_dtypes(tensors, torch.bfloat16)
     found["pi05"] = accuracy(runners, tensors, "pi05", bf16)
     del tensors
     torch.cuda.empty_cache()
     say(f"errors against fp32: {json.dumps(found)}")
 
-    rows: dict[Subject, list[Row]] = {subject: [] for subject in SUBJECTS}
+    rows: dict[Subject, list[Row]] = {subject: [] for subject in subjects}
     options.out.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
-        for subject, name in SUBJECTS.items():
+        for subject, name in subjects.items():
             text = json.dumps([asdict(row) for row in rows[subject]], indent=1)
             (options.out / name).write_text(text + "\n", encoding="utf-8")
 
     own: dict[Bucket, Row] = {}
     for bucket in shapes:
-        for subject in SUBJECTS:
+        for subject in subjects:
             if bucket not in runners[subject].captured:
                 continue
             row = measure(runners[subject], subject, bucket, versions)
