@@ -80,7 +80,7 @@ async def test_one_connection_too_many_is_refused_and_another_comes_in_its_place
 @pytest.mark.parametrize(
     ("begin", "trickle"), [(LONG, b"\0"), (PIECE, MORE), (PIECE, b"\x89\x80\0\0\0\0")], ids=["bytes", "pieces", "pings"]
 )
-async def test_a_message_that_does_not_end_ends_its_connection(begin, trickle):
+async def test_a_message_that_does_not_end_ends_its_connection(begin, trickle, caplog):
     counts = ConnectionCounts(10, 10)
     async with listener(counts, message_timeout_s=0.2) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -96,10 +96,13 @@ async def test_a_message_that_does_not_end_ends_its_connection(begin, trickle):
                     await asyncio.sleep(0.02)
 
         going_on = asyncio.create_task(go_on())
+        # What it says at the end may be lost, as the client goes on sending.
         async with asyncio.timeout(60):
-            said = await reader.read()
-        assert b"a message took over 0.2 s" in said
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(65536):
+                    pass
         await became(lambda: counts.total == 0, "the end of the connection")
+        assert [record.message for record in caplog.records if "fenced" in record.name] == ["slow_message"]
         going_on.cancel()
         await asyncio.gather(going_on, return_exceptions=True)
         writer.close()
@@ -174,11 +177,12 @@ def end_at_once(connection: socket.socket) -> None:
 
 def census(stack) -> dict:
     """What the gateway holds at the moment."""
-    stack.gateway.send_signal(signal.SIGUSR1)
     seen = len(stack.log.read_text().splitlines())
+    stack.gateway.send_signal(signal.SIGUSR1)
 
     def told() -> dict | None:
-        lines = [json.loads(line) for line in stack.log.read_text().splitlines()[seen:] if '"census"' in line]
+        whole = stack.log.read_text().rpartition("\n")[0]  # a line may be half written
+        lines = [json.loads(line) for line in whole.splitlines()[seen:] if '"census"' in line]
         return lines[-1] if lines else None
 
     return until(told, "the census")
@@ -245,6 +249,8 @@ def test_a_frame_that_does_not_end_ends_its_stream(bare_stack):
     said = b""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(UPGRADE.replace(b"GET / ", b"GET /v1/policies/scripted/stream "))
+        while b"\r\n\r\n" not in said:
+            said += connection.recv(65536)
         connection.sendall(b"\x82" + bytes([0x80 | len(hello)]) + bytes(4) + hello + LONG)
         connection.settimeout(0.05)
         end = time.monotonic() + 120
