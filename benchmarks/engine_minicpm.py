@@ -88,7 +88,8 @@ def main() -> None:
             floors = {name: one.floor_ms(H200.flops, H200.bytes_per_s) for name, one in work.items()}
             rows.append(
                 Row(
-                    policy=f"minicpm-robot{'' if precision == 'bf16' else ' ' + precision}",
+                    policy="minicpm-robot",
+                    dtype=precision,
                     shape=profile.shape,
                     batch=batch,
                     median_ms=quantile(times, 0.5),
