@@ -11,7 +11,7 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from taktline_local.cluster import Cluster
 from taktline_local.control_plane import ControlPlane
 from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.programs import build_programs
+from taktline_protocol.errors import TaktlineError
 
 from tests.cluster.operator.conftest import MANIFESTS, OperatorProcess, Policies
 
@@ -123,6 +124,14 @@ def settled(policies: Policies, name: str) -> bool:
     return bool(live.get("status", {}).get("observedGeneration") == live.get("metadata", {}).get("generation"))
 
 
+def patiently(look: Callable[[], bool]) -> bool:
+    """What a look says; False where kubectl could not answer it."""
+    try:
+        return look()
+    except (TaktlineError, ValueError):
+        return False
+
+
 def test_a_watch_that_is_gone_begins_anew_with_all_that_happened_meanwhile(plane: ControlPlane, tmp_path: Path) -> None:
     kubectl = plane.kubectl
     install(kubectl)
@@ -157,7 +166,8 @@ def test_a_watch_that_is_gone_begins_anew_with_all_that_happened_meanwhile(plane
             reconciled = all(settled(policies, name) for name in ("stays", "edited", "new"))
             return bool(service and reconciled and set(policies.routes()) == {"stays", "edited", "new"})
 
-        wait_until(caught_up, "the operator has caught up", timeout_s=LIMIT_S)
+        # An API server that has just started may still refuse what it serves a moment later.
+        wait_until(lambda: patiently(caught_up), "the operator has caught up", timeout_s=LIMIT_S)
         wait_until(lambda: proxy.gone > 0, "the API server has said that a version is gone", timeout_s=LIMIT_S)
 
         # Its watches live: the next change is seen, by the process that was there all the time.

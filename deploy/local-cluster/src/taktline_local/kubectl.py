@@ -35,7 +35,16 @@ class Kubectl:
         """Run kubectl and return its stdout; raises TaktlineError with its stderr when it fails and `check` is set."""
         command = [str(self._program), f"--cache-dir={self._cache}", *arguments]
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
-        reply = subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, check=False)
+        # Its words may hold bytes that are no text, of an answer that it could not read: they are shown, not choked on.
+        reply = subprocess.run(
+            command,
+            env=environment,
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            errors="backslashreplace",
+            check=False,
+        )
         if check and reply.returncode != 0:
             raise TaktlineError(
                 ErrorCode.INTERNAL,
