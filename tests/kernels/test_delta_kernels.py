@@ -66,7 +66,7 @@ def test_the_triton_rule_is_the_recurrence(length: int, key: int, value: int) ->
     args = given(length, torch.float32, key, value)
     found = kernels.gated_delta_rule(*args, config={})
     assert found.shape == (2, length, 3, value)
-    assert error(found, recurrence(*args)) < 3e-6
+    assert error(found, recurrence(*args)) < 1e-5
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -81,7 +81,7 @@ def test_the_triton_rule_in_bf16(length: int) -> None:
 @pytest.mark.parametrize("length", [1, 33, 80])
 def test_the_triton_rule_is_the_same_in_chunks_of_any_size(chunk: int, length: int) -> None:
     args = given(length, torch.float32)
-    assert error(kernels.gated_delta_rule(*args, config={"chunk": chunk}), recurrence(*args)) < 3e-6
+    assert error(kernels.gated_delta_rule(*args, config={"chunk": chunk}), recurrence(*args)) < 1e-5
 
 
 def test_the_triton_rule_reads_gates_that_are_part_of_a_wider_projection() -> None:
@@ -89,7 +89,7 @@ def test_the_triton_rule_reads_gates_that_are_part_of_a_wider_projection() -> No
     wide = torch.cat((v.flatten(2), a, b), dim=-1)
     a, b = wide[..., -6:-3], wide[..., -3:]
     found = kernels.gated_delta_rule(q, k, v, a, b, rate, bias, config={})
-    assert error(found, recurrence(q, k, v, a, b, rate, bias)) < 3e-6
+    assert error(found, recurrence(q, k, v, a, b, rate, bias)) < 1e-5
 
 
 @pytest.mark.parametrize("rule", ["reference", "triton"])

@@ -30,7 +30,7 @@ def test_windows_are_the_reference(count: int, tokens: int, width: int, dtype: t
     for args in ((q, k, v), (q, k.contiguous(), v)):  # parts of one projection, and tensors that are not
         found = windows.attention_vision(*args, config={"rows": 8})
         assert (found.dtype, found.shape) == (dtype, q.shape)
-        assert float((found.float() - expected).norm() / expected.norm()) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert float((found.float() - expected).norm() / expected.norm()) < (3e-6 if dtype == torch.float32 else 4e-3)
 
 
 def test_more_tokens_are_refused() -> None:
