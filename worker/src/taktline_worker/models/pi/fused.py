@@ -89,7 +89,7 @@ def fuse(
     )
     if quantisation is not None:
         reason = f"it reads bf16, and engine.quantisation keeps the expert's matrices in {quantisation.expert}"
-        logger.info("the expert's kernel chain is not used: %s", reason)
+        logger.warning("the expert's kernel chain is not used: %s", reason)
         return FusedWeights(packed, norms, None, reason, stored, quantisation)
     chain, reason = make_chain(packed, norms, architecture, horizon, max_keys)
     return FusedWeights(packed, norms, chain, reason)
