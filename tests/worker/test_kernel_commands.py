@@ -161,7 +161,7 @@ def test_settings_come_from_shipped_tables_and_the_grid() -> None:
     found = list(tuning.candidates(call))
     assert found[0] == ("triton", dict(call.choice.config))
     assert len(found) == len({(kernel, tuple(sorted(config.items()))) for kernel, config in found}) >= 40
-    assert ("triton", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "tma": 1}) in found  # h200's rule
+    assert ("triton", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "tma": 1}) in found
 
 
 def test_commands(folder: Path) -> None:

@@ -69,9 +69,7 @@ def tile_for(rows: int, width: int, processors: int) -> int:
     return min(TOKEN_TILES, key=cost)
 
 
-def linear_geglu(
-    x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12, silu: bool = False
-) -> Tensor:
+def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12, silu: bool = False) -> Tensor:
     """Run the kernel.
 
     Args:
