@@ -114,7 +114,7 @@ def measure(config: EngineConfig, rounds: int, budget_s: float | None) -> dict[s
                 "plan_after_is_equal": ask(adapter, pool, rounds).plan == whole.plan,
             }
             budget = budget_s if budget_s is not None else 0.75 * whole.seconds
-            timed = ask_and_kill(ranks, budget / 3, lambda: ask(adapter, pool, rounds, budget))
+            timed = ask_and_kill(ranks, min(budget, whole.seconds) / 3, lambda: ask(adapter, pool, rounds, budget))
             found["budget"] = {
                 "budget_s": budget,
                 "seconds": timed.seconds,

@@ -58,6 +58,7 @@ def test_products() -> None:
     same("linear", x, weight, bias)
     same("linear", x, weight)
     same("linear_geglu", x, gpu.pack_gate_up(weight))
+    same("linear_swiglu", x, gpu.pack_gate_up(weight))
 
 
 @pytest.mark.parametrize("number_format", ["fp8", "int8"])

@@ -31,6 +31,7 @@ __all__ = [
     "linear_geglu",
     "linear_geglu_bytes",
     "linear_gelu",
+    "linear_swiglu",
     "pack_gate_up",
     "quantise_rows",
     "quantise_weight",
@@ -112,10 +113,20 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def linear_geglu(x: Tensor, packed: Tensor) -> Tensor:
     """See `gpu.linear_geglu`."""
-    product = functional.linear(x.float(), packed.float())
-    pairs = product.view(*x.shape[:-1], -1, 2, 8)
-    hidden: Tensor = functional.gelu(pairs[..., 0, :], approximate="tanh") * pairs[..., 1, :]
-    return hidden.flatten(-2).to(x.dtype)
+    gate, up = _gate_and_up(x, packed)
+    return (functional.gelu(gate, approximate="tanh") * up).flatten(-2).to(x.dtype)
+
+
+def linear_swiglu(x: Tensor, packed: Tensor) -> Tensor:
+    """See `gpu.linear_swiglu`."""
+    gate, up = _gate_and_up(x, packed)
+    return (functional.silu(gate) * up).flatten(-2).to(x.dtype)
+
+
+def _gate_and_up(x: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Both products (..., blocks, 8) fp32; eight rows of a gate and of an up alternate in `packed`."""
+    pairs = functional.linear(x.float(), packed.float()).view(*x.shape[:-1], -1, 2, 8)
+    return pairs[..., 0, :], pairs[..., 1, :]
 
 
 def linear_bytes(x: Tensor, weight: ByteWeight) -> Tensor:

@@ -91,7 +91,6 @@ _SUFFIX = register(
     {
         "triton": f"{_TRITON}:attention_suffix",
         "parts": "taktline_kernels.cuda.sdpa:attention_suffix",
-        "long": "taktline_kernels.triton_impl.long_attention:attention_suffix",
     },
 )
 

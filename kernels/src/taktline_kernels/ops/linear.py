@@ -11,6 +11,7 @@ from taktline_kernels.ops import norms
 from taktline_kernels.ops.dispatch import register
 
 Activation = Literal["none", "gelu", "relu", "silu"]
+_NUMBERS = {"none": 0, "gelu": 1, "relu": 2, "silu": 3}
 
 
 def _linear_reference(
@@ -86,7 +87,7 @@ def linear(
         "n": weight.shape[0],
         "k": weight.shape[1],
         "bias": int(bias is not None),
-        "gelu": int(activation == "gelu"),
+        "activation": _NUMBERS[activation],
         "gate": int(gate is not None),
         "residual": int(residual is not None),
     }
@@ -115,8 +116,8 @@ def linear_add_layer_norm(
         eps: added to the variance.
 
     Returns:
-        (s, layer_norm(s)) with s = residual + x @ weight.T + bias, both in the dtype of residual. Where no rule names a
-        kernel for both, each runs as its own op.
+        (s, layer_norm(s)) with s = residual + x @ weight.T + bias, in the dtypes of residual and of x. Where no rule
+        names a kernel for both, each runs as its own op.
     """
     shape = {
         "m": x.numel() // x.shape[-1],

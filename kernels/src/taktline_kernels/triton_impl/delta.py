@@ -416,7 +416,7 @@ def gated_delta_rule(
         VALUE_BLOCK=value_block,
         PART=part,
         SIZE=size,
-        KIND=_EXACT if exact else _BF16 if config.get("round_across", 1) else _TF32,
+        KIND=_EXACT if exact else _BF16,
         num_warps=config.get("state_warps", 4),
         num_stages=config.get("num_stages", 3),
     )

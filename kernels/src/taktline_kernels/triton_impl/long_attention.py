@@ -1,4 +1,4 @@
-"""Triton kernels for attention of thousands of tokens over themselves and a short prefix of another length a row."""
+"""A Triton kernel that adds short prefixes, of another length a row, to the attention of a long suffix over itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taktline_kernels.triton_impl.launch import launch
 
@@ -25,63 +24,6 @@ def _step(q, k, v, out, top, total, scale_log2, count, BLOCK_N: tl.constexpr, MA
     total = total * decay + tl.sum(weights, axis=1)
     out = out * decay[:, None]
     return tl.dot(weights.to(v.dtype), v, out, input_precision="ieee"), new_top, total
-
-
-@triton.jit
-def _long_kernel(
-    q_ptr,
-    prefix_k,
-    prefix_v,
-    suffix_k,
-    suffix_v,
-    lengths_ptr,
-    out_ptr,
-    rows,
-    prefix_rows,
-    suffix_rows,
-    suffix_lane_rows,
-    q_lane_stride,
-    q_row_stride,
-    scale_log2,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = tl.program_id(1)
-    lane = tl.program_id(2)
-    width = tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None]
-    column = (head // GROUP) * WIDTH
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    base = q_ptr + lane.to(tl.int64) * q_lane_stride + head * WIDTH
-    q = tl.load(base + row.to(tl.int64)[:, None] * q_row_stride + width[None, :], mask=inside, other=0.0)
-    out = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    length = tl.load(lengths_ptr + lane)
-    first = lane * suffix_lane_rows
-    # Whole blocks need no mask: the tail first, then the prefix, then they.
-    whole = suffix_rows // BLOCK_N * BLOCK_N
-    if whole < suffix_rows:
-        k = suffix_k.load([first + whole, column])
-        v = suffix_v.load([first + whole, column])
-        out, top, total = _step(q, k, v, out, top, total, scale_log2, suffix_rows - whole, BLOCK_N, True)
-    for start in tl.range(0, length, BLOCK_N, num_stages=1):
-        k = prefix_k.load([lane * prefix_rows + start, column])
-        v = prefix_v.load([lane * prefix_rows + start, column])
-        out, top, total = _step(q, k, v, out, top, total, scale_log2, length - start, BLOCK_N, True)
-    for start in tl.range(0, whole, BLOCK_N):
-        k = suffix_k.load([first + start, column])
-        v = suffix_v.load([first + start, column])
-        out, top, total = _step(q, k, v, out, top, total, scale_log2, BLOCK_N, BLOCK_N, False)
-    target = out_ptr + (lane.to(tl.int64) * rows + row[:, None]) * (HEADS * WIDTH) + head * WIDTH + width[None, :]
-    tl.store(target, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,58 +89,11 @@ def _merge_kernel(
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _matrix(t: Tensor, block: int) -> TensorDescriptor:
-    """(lanes, rows, heads, width) as one matrix of rows: those of a lane behind those of the one before."""
-    lanes, rows, heads, width = t.shape
-    height = (lanes - 1) * (t.stride(0) // t.stride(1)) + rows
-    return TensorDescriptor(t, [height, heads * width], [t.stride(1), 1], [block, width])
-
-
 def _laid_out(t: Tensor) -> Tensor:
     """As the kernels read it: heads one behind the other in a row, lanes whole rows apart."""
     whole = t.stride(1) != 0 and t.stride(0) % t.stride(1) == 0
     fits = t.stride(3) == 1 and t.stride(2) == t.shape[3] and whole and t.stride(1) % 8 == 0
     return t if fits and t.storage_offset() % 8 == 0 else t.contiguous()
-
-
-def attention_suffix(
-    q: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    prefix_lengths: Tensor,
-    suffix_k: Tensor,
-    suffix_v: Tensor,
-    config: Mapping[str, int],
-) -> Tensor:
-    """Run `ops.attention_suffix` in one pass, for suffixes of hundreds of tokens and more."""
-    lanes, rows, heads, width = q.shape
-    q, suffix_k, suffix_v = _laid_out(q), _laid_out(suffix_k), _laid_out(suffix_v)
-    prefix_k, prefix_v = prefix_k.contiguous(), prefix_v.contiguous()
-    out = q.new_empty(q.shape)
-    block_m, block_n = config.get("block_m", 128), config.get("block_n", 128)
-    launch(
-        _long_kernel,
-        (triton.cdiv(rows, block_m), heads, lanes),
-        q,
-        *(_matrix(t, block_n) for t in (prefix_k, prefix_v, suffix_k, suffix_v)),
-        prefix_lengths,
-        out,
-        rows,
-        prefix_k.shape[1],
-        suffix_k.shape[1],
-        suffix_k.stride(0) // suffix_k.stride(1),
-        q.stride(0),
-        q.stride(1),
-        width**-0.5 * _LOG2E,
-        HEADS=heads,
-        GROUP=heads // suffix_k.shape[2],
-        WIDTH=width,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=config.get("num_warps", 8),
-        num_stages=config.get("num_stages", 3),
-    )
-    return out
 
 
 def merge_prefix(

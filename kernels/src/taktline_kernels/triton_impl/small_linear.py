@@ -344,7 +344,7 @@ def linear_add_layer_norm(
     product, parts = _product(x, weight, bias, "none", None, None, config, keep_parts=True)
     rows, channels = product.shape[1:]
     residual = residual.contiguous()
-    total, out = torch.empty_like(residual), torch.empty_like(residual)
+    total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=x.dtype)
     launch(
         _sum_norm_kernel,
         (rows,),

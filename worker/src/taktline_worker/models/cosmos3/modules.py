@@ -133,7 +133,7 @@ def encode_text(
         # The other tower reads these keys or, where it has a norm of its own for them, others of the same product.
         shared = k
         if layer.shared_norm is not None:
-            shared = k.clone()
+            shared = k.clone() if layer.k_norm is None else ops.rms_norm(k, layer.k_norm - 1.0, a.norm_eps)
             norms = layer.shared_norm, layer.shared_norm
             ops.norm_rotate(shared.flatten(2), *norms, cos, sin, heads=kv_heads, kv_heads=0, eps=a.norm_eps)
         ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=heads, kv_heads=kv_heads, eps=a.norm_eps)
