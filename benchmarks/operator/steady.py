@@ -52,6 +52,8 @@ RATE = 12.0  # observations a second of the scaled policy
 SAMPLE_S = 30.0
 STILL_S = 60.0  # without a write before the counting begins
 NO_DIGEST = "0" * 64
+OURS = {"measurement": "steady"}
+"""Label of this measurement's simulated nodes: on others of the cluster real processes may be started."""
 
 
 def policies() -> dict[str, Json]:
@@ -68,7 +70,11 @@ def policies() -> dict[str, Json]:
     one = {"buckets": [1]}
     return {
         "plain": {"model": model, "pools": [line], "slo": slo},
-        "processor": {"model": model, "pools": [{"name": "cpu", "accelerator": "cpu", "minReplicas": 3}], "slo": slo},
+        "processor": {
+            "model": model,
+            "pools": [{"name": "cpu", "accelerator": "cpu", "minReplicas": 3, "nodeSelector": OURS}],
+            "slo": slo,
+        },
         "mesh": {
             "model": cosmos,
             "engine": one | {"parallel": {"cfg": 2, "tp": 2}},
@@ -170,7 +176,13 @@ class NoisyGateway:
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": GATEWAY, "namespace": SYSTEM, "labels": labels},
-            "spec": {"containers": [container], "securityContext": user, "automountServiceAccountToken": False},
+            "spec": {
+                "containers": [container],
+                "securityContext": user,
+                "automountServiceAccountToken": False,
+                # A node of this measurement: only there has the pod the address at which its port answers.
+                "nodeSelector": OURS,
+            },
         }
 
 
@@ -331,7 +343,7 @@ async def measure(
     nodes = SimulatedNodes(
         api,
         3,
-        labels={"taktline.dev/accelerator": "h100"},
+        labels={"taktline.dev/accelerator": "h100"} | OURS,
         extended={"nvidia.com/gpu": "16"},
         addresses={GATEWAY: "127.0.0.1"},
     )

@@ -96,7 +96,7 @@ def test_why_a_gateway_was_not_reached_is_in_the_error(transport):
         port = server.getsockname()[1]
     robot = taktline.Robot(f"http://127.0.0.1:{port}", "scripted", "arm", transport=transport)
     with robot, pytest.raises(TaktlineError, match=r"refused|failed") as said:
-        robot.act(IMAGES, STATE, "go", 200.0)
+        robot.act(IMAGES, STATE, "go", 2_000.0)
     assert said.value.code is ErrorCode.GATEWAY_UNREACHABLE
 
 

@@ -382,6 +382,12 @@ def test_a_chance_is_taken_only_where_more_are_expected_on_time_by_it(deadlines,
         assert times.median_s(size) <= ordered[start], "a batch that the first member makes less often than not"
 
 
+def test_times_that_never_vary_are_weighed_to_the_last_bit():
+    """Without any spread a rounding may put an end behind the deadline that it just meets."""
+    start, size, _ = weigh_batch([0.010, 0.026, 0.026, 0.026], 0.0, service_times(), 8, 0.0, 0, 0.0)
+    assert start + size <= 4
+
+
 def test_a_plan_that_ends_in_time_by_every_median_only_counts_less_than_one_with_room():
     """24 tickets in 168 ms: 16 and then 4 take 157 ms, 8 and 8 and 4 take 163.5 and wait less."""
     times = service_times({1: 20.5, 2: 26.5, 4: 38.5, 8: 62.5, 16: 118.5, 32: 230.5}, 32, tail=1.072)

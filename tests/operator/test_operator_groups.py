@@ -216,7 +216,8 @@ def test_a_leader_worker_set_is_replaced_by_another_that_serves_first(make: Any,
     assert gone[0] in {group["metadata"]["name"] for group in old_sets}
 
 
-def test_a_set_of_several_groups_serves_until_all_that_replace_it_do(make: Any) -> None:
+@pytest.mark.parametrize("template", ["the same", "earlier"])
+def test_a_set_of_several_groups_serves_until_all_that_replace_it_do(make: Any, template: str) -> None:
     policy = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2})
     desired = make.plan(policy, observed(make, policy, kinds=WITH_LWS), make.settings).desired
     made = sets_of_lws(desired)
@@ -229,7 +230,8 @@ def test_a_set_of_several_groups_serves_until_all_that_replace_it_do(make: Any) 
             pod["metadata"]["name"] = f"reach-line-{number}-{pod['metadata']['name'][-1]}"
             pod["metadata"]["labels"] |= {groups.LWS_NAME_LABEL: "reach-line", groups.LWS_GROUP_LABEL: number}
             del pod["metadata"]["labels"][naming.LABEL_GROUP]
-            pod["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = "earlier"
+            if template == "earlier":
+                pod["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE] = template
             old_pods.append(pod)
     del earlier["metadata"]["labels"][naming.LABEL_GROUP]
     first = make.plan(policy, observed(make, policy, [earlier], old_pods, kinds=WITH_LWS), make.settings)

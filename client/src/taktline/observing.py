@@ -108,7 +108,11 @@ def _check(instruction: str, budget_ms: float, priority: str) -> None:
             f"the instruction is of type {type(instruction).__name__}",
             "say the task in words, as a str",
         )
-    if not isinstance(budget_ms, (int, float, np.number)) or math.isnan(budget_ms):
+    try:
+        usable = not isinstance(budget_ms, str) and not math.isnan(float(budget_ms))
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
         raise TaktlineError(
             ErrorCode.BUDGET_INVALID, f"the budget is {budget_ms!r}", "give the time until the buffer runs dry, in ms"
         )

@@ -167,7 +167,7 @@ def _follow(
             elapsed += median[size]
             spread += variance[size]
             on_time += size
-            if deadlines[index] < now + elapsed + sqrt(spread):
+            if spread and deadlines[index] < now + elapsed + sqrt(spread):
                 on_time -= _missing(deadlines, index, index + size, now + elapsed, sqrt(spread))
             waited += size * elapsed
             index += size

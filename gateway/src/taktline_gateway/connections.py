@@ -11,8 +11,8 @@ import uvloop
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """A TLS handshake that takes longer is given up, as is a request's head (`http_protocol`)."""
-CLOSING_TIMEOUT_S = 5.0
-"""How long the other end of a TLS connection is waited for when it closes."""
+CLOSING_TIMEOUT_S = 30.0
+"""How long a TLS connection that closes may take to send what is left and to hear the other end's goodbye."""
 PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 60, 15, 4
 """After how much silence the kernel asks whether a peer is still there, how often, how many times in vain."""
 TOO_MANY = b"too many connections; close idle ones, or raise --max-connections"

@@ -102,7 +102,8 @@ def of(
         shape=shape,
         kind=kind,
         objects=tuple(make(line, made, number, shape) for number in chosen.numbers),
-        kept=frozenset((kind, name) for name in chosen.kept),
+        kept=frozenset((kind, name) for name in chosen.kept)
+        | frozenset(_ref(child) for child in others if serving < line.replicas),
         removed=tuple(sorted(removed)),
         again_s=min(waits, default=None),
     )

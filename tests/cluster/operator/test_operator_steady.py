@@ -10,6 +10,8 @@ from taktline_local.cluster import Cluster
 
 from benchmarks.operator import steady
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_an_operator_at_rest_writes_nothing_but_its_lease(control_plane: Cluster, tmp_path: Path) -> None:
     if control_plane.control_plane is None:
