@@ -123,6 +123,11 @@ def main() -> None:
     tiny = device.type == "cpu"
     fast = Path("/dev/shm") if not tiny and Path("/dev/shm").is_dir() else None  # noqa: S108
     rows = []
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
+
     with tempfile.TemporaryDirectory(dir=fast) as name:
         folder = Path(name)
         config = EngineConfig(
@@ -136,18 +141,20 @@ def main() -> None:
             ),
         )
         metrics_address = f"127.0.0.1:{free_port()}"
+        say("the checkpoint is written; the worker loads, captures and measures it")
         with served(config, folder, "--metrics-listen", metrics_address) as address:
             deployment = Deployment(folder)
             deployment.write_routes([address], policy="pi05", max_batch=32)
             deployment.start_gateway()
             try:
                 until(lambda: deployment.ready(1, "pi05"), "the gateway having its worker", 120)
+                say("the gateway serves")
                 with urllib.request.urlopen(f"{deployment.url}/v1/policies/pi05", timeout=10) as answer:  # noqa: S310
                     stated = json.load(answer)
                 for robots in map(int, options.clients.split(",")):
                     rows.append(asyncio.run(ask(deployment.url, robots, options.seconds, metrics_address)))
                     save(rows, stated.get("t_sync"), options.out)
-                    print(json.dumps(rows[-1]), flush=True)
+                    say(json.dumps(rows[-1]))
             finally:
                 deployment.stop()
     target = save(rows, stated.get("t_sync"), options.out)
