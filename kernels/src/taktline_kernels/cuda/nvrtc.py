@@ -13,6 +13,7 @@ from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
 ARCHITECTURE = "sm_90a"
+_HEADERS = ("hopper.cuh",)
 
 
 def _check(result: tuple[Any, ...]) -> Any:
@@ -34,8 +35,12 @@ def compile_source(file: str, defines: tuple[tuple[str, int], ...], prologue: st
     Raises:
         RuntimeError: the compiler's log, where it refuses.
     """
-    source = prologue + resources.files("taktline_kernels.cuda").joinpath(file).read_text(encoding="utf-8")
-    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, None, None))
+    here = resources.files("taktline_kernels.cuda")
+    source = prologue + here.joinpath(file).read_text(encoding="utf-8")
+    headers = {name.encode(): here.joinpath(name).read_bytes() for name in _HEADERS}
+    program = _check(
+        nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), len(headers), [*headers.values()], [*headers])
+    )
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in defines]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
