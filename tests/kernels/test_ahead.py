@@ -33,7 +33,7 @@ from dataclasses import asdict
 import torch
 from taktline_kernels import ahead
 from taktline_kernels.selector import KernelSelector, Rule
-from taktline_kernels.triton_impl import activations, attention, delta, fp8, heads
+from taktline_kernels.triton_impl import activations, attention, delta, fp8, gates, heads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 mode, arch = FakeTensorMode(), sys.argv[1]
@@ -42,11 +42,11 @@ with ahead.recording(arch) as ledger, mode:
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
     fp32 = torch.float32
-    q, gates, heads_of = made(1, 160, 16, 128), made(1, 160, 16), made(16, dtype=fp32)
+    q, rates, heads_of = made(1, 160, 16, 128), made(1, 160, 16), made(16, dtype=fp32)
     for _ in range(2):
-        delta.gated_delta_rule(q, q, q, gates, gates, heads_of, heads_of, config={})
+        delta.gated_delta_rule(q, q, q, rates, rates, heads_of, heads_of, config={})
     delta.conv_silu_split(made(1, 160, 8192)[..., :6144], made(6144, 4), (2048, 2048, 2048), config={})
-    delta.rms_norm_silu_gate(q, made(128, dtype=fp32), q, 1e-6, config={"num_warps": 1})
+    gates.rms_norm_silu_gate(q, made(128, dtype=fp32), q, 1e-6, config={"num_warps": 1})
     activations.swiglu(made(2, 2 * 6144), {})
     cos = made(160, 64, dtype=fp32)
     heads.norm_rotate(made(160, 32 * 128), made(128), made(128), cos, cos, 16, 8, 1e-6, {})

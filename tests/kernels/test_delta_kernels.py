@@ -10,6 +10,7 @@ from taktline_kernels.ops.dispatch import REGISTRY
 from torch import Tensor
 
 kernels = importlib.import_module("taktline_kernels.triton_impl.delta")
+gates = importlib.import_module("taktline_kernels.triton_impl.gates")
 ops = importlib.import_module("taktline_kernels.ops.delta")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,7 +129,7 @@ def test_gated_norm(width: int, dtype: torch.dtype) -> None:
     exact = exact * gate.double() * torch.sigmoid(gate.double())
     for found in (
         ops.rms_norm_silu_gate(x, weight, gate),
-        kernels.rms_norm_silu_gate(x, weight, gate, 1e-6, config={}),
+        gates.rms_norm_silu_gate(x, weight, gate, 1e-6, config={}),
     ):
         assert found.dtype == dtype
         assert error(found, exact) < (1e-6 if dtype == torch.float32 else 6e-3)
@@ -140,7 +141,7 @@ def test_gated_norm_of_a_part_of_a_wider_projection() -> None:
     gate, weight = wide[..., 4:76].view(2, 5, 3, 24), rand(generator, 24)
     expected = ops.rms_norm_silu_gate(x, weight, gate)
     for heads in (1, 2, 4):
-        assert error(kernels.rms_norm_silu_gate(x, weight, gate, 1e-6, config={"heads": heads}), expected) < 1e-6
+        assert error(gates.rms_norm_silu_gate(x, weight, gate, 1e-6, config={"heads": heads}), expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,7 +173,7 @@ def test_sigmoid_gate_of_a_part_of_a_wider_projection(dtype: torch.dtype) -> Non
         wide[..., 4:76].contiguous(),
         wide[..., 4:76].transpose(0, 1).contiguous().transpose(0, 1),
     ):
-        for found in (ops.sigmoid_gate(x, gate), kernels.sigmoid_gate(x, gate, config={"block": 32})):
+        for found in (ops.sigmoid_gate(x, gate), gates.sigmoid_gate(x, gate, config={"block": 32})):
             assert found.dtype == dtype
             assert error(found, exact) < (1e-6 if dtype == torch.float32 else 6e-3)
 

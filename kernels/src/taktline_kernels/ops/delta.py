@@ -12,6 +12,7 @@ from torch.nn import functional
 from taktline_kernels.ops.dispatch import register
 
 _TRITON = "taktline_kernels.triton_impl.delta"
+_GATES = "taktline_kernels.triton_impl.gates"
 _CHUNK = 64
 _NORM_EPS = 1e-6
 """Of the L2 norms of queries and keys, added to the sum of squares."""
@@ -74,8 +75,8 @@ def _gated_delta_rule_reference(
     return torch.cat(found, dim=2)[:, :, :tokens].transpose(1, 2).to(dtype)
 
 
-_GATE = register("rms_norm_silu_gate", _rms_norm_silu_gate_reference, {"triton": f"{_TRITON}:rms_norm_silu_gate"})
-_SIGMOID = register("sigmoid_gate", _sigmoid_gate_reference, {"triton": f"{_TRITON}:sigmoid_gate"})
+_GATE = register("rms_norm_silu_gate", _rms_norm_silu_gate_reference, {"triton": f"{_GATES}:rms_norm_silu_gate"})
+_SIGMOID = register("sigmoid_gate", _sigmoid_gate_reference, {"triton": f"{_GATES}:sigmoid_gate"})
 _CONV = register("conv_silu_split", _conv_silu_split_reference, {"triton": f"{_TRITON}:conv_silu_split"})
 _RULE = register("gated_delta_rule", _gated_delta_rule_reference, {"triton": f"{_TRITON}:gated_delta_rule"})
 
