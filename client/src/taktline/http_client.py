@@ -36,11 +36,12 @@ class HttpClient:
     def __init__(self, url: str, policy: str, access: Access, timeout_s: float, metrics: RobotMetrics) -> None:
         self._path = f"/v1/policies/{quote(policy, safe='')}"
         self._metrics = metrics
+        address = gateway_url(url)
         self._http = httpx.AsyncClient(
-            base_url=gateway_url(url),
+            base_url=address,
             timeout=_timeout(timeout_s),
             headers=_HEADERS | access.headers(),
-            verify=access.verify(gateway_url(url)),
+            verify=access.verify(address),
         )
 
     async def ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:

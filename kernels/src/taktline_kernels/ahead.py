@@ -183,7 +183,6 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
-    gelu_fp8 = importlib.import_module("taktline_kernels.cuda.gelu_fp8")
 
     def prepare(
         self: Any,
@@ -225,13 +224,11 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc.CudaKernel, "__init__", prepare
     yield nvrtc.CudaKernel, "launch", launch
     yield cublaslt, "linear", linear
-    for module in (geglu, frame_attention, gelu_fp8):
-        yield module, "tensor_map", lambda tensor, box: None
-    for module in (geglu, frame_attention):
-        yield module, "_processors", lambda device: PROCESSORS[ledger.arch]
+    yield nvrtc, "tensor_map", lambda tensor, box: None
+    yield nvrtc, "processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
-    for module in (geglu, image_attention, frame_attention, gelu_fp8):
-        yield module, "_kernel", _fresh(module._kernel)
+    for module, name in ((geglu, "product_kernel"), (image_attention, "_kernel"), (frame_attention, "_kernel")):
+        yield module, name, _fresh(getattr(module, name))
 
 
 def _fresh(cached: Any) -> Callable[..., Any]:

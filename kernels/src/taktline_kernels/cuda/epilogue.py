@@ -27,8 +27,7 @@ def linear(
     del config
     if bias is None or activation != "gelu" or gate is not None or residual is not None:
         raise ValueError("the epilogue is for gelu(x @ weight.T + bias)")
-    if bias.dtype != x.dtype:
-        raise ValueError(f"the library adds a bias of the input's dtype, {x.dtype}, not {bias.dtype}")
+    _check_bias(x, bias)
     return gpu.linear_gelu(x, weight, bias)
 
 
@@ -52,7 +51,11 @@ def linear_by_algorithm(
         raise ValueError("an algorithm is named for products with a bias or a gelu, or without")
     if activation == "gelu" and bias is None:
         raise ValueError("the library's gelu is behind a bias")
-    if bias is not None and bias.dtype != x.dtype:
-        raise ValueError(f"the library adds a bias of the input's dtype, {x.dtype}, not {bias.dtype}")
+    _check_bias(x, bias)
     algorithm = config.get("algorithm", 0)
     return cublaslt.linear(x.contiguous(), weight, bias, gelu=activation == "gelu", algorithm=algorithm)
+
+
+def _check_bias(x: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"the library adds a bias of the input's dtype, {x.dtype}, not {bias.dtype}")

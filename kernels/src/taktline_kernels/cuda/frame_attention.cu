@@ -3,7 +3,7 @@
 // the other's exponentials; a third feeds them. That one brings keys and values of 64 patches at a time through the bulk
 // tensor copy engine, turns the keys in shared memory, and while it has them in registers, attends for the two
 // conditioning queries, which would fill a thirty-second of a tile of their own.
-// Keys and queries come as the projection wrote them. The host prepends the wgmma_* functions.
+// Keys and queries come as the projection wrote them. The host prepends hopper.cuh and the wgmma_* functions.
 // Angles: elements 0..19 turn by the frame, 20..39 by the patch's row, 40..59 by its column, 60..63 not at all.
 
 #define PATCHES 256
@@ -26,8 +26,6 @@
 #define TABLE_BYTES ((REST_AT + 4) * 8)
 #define PART 10  // floats of a conditioning query's part: top, total, 8 values
 #define LOWEST -1e30f
-
-#include "hopper.cuh"
 
 #if EIGHT
 typedef unsigned char Out;

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from taktline_kernels.cuda.nvrtc import CudaKernel, tensor_map
+from taktline_kernels.cuda import nvrtc
+from taktline_kernels.cuda.nvrtc import CudaKernel
 from taktline_kernels.ops.frames import FP8
 
 PATCHES, HEAD_DIM = 256, 64
@@ -36,14 +37,9 @@ DEVICE void {name}(float (&d)[{count}], const u32* a, u64 b, int accumulate) {{
 
 
 def prologue() -> str:
-    """What goes before the file: types, and the matrix instructions it uses."""
-    types = """
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEVICE __device__ __forceinline__
-"""
-    return types + _wgmma("wgmma_keys", 64, False) + _wgmma("wgmma_few", 16, False) + _wgmma("wgmma_values", 64, True)
+    """What goes before the file: what Hopper's kernels share, and the matrix instructions it uses."""
+    products = (("wgmma_keys", 64, False), ("wgmma_few", 16, False), ("wgmma_values", 64, True))
+    return '#include "hopper.cuh"\n' + "".join(_wgmma(*product) for product in products)
 
 
 @functools.cache
@@ -58,11 +54,6 @@ def _kernel(eight: bool) -> CudaKernel:
     )
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attention(
     frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None, config: Mapping[str, int]
 ) -> Tensor:
@@ -72,9 +63,9 @@ def attention(
     dtype = frames.dtype if unit is None else FP8
     out = torch.empty(rows, heads * HEAD_DIM, dtype=dtype, device=frames.device)
     _kernel(unit is not None).launch(
-        (min(_processors(frames.device), candidates * heads), 1, 1),
+        (min(nvrtc.processors(frames.device), candidates * heads), 1, 1),
         [
-            tensor_map(frames.view(count * rows, width), (64, 64)),
+            nvrtc.tensor_map(frames.view(count * rows, width), (64, 64)),
             frames,
             angles,
             out,

@@ -2,15 +2,13 @@
 // through the bulk tensor copy engine, two computing. The product is transposed: weights are the 256 rows of a tile (so
 // gate and up of one output meet in one thread, their rows interleaved by eights), tokens its BN columns; BN is any
 // multiple of 8, which wastes less on odd token counts than tiles of 128 tokens.
-// The host prepends wgmma(), generated for BN.
+// The host prepends hopper.cuh and wgmma(), generated for BN.
 // With EIGHT everything is e4m3, and out[m, 2c..2c+1] = gelu of two outputs c that lie eight rows apart in a tile: one step
 // of 64 columns is 128 numbers then, and a pair of results is what a bf16 is here.
 
 #define WEIGHT_STAGE (256 * 128)
 #define TOKEN_STAGE (BN * 128)
 #define STAGE (WEIGHT_STAGE + TOKEN_STAGE)
-
-#include "hopper.cuh"
 
 #ifndef SILU
 #define SILU 0

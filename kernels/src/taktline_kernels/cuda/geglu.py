@@ -8,7 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from taktline_kernels.cuda.nvrtc import CudaKernel, tensor_map
+from taktline_kernels.cuda import nvrtc
+from taktline_kernels.cuda.nvrtc import CudaKernel
 
 TOKEN_TILES = (104, 136, 160, 192, 200)
 """Token counts of a tile that are compiled; each must be a multiple of 8, at most 200."""
@@ -17,7 +18,9 @@ _STAGES = 3
 
 
 def wgmma_source(columns: int, eight: bool = False) -> str:
-    """CUDA text of wgmma(d, a, b, accumulate): 64 rows, `columns` columns, 32 bytes deep, operands in shared memory.
+    """What goes before the file, wgmma(d, a, b, accumulate) with it.
+
+    That adds 64 rows and `columns` columns, 32 bytes deep, of operands in shared memory.
 
     Args:
         eight: e4m3 operands instead of bf16.
@@ -27,9 +30,7 @@ def wgmma_source(columns: int, eight: bool = False) -> str:
     registers = ",".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return f"""
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEVICE __device__ __forceinline__
+#include "hopper.cuh"
 DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
     "wgmma.mma_async.sync.aligned.m64n{columns}{shape} "
@@ -40,21 +41,21 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 
 
 @functools.cache
-def _kernel(columns: int, silu: bool = False) -> CudaKernel:
+def product_kernel(columns: int, silu: bool, eight: bool) -> CudaKernel:
+    """The compiled file for tiles of `columns` tokens; `silu` instead of gelu, or `eight` for e4m3.
+
+    Raises:
+        RuntimeError: it cannot be compiled or loaded here.
+    """
     shared = _STAGES * (256 + columns) * 128 + 2 * columns * 128
     return CudaKernel(
         "geglu.cu",
         "geglu_product",
-        {"BN": columns, "STAGES": _STAGES, "EIGHT": 0, "SILU": int(silu)},
+        {"BN": columns, "STAGES": _STAGES, "EIGHT": int(eight), "SILU": int(silu)},
         threads=384,
         shared_bytes=shared,
-        prologue=wgmma_source(columns),
+        prologue=wgmma_source(columns, eight),
     )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_for(rows: int, width: int, processors: int) -> int:
@@ -86,15 +87,15 @@ def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: in
     rows, depth = flat.shape
     width = packed.shape[0] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-    processors = _processors(x.device)
+    processors = nvrtc.processors(x.device)
     columns = tile or tile_for(rows, width, processors)
     token_tiles, weight_tiles = -(-rows // columns), width // 128
-    _kernel(columns, silu).launch(
+    product_kernel(columns, silu, False).launch(
         (min(processors, token_tiles * weight_tiles), 1, 1),
         [
-            tensor_map(packed, (256, 64)),
-            tensor_map(flat, (columns, 64)),
-            tensor_map(out.view(rows, width), (columns, 64)),
+            nvrtc.tensor_map(packed, (256, 64)),
+            nvrtc.tensor_map(flat, (columns, 64)),
+            nvrtc.tensor_map(out.view(rows, width), (columns, 64)),
             ctypes.c_int(token_tiles),
             ctypes.c_int(weight_tiles),
             ctypes.c_int(depth // 64),

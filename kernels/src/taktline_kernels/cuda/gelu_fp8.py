@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from taktline_kernels.cuda import geglu
-from taktline_kernels.cuda.nvrtc import CudaKernel, tensor_map
-
-_STAGES = 3
-
-
-@functools.cache
-def _kernel(columns: int) -> CudaKernel:
-    return CudaKernel(
-        "geglu.cu",
-        "geglu_product",
-        {"BN": columns, "STAGES": _STAGES, "EIGHT": 1},
-        threads=384,
-        shared_bytes=_STAGES * (256 + columns) * 128 + 2 * columns * 128,
-        prologue=geglu.wgmma_source(columns, eight=True),
-    )
+from taktline_kernels.cuda import geglu, nvrtc
 
 
 def gelu_product(
@@ -40,16 +24,16 @@ def gelu_product(
     rows, depth = x.shape
     width = paired.shape[0]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    processors = geglu._processors(x.device)
+    processors = nvrtc.processors(x.device)
     columns = config.get("tile") or geglu.tile_for(rows, width // 2, processors)
     token_tiles, weight_tiles = -(-rows // columns), width // 256
     half = torch.bfloat16  # two numbers of a byte as one of two, for the copy engine
-    _kernel(columns).launch(
+    geglu.product_kernel(columns, False, True).launch(
         (min(processors, token_tiles * weight_tiles), 1, 1),
         [
-            tensor_map(paired.view(half), (256, 64)),
-            tensor_map(x.view(half), (columns, 64)),
-            tensor_map(out.view(half), (columns, 64)),
+            nvrtc.tensor_map(paired.view(half), (256, 64)),
+            nvrtc.tensor_map(x.view(half), (columns, 64)),
+            nvrtc.tensor_map(out.view(half), (columns, 64)),
             ctypes.c_int(token_tiles),
             ctypes.c_int(weight_tiles),
             ctypes.c_int(depth // 128),

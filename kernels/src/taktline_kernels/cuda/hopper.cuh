@@ -1,5 +1,10 @@
 // What kernels on Hopper's bulk tensor copy engine and matrix instructions share: barriers in shared memory, copies of
-// tiles, descriptors of tiles in the 128-byte swizzle.
+// tiles, descriptors of tiles in the 128-byte swizzle. The host puts it before the matrix instructions that it generates.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
 
 struct __align__(64) TensorMap {
   char bytes[128];

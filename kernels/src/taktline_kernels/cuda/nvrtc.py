@@ -130,6 +130,12 @@ class CudaKernel:
         _check((*driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(addresses), 0), None))
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def tensor_map(tensor: Tensor, box: tuple[int, int]) -> Any:
     """Describe a row-major bf16 matrix to the bulk tensor copy engine: 128-byte swizzle, zeros outside.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 from torch.nn import functional
@@ -11,7 +11,8 @@ from taktline_kernels.ops import norms
 from taktline_kernels.ops.dispatch import register
 
 Activation = Literal["none", "gelu", "relu", "silu"]
-_NUMBERS = {"none": 0, "gelu": 1, "relu": 2, "silu": 3}
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+"""By their numbers in the tables and in kernels."""
 
 
 def _linear_reference(
@@ -87,7 +88,7 @@ def linear(
         "n": weight.shape[0],
         "k": weight.shape[1],
         "bias": int(bias is not None),
-        "activation": _NUMBERS[activation],
+        "activation": ACTIVATIONS.index(activation),
         "gate": int(gate is not None),
         "residual": int(residual is not None),
     }

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from taktline_kernels.ops.linear import ACTIVATIONS
 from taktline_kernels.triton_impl.activations import gelu_tanh
 from taktline_kernels.triton_impl.launch import blocks_of, launch, power_of_two
 
 _MAX_ROWS = 128
-_ACTIVATIONS = ("none", "gelu", "relu", "silu")
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def _product(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BIAS=bias is not None and not parts,
-        ACTIVATION=0 if parts else _ACTIVATIONS.index(activation),
+        ACTIVATION=0 if parts else ACTIVATIONS.index(activation),
         GATE=gate is not None and not parts,
         RESIDUAL=residual is not None and not parts,
         AHEAD=ahead,
@@ -318,7 +318,7 @@ def linear(
         SPLIT=parts,
         BLOCK=block,
         BIAS=bias is not None,
-        ACTIVATION=_ACTIVATIONS.index(activation),
+        ACTIVATION=ACTIVATIONS.index(activation),
         GATE=gate is not None,
         RESIDUAL=residual is not None,
         num_warps=4,
