@@ -31,7 +31,7 @@ from taktline_protocol import metrics
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.gateway.processes import Deployment, free_port, until
+from benchmarks.gateway.processes import Deployment, free_port
 
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 BUDGET_MS = 20_000.0
@@ -147,7 +147,7 @@ def main() -> None:
             deployment.write_routes([address], policy="pi05", max_batch=32)
             deployment.start_gateway()
             try:
-                until(lambda: deployment.ready(1, "pi05"), "the gateway having its worker", 120)
+                deployment.until_ready(1, "pi05", 120)
                 say("the gateway serves")
                 with urllib.request.urlopen(f"{deployment.url}/v1/policies/pi05", timeout=10) as answer:  # noqa: S310
                     stated = json.load(answer)

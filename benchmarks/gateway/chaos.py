@@ -26,7 +26,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.gateway.fleet import CHUNK, CONNECTION, SILENT, Plan, fleet
-from benchmarks.gateway.processes import Deployment, Server, free_port, until
+from benchmarks.gateway.processes import Deployment, Server, ServerEndedError, free_port, until
 
 PROTOCOLS = ("rest", "stream", "openpi")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
@@ -66,6 +66,10 @@ class Stage:
         """Whether both gateways have both workers."""
         return self.first.ready(2) and self.second.ready(2)
 
+    def servers(self) -> list[Server]:
+        """Every process of the run."""
+        return [*self.first.servers(), *self.second.servers(), *([self.redis] if self.redis is not None else [])]
+
     def stop(self) -> None:
         """Kills everything."""
         self.first.stop()
@@ -89,8 +93,8 @@ def build(folder: Path, *, redis: bool) -> Stage:
         deployment.write_routes(workers)
         stage.start_gateway(number)
     try:
-        until(stage.ready, "both gateways having both workers")
-    except TimeoutError:
+        until(stage.ready, "both gateways having both workers", servers=stage.servers)
+    except (TimeoutError, ServerEndedError):
         stage.stop()
         raise
     return stage

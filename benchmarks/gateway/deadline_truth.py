@@ -108,7 +108,11 @@ def measure(count: int, robots: int, think_s: float, seed: int, folder: Path) ->
     command += ["--routes", str(folder / "routes.json"), "--listen", f"127.0.0.1:{port}"]
     gateway = Server(command, log)
     try:
-        until(lambda: _get(port, "/v1/policies/scripted").get("workers") == WORKERS, f"{WORKERS} workers being up")
+        until(
+            lambda: _get(port, "/v1/policies/scripted").get("workers") == WORKERS,
+            f"{WORKERS} workers being up",
+            servers=lambda: [gateway],
+        )
         began = time.monotonic()
         seen = asyncio.run(drive(port, workers, count, robots, think_s, seed))
         seconds = time.monotonic() - began

@@ -82,9 +82,9 @@ def peer(name: str, folder: Path) -> Iterator[tuple[Callable[[int], robots.Robot
 
     try:
         if name == "ray":
-            until(lambda: "ready" in log.read_text(errors="replace"), "Ray Serve being ready", 300.0)
+            until(lambda: "ready" in log.read_text(errors="replace"), "Ray Serve being ready", 300.0, lambda: [server])
         else:
-            until(lambda: answers(f"http://127.0.0.1:{port}/"), f"{name} answering")
+            until(lambda: answers(f"http://127.0.0.1:{port}/"), f"{name} answering", servers=lambda: [server])
         yield robot, {name: server}
     finally:
         server.stop()
@@ -99,7 +99,7 @@ def ours(name: str, folder: Path) -> Iterator[tuple[Callable[[int], robots.Robot
         address = deployment.start_worker()
         deployment.write_routes([address])
         gateway = deployment.start_gateway("--openpi-listen", f"127.0.0.1:{openpi_port}", "--log-level", "warning")
-        until(lambda: deployment.ready(1), "the worker being up")
+        deployment.until_ready(1)
 
         def robot(number: int) -> robots.Robot:
             who = f"r{number}-{os.urandom(4).hex()}"  # a robot of the last run may still count as live

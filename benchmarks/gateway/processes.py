@@ -19,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taktline" / "servers"
+LOG_TAIL = 3000
+"""Characters of a log that an error shows."""
+
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -31,13 +34,9 @@ def free_port() -> int:
         return port
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    """Waits for a condition. Raises TimeoutError, which names `what`."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
-        time.sleep(0.02)
+def _ending(log: Path, whose: str) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return f"--- {log}{whose}\n{text[-LOG_TAIL:].strip() or 'no output'}"
 
 
 class Server:
@@ -58,6 +57,11 @@ class Server:
     def alive(self) -> bool:
         """Whether it still runs."""
         return self.process.poll() is None
+
+    def tail(self) -> str:
+        """How its output ends, under a line that says whose it is and whether it still runs."""
+        state = "runs" if self.alive else f"ended with {self.process.returncode}"
+        return _ending(self.log, f" (process {self.pid}, {state})")
 
     def cpu_s(self) -> float:
         """CPU seconds of this process and of what it has started, so far."""
@@ -99,6 +103,30 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+class ServerEndedError(RuntimeError):
+    """A process that was waited for has ended; the text is the end of its log."""
+
+
+def until(
+    condition: Callable[[], object], what: str, timeout_s: float = 60.0, servers: Callable[[], Sequence[Server]] = tuple
+) -> None:
+    """Waits for a condition that `servers` (asked again each time) bring about.
+
+    Raises ServerEndedError as soon as one of them has ended, TimeoutError after `timeout_s`: both name `what`, and show
+    how the logs end.
+    """
+    end = time.monotonic() + timeout_s
+    while not condition():
+        running = list(servers())
+        ended = [server for server in running if not server.alive]
+        if ended:
+            raise ServerEndedError("\n".join([f"{what}: a process has ended", *(server.tail() for server in ended)]))
+        if time.monotonic() > end:
+            late = f"{what} did not happen within {timeout_s:g} s"
+            raise TimeoutError("\n".join([late, *(server.tail() for server in running)]))
+        time.sleep(0.02)
+
+
 class Deployment:
     """Workers, a routing table and a gateway, all real processes on loopback."""
 
@@ -114,6 +142,10 @@ class Deployment:
     def url(self) -> str:
         """The gateway's address."""
         return f"http://127.0.0.1:{self.port}"
+
+    def servers(self) -> list[Server]:
+        """Every process of it that has been started."""
+        return [server for server in (self.gateway, *self.workers.values()) if server is not None]
 
     def start_worker(self, *flags: str, address: str | None = None) -> str:
         """A no-op worker; returns its address."""
@@ -133,8 +165,9 @@ class Deployment:
     def start_gateway(self, *flags: str, port: int | None = None) -> Server:
         """A gateway; the port is kept when it is started again."""
         self.port = port or self.port or free_port()
-        program = str(Path(sys.executable).parent / "taktline-gateway")
-        command = [program, "serve", "--routes", str(self.routes), "--listen", f"127.0.0.1:{self.port}", *flags]
+        # Not by the installed script, so that a tree without an installation (PYTHONPATH) does as well.
+        program = [sys.executable, "-c", "import sys; from taktline_gateway.cli import main; sys.exit(main())"]
+        command = [*program, "serve", "--routes", str(self.routes), "--listen", f"127.0.0.1:{self.port}", *flags]
         self.gateway = Server(command, self.log)
         return self.gateway
 
@@ -146,11 +179,24 @@ class Deployment:
         except (OSError, ValueError):
             return False
 
+    def until_ready(self, workers: int, policy: str = "noop", timeout_s: float = 60.0) -> None:
+        """Waits until the gateway has so many workers of the policy.
+
+        Raises what `until` does, with a note of how every other log in the folder ends: a worker may have been started
+        by somebody else.
+        """
+        count = "its worker" if workers == 1 else f"{workers} workers"
+        try:
+            until(lambda: self.ready(workers, policy), f"the gateway having {count}", timeout_s, self.servers)
+        except (TimeoutError, ServerEndedError) as error:
+            for log in sorted(set(self.folder.glob("*.log")) - {server.log for server in self.servers()}):
+                error.add_note(_ending(log, ""))
+            raise
+
     def stop(self) -> None:
         """Kills everything."""
-        for server in [self.gateway, *self.workers.values()]:
-            if server is not None:
-                server.stop()
+        for server in self.servers():
+            server.stop()
 
 
 def answers(url: str) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.gateway.fleet import CHUNK, SILENT, Plan, fleet
-from benchmarks.gateway.processes import Deployment, free_port, until
+from benchmarks.gateway.processes import Deployment, free_port
 
 PROTOCOLS = ("rest", "stream", "openpi")
 WORK_MS = 40.0
@@ -127,7 +127,7 @@ async def soak(
         address = deployment.start_worker("--t-sync", t_sync_of(work_ms), "--work-ms", str(work_ms))
         deployment.write_routes([address], max_batch=BATCH)
         deployment.start_gateway("--openpi-listen", f"127.0.0.1:{openpi_port}", "--stream-resume-s", str(RESUME_S))
-        await asyncio.to_thread(until, lambda: deployment.ready(1), "the worker being up")
+        await asyncio.to_thread(deployment.until_ready, 1)
         plan = Plan(
             policy="noop",
             addresses=[("127.0.0.1", deployment.port)],

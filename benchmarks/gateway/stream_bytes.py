@@ -35,7 +35,7 @@ import numpy as np
 import taktline
 from numpy.typing import NDArray
 
-from benchmarks.gateway.processes import Deployment, until
+from benchmarks.gateway.processes import Deployment
 
 STATE_DIM = 8
 BUDGET_MS = 10_000.0
@@ -177,7 +177,7 @@ def measured_bytes(episodes: int) -> list[dict[str, object]]:
         try:
             deployment.write_routes([deployment.start_worker()])
             deployment.start_gateway("--log-level", "warning")
-            until(lambda: deployment.ready(1), "the worker being up")
+            deployment.until_ready(1)
             for name, sequence in sequences.items():
                 post_up, post_down = asyncio.run(sent(deployment.port, f"{name} post", sequence, "http", encoded))
                 up, down = asyncio.run(sent(deployment.port, f"{name} stream", sequence, "stream", encoded))
