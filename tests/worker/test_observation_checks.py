@@ -135,6 +135,24 @@ def test_other_pixel_formats_become_rgb(mode: str) -> None:
     assert np.abs(frame.astype(int) - 204).max() <= 3
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    "how",
+    [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}, {"restart_marker_rows": 1}],
+)
+def test_a_jpeg_has_the_pixels_that_pillow_gives(mode: str, how: dict[str, Any]) -> None:
+    coarse = np.random.default_rng(5).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((75, 53), Image.Resampling.BICUBIC).convert(mode)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=85, **how)
+    data = memoryview(stream.getvalue())  # as frames arrive from a gateway
+    expected = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+    frame = decode_image("front", EncodedImage("jpeg", data))
+    assert np.array_equal(frame, expected)
+    # What follows the picture is no fault of it, for either decoder.
+    assert np.array_equal(decode_image("front", EncodedImage("jpeg", bytes(data) + b"more")), expected)
+
+
 def _with_entry(index: int, value: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     state = np.zeros(8, np.float32)
     state[index] = value
