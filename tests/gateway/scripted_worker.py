@@ -81,6 +81,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         class Context:
             way = "batch"
             time_remaining = context.time_remaining
+            is_active = context.is_active
 
             async def abort(self, code, details):
                 context.abort(code, details)
@@ -90,21 +91,24 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def Infer(self, request, context):
         began = time.monotonic()
         words = [item.instruction for item in request.items]
-        self.in_flight += 1
-        self.record(request, context)
-        if any(word == "exit" for word in words):
-            os._exit(9)
-        if any(word == "hang" for word in words):
-            await asyncio.sleep(3600)
-        if self.arguments.failing or any(word == "fail" for word in words):
+        if self.arguments.failing or {"exit", "hang", "fail"} & set(words):
+            self.record(request, context)
+            if "exit" in words:
+                os._exit(9)
+            if "hang" in words:
+                await asyncio.sleep(3600)
             await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
         extra = max((float(word.split()[1]) for word in words if word.startswith("slow ")), default=0.0)
         times = self.cheaper[request.solver_steps] if request.solver_steps else self.times
         buckets = [int(b) for b, _ in times]
         bucket = min(bisect_left(buckets, len(words)), len(buckets) - 1)
-        async with self.engine:
+        async with self.engine:  # through gRPC a call that nobody waits for is cancelled here by itself
+            if getattr(context, "way", "grpc") == "batch" and not context.is_active():
+                await context.abort(grpc.StatusCode.CANCELLED, "nobody waits for this batch")
+            self.in_flight += 1
+            self.record(request, context)
             await asyncio.sleep((times[bucket][1] + extra) / 1e3)
-        self.in_flight -= 1
+            self.in_flight -= 1
         results = []
         for item in request.items:
             result = worker_pb2.InferResult(request_id=item.request_id)

@@ -57,7 +57,8 @@ def test_every_observation_is_routed_on_its_own():
 def test_what_the_network_costs_is_added_to_what_was_never_measured_from_here():
     times = service_times()
     for _ in range(MIN_SAMPLES):
-        times.record(1, 0.013, inference_s=0.010)
+        times.note_network(0.003)
+        times.record(1, 0.013)
     assert times.median_s(1) == pytest.approx(0.013)
     assert times.median_s(8) == pytest.approx(0.024 + 0.003)
     assert times.tail_s(8) == pytest.approx(0.024 + 0.003)

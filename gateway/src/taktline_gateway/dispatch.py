@@ -17,7 +17,7 @@ from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.pending import Pending, Served, read_result, results_of
 from taktline_gateway.phases import PhasePlanner
-from taktline_gateway.refusals import SHED, advised, worker_failed
+from taktline_gateway.refusals import SHED, advised, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.telemetry import Telemetry
@@ -63,12 +63,14 @@ class Dispatch:
         self._poll_soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[int, asyncio.Task[None]] = {}  # by id of the batch
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` beside the loop; `close` waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def stop(self) -> None:
         """No more decisions."""
@@ -97,6 +99,8 @@ class Dispatch:
                 self._refuse(refused, now)
         for silent in plan.silent:
             self._hedge(silent, now)
+        for recalled in plan.recalled:
+            self._recall(recalled, now)
         for batch in plan.batches:
             self.in_flight += len(batch.tickets)
             for ticket in batch.tickets:
@@ -105,7 +109,7 @@ class Dispatch:
             link = self.seats[batch.worker]
             self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
             # Now: a route may allow other levels before the batch's task begins.
-            self.spawn(self._run(link, batch, now, self._steps(link, batch)))
+            self._calls[id(batch)] = self.spawn(self._run(link, batch, now, self._steps(link, batch)))
         if plan.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
 
@@ -127,6 +131,8 @@ class Dispatch:
             return
         except asyncio.CancelledError:
             trace.end("CANCELLED")
+            if id(batch) not in self._calls:
+                return  # recalled: its members are taken care of
             self._batch_failed(link, batch, members, "the channel was closed")
             raise
         except Exception as error:  # a fault of ours must not leave robots without an answer, nor its worker busy
@@ -136,6 +142,7 @@ class Dispatch:
             return
         finally:
             self.in_flight -= size
+            self._calls.pop(id(batch), None)
         trace.end()
         seconds = time.monotonic() - sent_at
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
@@ -144,7 +151,9 @@ class Dispatch:
             self._scheduler.failed(batch, time.monotonic() + self._pause_s(link))
         else:
             link.failures = 0
-            self._scheduler.finished(batch, seconds, response.total_ms / 1e3, measured=rows > 0)
+            self._scheduler.finished(
+                batch, seconds, response.total_ms / 1e3, _outside_s(response, seconds), measured=rows > 0
+            )
         revision = response.revision or link.revision
         self._telemetry.batch_finished(
             self._policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
@@ -269,6 +278,20 @@ class Dispatch:
             self._telemetry.hedged(self._policy, len(hedged))
             self.poll_later()
 
+    def _recall(self, batch: Batch, now: float) -> None:
+        """A batch that waits behind a silent one: the worker may forget it, and its members queue again."""
+        self._calls.pop(id(batch)).cancel()
+        for ticket in batch.tickets:
+            if not isinstance(ticket, Pending):
+                continue
+            ticket.flights -= 1
+            if ticket.result.done() or self.elsewhere(ticket):
+                continue
+            newer = self._scheduler.requeue(ticket, now)
+            if newer is not None:
+                self.fail(ticket, superseded(ticket, newer))
+        self.poll_later()
+
     def elsewhere(self, ticket: Ticket) -> bool:
         """Whether another copy of it is queued or in flight, so that its answer may still come."""
         return ticket in self._scheduler.queue or (isinstance(ticket, Pending) and ticket.flights > 0)
@@ -281,6 +304,15 @@ class Dispatch:
     def advised(self, ticket: Ticket, error: TaktlineError, now: float) -> TaktlineError:
         """The error, with what is safe to do where the robot was shed."""
         return advised(error, ticket.deadline, now, self.dt_s) if error.code in SHED else error
+
+
+def _outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
+    """How much of a batch's `seconds` its worker's engine was not needed; what it waited for the engine is neither.
+
+    Where the engine is quick, that is no more than its own time: it would not be the engine that others wait for.
+    """
+    worker_ms = response.preprocess_ms + response.postprocess_ms
+    return max(0.0, min(response.engine_ms / 1e3, seconds - (response.total_ms - worker_ms) / 1e3))
 
 
 def _is_away(result: worker_pb2.InferResult) -> bool:

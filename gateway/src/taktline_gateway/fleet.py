@@ -18,6 +18,8 @@ TRIAL_AFTER_S = 1.0
 SILENT_FACTOR = 1.5
 SILENT_FLOOR_S = 0.005
 """A batch that takes longer than this many times its predicted tail, and so much more, makes its worker silent."""
+IN_FLIGHT = 2
+"""Batches on a worker at most: one in its engine, and one whose frames travel and are decoded meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,19 +38,48 @@ class Batch:
     tail: float
     hangs_at: float = math.inf
     level: int = 0
+    sent_at: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """A batch on its worker.
+
+    Attributes:
+        times: the times that it is predicted by.
+        began: from when its time counts: when it was sent, or would have been had the batch before it ended sooner.
+        end: predicted end.
+        silent_at: the instant from which it counts as silent.
+    """
+
+    batch: Batch
+    times: ServiceTimes
+    began: float
+    end: float = 0.0
+    silent_at: float = math.inf
+
+    def count_from(self, began: float) -> None:
+        """Predicts it anew."""
+        size, self.began = len(self.batch.tickets), began
+        self.end = began + self.times.median[size]
+        self.silent_at = began + SILENT_FACTOR * self.times.tail[size] + SILENT_FLOOR_S
+        patient = max((ticket.deadline for ticket in self.batch.tickets if ticket.extra), default=None)
+        if patient is not None:  # it may take as long as its robot waits
+            self.silent_at = max(self.batch.hangs_at, patient)
 
 
 @dataclasses.dataclass(slots=True)
 class WorkerState:
-    """One worker, with at most one batch in flight.
+    """One worker and the batches on it, which it runs one after the other.
+
+    The next batch is sent `overlap_s` before the one in the engine is expected back: its frames travel and are decoded
+    while that one runs, and the engine goes from one to the other. To the scheduler such a worker is free so much
+    sooner, and each of its batches takes what it takes alone.
 
     Attributes:
         levels: its times at full quality, then at each cheaper level, see `quality`.
-        batch: the batch in flight.
-        running: the times that this batch is predicted by.
-        busy_until: predicted end of the batch in flight; None where it is idle.
-        silent_at: the instant from which that batch counts as silent.
-        silent: the batch is overdue, and its members were offered to the other workers.
+        flights: the batches on it, in the order in which it runs them.
+        silent: the first of them is overdue, and their members were offered to the other workers.
         probation: it failed last: it proves itself on a batch of one.
         trial: the batch in flight was refused by the table and is sent to check it.
         busyness: how much of its recent time it was busy.
@@ -56,11 +87,8 @@ class WorkerState:
 
     name: str
     levels: tuple[ServiceTimes, ...]
-    batch: Batch | None = None
-    running: ServiceTimes | None = None
+    flights: list[Flight] = dataclasses.field(default_factory=list)
     used_at: float = 0.0
-    busy_until: float | None = None
-    silent_at: float = math.inf
     silent: bool = False
     suspended_until: float = 0.0
     probation: bool = False
@@ -77,6 +105,32 @@ class WorkerState:
         """Its times at the cheapest level."""
         return self.levels[-1]
 
+    @property
+    def batch(self) -> Batch | None:
+        """The batch that its engine runs."""
+        return self.flights[0].batch if self.flights else None
+
+    @property
+    def busy_until(self) -> float | None:
+        """Predicted end of all that it has; None where it has nothing."""
+        return self.flights[-1].end if self.flights else None
+
+    @property
+    def silent_at(self) -> float:
+        """The instant from which it counts as silent."""
+        return self.flights[0].silent_at if self.flights else math.inf
+
+    @property
+    def open_at(self) -> float:
+        """From when it takes a batch, by the clock alone; infinite where it must end one first."""
+        if self.probation or self.trial:
+            return math.inf if self.flights else self.suspended_until
+        if not self.flights:
+            return self.suspended_until
+        if len(self.flights) == IN_FLIGHT or self.silent or not self.times.overlap_s:
+            return math.inf
+        return max(self.flights[0].end - self.times.overlap_s, self.suspended_until)
+
     def free_at(self, now: float) -> float:
         """When it can start a batch. One that is overdue is expected to take as long again as it is overdue."""
         busy = self.busy_until
@@ -84,33 +138,58 @@ class WorkerState:
             return max(now, self.suspended_until)
         if busy < now:
             busy = now + (now - busy)
-        return max(busy, self.suspended_until)
+        return max(now, busy - self.times.overlap_s, self.suspended_until)
 
     def launch(self, tickets: tuple[Ticket, ...], level: int, now: float) -> Batch:
         """Starts a batch."""
         times, size = self.levels[level], len(tickets)
         tail_s = times.tail[size]
-        self.busy_until = now + times.median[size]
-        self.silent_at = now + SILENT_FACTOR * tail_s + SILENT_FLOOR_S
-        self.used_at = now
         hangs_at = now + max(HANG_FLOOR_S, HANG_FACTOR * tail_s)
         patient = max((ticket.deadline for ticket in tickets if ticket.extra), default=None)
-        if patient is not None:  # it may take as long as its robot waits
-            hangs_at = self.silent_at = max(hangs_at, patient)
-        self.batch = Batch(self.name, tickets, self.busy_until, now + tail_s, hangs_at, level)
-        self.running = times
-        return self.batch
+        if patient is not None:
+            hangs_at = max(hangs_at, patient)
+        if self.flights:  # the batch before it may take as long
+            hangs_at += max(0.0, self.flights[0].batch.hangs_at - now)
+        batch = Batch(self.name, tickets, now + times.median[size], now + tail_s, hangs_at, level, now)
+        flight = Flight(batch, times, now)
+        flight.count_from(now)
+        self.flights.append(flight)
+        self.used_at = now
+        return batch
 
     def idle(self, now: float) -> bool:
-        """Whether it can start a batch now."""
-        return self.busy_until is None and self.suspended_until <= now
+        """Whether it can start a batch now; one that is late is not followed."""
+        return self.open_at <= now and (not self.flights or now <= self.flights[0].end + self.times.overlap_s)
 
-    def release(self) -> None:
-        """Its batch has ended."""
-        self.batch = self.running = None
-        self.busy_until = None
-        self.silent_at = math.inf
-        self.silent = False
+    @property
+    def recall_at(self) -> float:
+        """When what waits behind a late batch is better off in the queue: now one of its members will be late."""
+        if len(self.flights) < IN_FLIGHT:
+            return math.inf
+        late, waiting, overlap_s = self.flights[0], self.flights[1], self.times.overlap_s
+        first = min(ticket.deadline for ticket in waiting.batch.tickets)
+        return overlap_s + max(late.end, first - waiting.times.median[len(waiting.batch.tickets)])
+
+    def recall(self) -> list[Batch]:
+        """Takes back the batches behind the one in the engine."""
+        recalled = [flight.batch for flight in self.flights[1:]]
+        del self.flights[1:]
+        return recalled
+
+    def release(self, batch: Batch, ended_at: float | None) -> Flight | None:
+        """A batch has left it, answered at `ended_at` or failed (None); None where the batch is not this worker's."""
+        for index, flight in enumerate(self.flights):
+            if flight.batch is batch:
+                del self.flights[index]
+                break
+        else:
+            return None
+        if index == 0:
+            self.silent = False
+            if self.flights and ended_at is not None:  # its engine has begun the next one, however early or late
+                following = self.flights[0]
+                following.count_from(max(following.began, ended_at - self.times.overlap_s))
+        return flight
 
 
 class Fleet:
@@ -137,10 +216,11 @@ class Fleet:
         """The worker, if it is known here."""
         return self._workers.get(name)
 
-    def running(self, batch: Batch) -> WorkerState | None:
-        """The worker that `batch` keeps busy; None where it left meanwhile, even if one of its name has come since."""
+    def release(self, batch: Batch, ended_at: float | None) -> tuple[WorkerState, Flight] | None:
+        """Takes a batch off its worker; None where that left meanwhile, even if one of its name has come since."""
         worker = self._workers.get(batch.worker)
-        return worker if worker is not None and worker.batch is batch else None
+        flight = None if worker is None else worker.release(batch, ended_at)
+        return None if worker is None or flight is None else (worker, flight)
 
     def names(self) -> Iterable[str]:
         """Names of the workers that may get batches."""
@@ -152,9 +232,9 @@ class Fleet:
 
     def idle(self, now: float) -> list[WorkerState]:
         """Workers that can start a batch now, the one that would finish a lone ticket first in front."""
-        found = [worker for worker in self._workers.values() if worker.busy_until is None and worker.idle(now)]
+        found = [worker for worker in self._workers.values() if worker.idle(now)]
         if len(found) > 1:
-            found.sort(key=lambda worker: (worker.times.median[1], worker.used_at))
+            found.sort(key=lambda worker: (worker.times.median[1], bool(worker.flights), worker.used_at))
         return found
 
     def fastest_s(self) -> float:
@@ -176,14 +256,23 @@ class Fleet:
         for other in self._workers.values():
             if other.busy_until is None or other.silent or queued > other.times.max_batch:
                 continue
-            if max(other.busy_until, now) + other.times.median[queued] < here:
+            if max(other.busy_until - other.times.overlap_s, now) + other.times.median[queued] < here:
                 return True
         return False
 
     def rusty(self, now: float) -> WorkerState | None:
         """An idle worker whose times nothing has confirmed for a while, the longest unused one; None without one."""
-        idle = [worker for worker in self.idle(now) if now - worker.used_at >= TRIAL_AFTER_S]
+        idle = [worker for worker in self.idle(now) if not worker.flights and now - worker.used_at >= TRIAL_AFTER_S]
         return min(idle, key=lambda worker: worker.used_at, default=None)
+
+    def recall(self, now: float) -> list[Batch]:
+        """Batches taken back from workers that are late with the one before, see `recall_at`; from all silent ones."""
+        return [
+            batch
+            for worker in self._workers.values()
+            if len(worker.flights) == IN_FLIGHT and (worker.silent or worker.recall_at <= now)
+            for batch in worker.recall()
+        ]
 
     def fall_silent(self, now: float) -> list[WorkerState]:
         """Workers whose batch has just become overdue."""
@@ -195,15 +284,16 @@ class Fleet:
     def next_event(self, now: float, *, queued: bool) -> float:
         """The next instant at which a worker's state changes by itself; infinite where none does.
 
-        The end of a rest matters only where something is queued.
+        When it takes a batch matters only where something is queued.
         """
         moment = math.inf
         for worker in self._workers.values():
-            if worker.busy_until is not None:
-                if not worker.silent and worker.silent_at < moment:
-                    moment = worker.silent_at
-            elif queued and now < worker.suspended_until < moment:
-                moment = worker.suspended_until
+            if not worker.silent and worker.silent_at < moment:
+                moment = worker.silent_at
+            if worker.recall_at < moment:
+                moment = worker.recall_at
+            if queued and now < worker.open_at < moment:
+                moment = worker.open_at
         return moment
 
     def predicted_completion(self, ahead: int, now: float, without: str = "") -> float:

@@ -56,12 +56,14 @@ class Plan:
 
     Attributes:
         silent: batches whose worker has just gone silent; offer their members to the others with `resubmit`.
+        recalled: batches that waited behind a late one and have left their worker; `requeue` their members.
     """
 
     batches: tuple[Batch, ...]
     refused: tuple[Refused, ...]
     wake_at: float | None
     silent: tuple[Batch, ...] = ()
+    recalled: tuple[Batch, ...] = ()
 
 
 class Scheduler:
@@ -87,7 +89,7 @@ class Scheduler:
     def add_worker(
         self, name: str, times: ServiceTimes, now: float = 0.0, cheaper: tuple[ServiceTimes, ...] = ()
     ) -> None:
-        """Makes a worker available. One batch is in flight on it at a time; `cheaper` are its times when degraded."""
+        """Makes a worker available; `cheaper` are its times when degraded."""
         self.fleet.add(name, (times, *cheaper), now)
 
     def set_cheaper(self, name: str, cheaper: tuple[ServiceTimes, ...]) -> None:
@@ -119,7 +121,13 @@ class Scheduler:
         return None if worker is None else worker.times
 
     def finished(
-        self, batch: Batch, seconds: float, inference_s: float | None = None, *, measured: bool = True
+        self,
+        batch: Batch,
+        seconds: float,
+        inference_s: float | None = None,
+        outside_s: float = 0.0,
+        *,
+        measured: bool = True,
     ) -> None:
         """A batch came back: its worker is free and its times are updated.
 
@@ -129,20 +137,25 @@ class Scheduler:
         Args:
             seconds: from send to answer.
             inference_s: the worker's own part of that, where it told; the rest is the network's.
+            outside_s: the part of `seconds` that its engine did not need, during which it could run another batch.
             measured: whether the engine ran; a batch of refusals teaches the table nothing, nor does one with more
                 than actions in it.
         """
         self._in_flight -= len(batch.tickets)
-        worker = self.fleet.running(batch)
-        if worker is not None:
-            times = worker.running or worker.times
-            worker.busyness.note(worker.used_at, seconds)
-            worker.release()
+        released = self.fleet.release(batch, batch.sent_at + seconds)
+        if released is not None:
+            worker, flight = released
+            times = flight.times
+            waited_s = flight.began - batch.sent_at  # for the batch before it
+            worker.busyness.note(flight.began, seconds - waited_s)
             worker.probation = False
             if measured and not any(ticket.extra for ticket in batch.tickets):
                 if worker.trial and seconds < times.median[1]:
                     times.rescale(seconds)
-                times.record(len(batch.tickets), seconds, inference_s)
+                if inference_s is not None:
+                    times.note_network(seconds - inference_s)
+                times.record(len(batch.tickets), seconds - waited_s)
+                worker.times.note_outside(outside_s)
             worker.trial = False
         if not len(self.queue):
             for shares in self._shares.values():
@@ -151,9 +164,9 @@ class Scheduler:
     def failed(self, batch: Batch, suspended_until: float) -> None:
         """A batch failed or hung: its worker gets nothing before `suspended_until`, then a batch of one."""
         self._in_flight -= len(batch.tickets)
-        worker = self.fleet.running(batch)
-        if worker is not None:
-            worker.release()
+        released = self.fleet.release(batch, None)
+        if released is not None:
+            worker, _ = released
             worker.trial = False
             worker.suspended_until = suspended_until
             worker.probation = True
@@ -217,6 +230,14 @@ class Scheduler:
         self._add(ticket, rank)
         return True
 
+    def requeue(self, ticket: Ticket, now: float) -> Ticket | None:
+        """Queues a ticket again that its worker had not begun; where a newer one of its robot waits, gives that one."""
+        newer = self.queue.queued(ticket.source) or self._trial
+        if newer is not None and newer.source == ticket.source:
+            return newer
+        self._add(ticket, self._rank(ticket, now))
+        return None
+
     def cancel(self, ticket: Ticket) -> bool:
         """Takes a ticket out of the queue; False where it is not queued (in flight or done)."""
         if ticket is self._trial:
@@ -242,7 +263,9 @@ class Scheduler:
     def poll(self, now: float) -> Plan:
         """Decides for this instant. Each refused or sent ticket has left the queue when this returns."""
         batches = self._launch_trial(now)
-        silent = tuple(worker.batch for worker in self.fleet.fall_silent(now) if worker.batch is not None)
+        silent = [worker.flights[0].batch for worker in self.fleet.fall_silent(now)]
+        recalled = self.fleet.recall(now)
+        self._in_flight -= sum(len(batch.tickets) for batch in recalled)
         wake_at = math.inf
         if len(self.queue):
             moved = self._ageing.next(now)
@@ -259,7 +282,7 @@ class Scheduler:
                     wake_at = later
                     break
         refused = self._drop_unreachable(now)
-        return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now), silent)
+        return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now), tuple(silent), tuple(recalled))
 
     def _launch_trial(self, now: float) -> list[Batch]:
         ticket, self._trial = self._trial, None

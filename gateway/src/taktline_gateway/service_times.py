@@ -14,6 +14,8 @@ NOISE = 0.005
 """Changes of a bucket's times below this share are not worth a new table."""
 
 NETWORK_NOISE_S = 0.0005
+OVERLAP_QUANTILE = 0.9
+"""Sent too late, a batch leaves the engine idle; too early, it is decided knowing a little less."""
 
 
 class ServiceTimes:
@@ -22,6 +24,9 @@ class ServiceTimes:
     A batch of any size runs in the smallest bucket that holds it, so sizes of one bucket share their times. The
     calibration stands until a bucket has seen `MIN_SAMPLES` batches; then the last `WINDOW` of them speak. The tail is
     the 99th percentile by the lower rank, so one freak batch in a window moves nothing.
+
+    Part of that time the engine is not needed: frames travel and are decoded before it begins, answers travel after it.
+    `overlap_s` is how much, so long before the end of one batch may the next one be sent.
 
     A table that is too slow refuses the very requests that would correct it; `rescale` is the way out.
     """
@@ -36,7 +41,7 @@ class ServiceTimes:
         self._calibrated = {time.batch: (time.median_ms / 1e3, time.p99_ms / 1e3) for time in ordered}
         self._median: dict[int, float] = {}
         self._tail: dict[int, float] = {}
-        self.network_s = 0.0
+        self.network_s = self.overlap_s = 0.0
         self._begin(1.0)
 
     def limit(self, max_batch: int) -> None:
@@ -48,14 +53,8 @@ class ServiceTimes:
     def _most(self, max_batch: int) -> int:
         return max(1, min(max_batch, self.buckets[-1]))
 
-    def record(self, batch: int, seconds: float, inference_s: float | None = None) -> None:
-        """Takes in one finished batch of `batch` members that took `seconds` from send to answer.
-
-        What that is beyond the worker's own `inference_s` is the network's: it is added to the calibrated times of
-        buckets that have not been measured from here yet.
-        """
-        if inference_s is not None:
-            self._note_network(max(0.0, seconds - inference_s))
+    def record(self, batch: int, seconds: float) -> None:
+        """Takes in one finished batch of `batch` members that took `seconds` from send to answer."""
         bucket = self.bucket(batch)
         window = self._windows[bucket]
         window.add(seconds)
@@ -68,8 +67,22 @@ class ServiceTimes:
                 self._median[bucket], self._tail[bucket] = median, tail
                 self._tabulate()
 
-    def _note_network(self, seconds: float) -> None:
-        self._network.add(seconds)
+    def note_outside(self, seconds: float) -> None:
+        """Takes in how long the engine was not needed for one finished batch."""
+        self._outside.add(seconds)
+        if self._outside.count < MIN_SAMPLES:
+            return
+        overlap_s = self._outside.quantile(OVERLAP_QUANTILE)
+        if abs(overlap_s - self.overlap_s) > max(NETWORK_NOISE_S, 0.25 * self.overlap_s):
+            self.overlap_s = overlap_s
+            self._tabulate()
+
+    def note_network(self, seconds: float) -> None:
+        """Takes in what one finished batch took beyond the worker's own part.
+
+        It is added to the calibrated times of buckets that have not been measured from here yet.
+        """
+        self._network.add(max(0.0, seconds))
         if self._network.count < MIN_SAMPLES:
             return
         network_s = self._network.median()
@@ -90,8 +103,8 @@ class ServiceTimes:
         self._begin(seconds / self._calibrated[self.buckets[0]][0])
 
     def _begin(self, scale: float) -> None:
-        self.network_s = 0.0
-        self._network = _Window()
+        self.network_s = self.overlap_s = 0.0
+        self._network, self._outside = _Window(), _Window()
         self._windows = {batch: _Window() for batch in self.buckets}
         self._median = {batch: scale * median for batch, (median, _) in self._calibrated.items()}
         self._tail = {batch: scale * max(times) for batch, times in self._calibrated.items()}
@@ -128,7 +141,7 @@ class ServiceTimes:
 
     @property
     def best_rate(self) -> float:
-        """Highest throughput over the batch sizes, in observations a second (median times)."""
+        """Highest throughput of the engine over the batch sizes, in observations a second (median times)."""
         return self._best_rate
 
     def _tabulate(self) -> None:
@@ -150,7 +163,9 @@ class ServiceTimes:
             quickest, first = min((self.median[part] + total[size - part], -part) for part in (*parts, size))
             total.append(quickest)
             self.thrifty_table.append(-first)
-        self._best_rate = max(size / max(self.median[size], 1e-9) for size in range(1, self.max_batch + 1))
+        self._best_rate = max(
+            size / max(self.median[size] - self.overlap_s, 1e-9) for size in range(1, self.max_batch + 1)
+        )
 
 
 class _Window:
@@ -174,4 +189,8 @@ class _Window:
         return self._sorted[len(self._sorted) // 2]
 
     def tail(self) -> float:
-        return self._sorted[int(0.99 * (len(self._sorted) - 1))]
+        return self.quantile(0.99)
+
+    def quantile(self, share: float) -> float:
+        """By the lower rank."""
+        return self._sorted[int(share * (len(self._sorted) - 1))]

@@ -145,8 +145,8 @@ def decode_image(name: str, image: EncodedImage, max_pixels: int = DEFAULT_MAX_P
 def _plain_jpeg(name: str, data: bytes | memoryview, max_pixels: int) -> NDArray[np.uint8] | None:
     """The pixels of an ordinary JPEG; None for one that Pillow shall judge: damaged, odd, or no JPEG at all.
 
-    Both decode with libjpeg-turbo, but Pillow copies the pixels four times with the interpreter locked, so that a batch's
-    frames would be decoded hardly faster than one after another.
+    Both decode with libjpeg-turbo, but Pillow copies the pixels with the interpreter locked, so that a batch's frames
+    would be decoded hardly faster than one after another.
     """
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
