@@ -1,6 +1,6 @@
 """Cosmos3 on one GPU: the engine's whole request in graphs against its floor and plain peers, by shape.
 
-    python benchmarks/engine_cosmos3.py [--only nano,paper,edge] [--quick] [--out DIR]
+    python benchmarks/engine_cosmos3.py [--only nano,paper,edge] [--quick | --sweep] [--out DIR]
 
 Random weights of the published sizes; frames lie on the device, texts were encoded before, as with a known instruction.
 Times are CUDA events around one request, as many as fit 1.5 s, three at least and 50 at most. Peers:
@@ -39,6 +39,7 @@ SUBJECTS = {
     "edge": ("cosmos3-edge", (1, 8)),
 }
 """Policy and shape of `synthetic.POLICIES`, and batch sizes."""
+SWEEP = (1, 2, 4, 8, 16)
 LIMIT_MS = 1_500.0
 
 
@@ -96,11 +97,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--only", default=",".join(SUBJECTS), help="of nano, paper, edge")
     parser.add_argument("--quick", action="store_true", help="batch 1 only, no fp32 and no compiled peer")
+    parser.add_argument("--sweep", action="store_true", help="bf16 at batches 1 to 16 in seconds, nothing beside it")
     options = parser.parse_args()
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     options.out.mkdir(parents=True, exist_ok=True)
-    for subject in options.only.split(","):
+    for subject in options.only.split(",") if options.sweep else ():
+        target = options.out / f"engine_cosmos3_{subject}_batches.json"
+        swept = sweep(SUBJECTS[subject][0], device, versions)
+        target.write_text(json.dumps([asdict(row) for row in swept], indent=1) + "\n", encoding="utf-8")
+        say(f"wrote {target}")
+        torch.cuda.empty_cache()
+    for subject in () if options.sweep else options.only.split(","):
         target = options.out / f"engine_cosmos3_{subject}.json"
 
         def save(rows: list[Row], target: Path = target) -> None:
@@ -109,6 +117,33 @@ def main() -> None:
         save(measure(subject, device, versions, save, quick=options.quick))
         say(f"wrote {target}")
         torch.cuda.empty_cache()
+
+
+def sweep(name: str, device: torch.device, versions: dict[str, str]) -> list[Row]:
+    """T_sync(B): batch 1 in its graph; larger ones the same launches without one, which hide behind seconds of work.
+
+    A batch runs once or twice at least, as many times as fit the limit.
+    """
+    a, settings = POLICIES[name]
+    encode = partial(vae.encode, random_vae(VAE, torch.bfloat16, device))
+    weights = pack_weights(random_tensors(a, device), a, settings, torch.bfloat16, device)
+    rows: list[Row] = []
+    for batch in SWEEP:
+        runner = GraphRunner(weights, a, settings, encode, rows=(batch,), texts=(-(-PROMPT_TOKENS // 64) * 64,))
+        if batch == 1:
+            runner.capture()
+        profile = Cosmos3Profile(name, runner, VAE, "bf16", PROMPT_TOKENS)
+        call = profile.whole(batch)
+        times = event_times(call, 0 if rows and rows[-1].median_ms > LIMIT_MS else 1, 1)
+        times = sorted(times + event_times(call, 0, int(min(10, LIMIT_MS / times[0]))))
+        floor = sum(1e3 * max(p.flops / H200.flops, p.bytes / H200.bytes_per_s) for p in profile.phases(batch))
+        rows.append(row_of(profile, name, batch, times, floor, versions))
+        rows[-1].details |= {"captured": bool(runner.captured)}
+        median = rows[-1].median_ms
+        say(f"{name} batch {batch}: {median:.1f} ms, n {len(times)}, {median / floor:.2f} of its floor")
+        del runner, profile, call
+        torch.cuda.empty_cache()
+    return rows
 
 
 def measure(
@@ -215,23 +250,29 @@ def measured_row(profile: Cosmos3Profile, runner: GraphRunner, name: str, batch:
     }
     parts = {name: quantile(measured(graph.replay), 0.5) for name, graph in graphs.items()}
     floors = {phase.name: 1e3 * max(phase.flops / H200.flops, phase.bytes / H200.bytes_per_s) for phase in phases}
-    preset = "paper" if name.endswith("-paper") else "official"
-    row = Row(
+    row = row_of(profile, name, batch, times, sum(floors.values()), versions)
+    row.details |= {"phases_ms": parts, "phase_floors_ms": floors, "tflop": sum(p.flops for p in phases) / 1e12}
+    shown = ", ".join(f"{key} {value:.1f}" for key, value in parts.items())
+    say(f"{name} batch {batch}: {row.median_ms:.1f} ms, {row.median_ms / row.floor_ms:.2f} of its floor; {shown}")
+    return row
+
+
+def row_of(
+    profile: Cosmos3Profile, name: str, batch: int, times: list[float], floor_ms: float, versions: dict[str, str]
+) -> Row:
+    """What was measured, in the form that all benchmarks share."""
+    return Row(
         policy=name.removesuffix("-paper"),
-        shape=profile.shape | {"preset": preset},
+        shape=profile.shape | {"preset": "paper" if name.endswith("-paper") else "official"},
         batch=batch,
         median_ms=quantile(times, 0.5),
         p99_ms=quantile(times, 0.99),
         n=len(times),
-        floor_ms=sum(floors.values()),
+        floor_ms=floor_ms,
         versions=versions,
         date=time.strftime("%Y-%m-%d"),
         command="python benchmarks/engine_cosmos3.py",
-        details={"phases_ms": parts, "phase_floors_ms": floors, "tflop": sum(phase.flops for phase in phases) / 1e12},
     )
-    shown = ", ".join(f"{key} {value:.1f}" for key, value in parts.items())
-    say(f"{name} batch {batch}: {row.median_ms:.1f} ms, {row.median_ms / row.floor_ms:.2f} of its floor; {shown}")
-    return row
 
 
 if __name__ == "__main__":

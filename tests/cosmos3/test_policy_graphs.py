@@ -130,6 +130,9 @@ def test_the_kernels_of_the_official_request_give_what_fp32_gives(kind):
     eager, graphs = captured_pair(kind, settings, torch.bfloat16, **widths)
     rows = [make_request(settings, seed, length) for seed, length in ((1, 9), (2, 60))]
     wanted = exact.run(rows)
+    found: list[float] = []
     for runner in (eager, graphs):
         for got, true in zip(runner.run(rows), wanted, strict=True):
-            assert relative(got.actions, true.actions) < 5e-2
+            found.append(relative(got.actions, true.actions))
+    print(f"{kind}: actions are {max(found):.1e} from fp32")
+    assert max(found) < 5e-2

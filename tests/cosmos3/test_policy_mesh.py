@@ -10,7 +10,7 @@ import pytest
 import torch
 from taktline_protocol import TaktlineError
 from taktline_worker.models.cosmos3.config import open_transformer
-from taktline_worker.models.cosmos3.mesh import Place, check_mesh, place_of
+from taktline_worker.models.cosmos3.mesh import Place, better_split, check_mesh, place_of
 from taktline_worker.models.cosmos3.runner import Cosmos3Runner
 from taktline_worker.models.cosmos3.weights import load_weights
 
@@ -74,6 +74,13 @@ def test_ranks_are_numbered_branch_by_branch():
     assert all(place_of(rank, 2, 4).rank == rank for rank in range(8))
     with pytest.raises(ValueError, match="rank 8 of 2 x 4"):
         place_of(8, 2, 4)
+
+
+def test_the_tokens_are_shared_wherever_the_whole_weights_fit_a_rank():
+    assert better_split(30 << 30, None) == "sequence"
+    assert better_split(30 << 30, 141 << 30) == "sequence"
+    assert better_split(30 << 30, 24 << 30) == "tensor"
+    assert better_split(30 << 30, 32 << 30) == "tensor"  # they fit, and nothing beside them
 
 
 def test_heads_that_cannot_be_split_are_refused(results):

@@ -176,7 +176,7 @@ def test_the_papers_shape_has_no_state_row(tokenizer: ChatTokenizer, pool: Threa
     assert processor.state_dim == 0
     request = prepared(processor, pool, state=np.zeros(0)).request
     assert request.state is None
-    assert request.frames.shape == (3, 33, 480, 832)
+    assert request.frames.shape == (3, 1, 480, 832)
     assert request.action_noise.shape == (PAPER.actions, 64)
     assert not bool(request.action_noise[:, 10:].any())
     # Its actions are no DROID actions: nothing of them is turned round.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -95,11 +95,17 @@ def test_ranks_give_the_answer_of_one_and_come_back_when_one_is_lost(
             os.kill(pid, 0)
 
 
-def test_ranks_may_share_the_tokens_instead(folder: Path, alone: Cosmos3Adapter, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("split", ["tensor", None])
+def test_ranks_share_the_tokens_or_the_matrices(
+    folder: Path, alone: Cosmos3Adapter, pool: ThreadPoolExecutor, split: Literal["tensor"] | None
+) -> None:
     (expected,) = answers(alone, pool, {})
-    shared = WorldActionOptions(split="sequence")
+    shared = WorldActionOptions(split=split)
     spread = load(engine_config(folder, parallel=ParallelOptions(tp=2), world_action=shared))
     try:
+        weight = spread.runner.weights.joint[0].out.weight
+        # Where nothing is said and the weights fit each rank, as on a CPU, the tokens: all of them stay whole.
+        assert weight.shape[1] == alone.runner.weights.joint[0].out.weight.shape[1] // (2 if split else 1)
         (found,) = answers(spread, pool, {})
     finally:
         spread.close()
@@ -109,7 +115,12 @@ def test_ranks_may_share_the_tokens_instead(folder: Path, alone: Cosmos3Adapter,
 @pytest.mark.parametrize(
     ("parallel", "world_action", "said", "next_step"),
     [
-        (ParallelOptions(tp=4), None, "parallel.tp is 4, which does not divide the 2 key heads", "1, 2"),
+        (
+            ParallelOptions(tp=4),
+            WorldActionOptions(split="tensor"),
+            "parallel.tp is 4, which does not divide the 2 key heads",
+            "1, 2",
+        ),
         (ParallelOptions(cfg=2), WorldActionOptions(guidance=1.0), "no second branch", "guidance above 1"),
         (ParallelOptions(search=2), None, "for planners", "cfg and tp"),
     ],

@@ -4,7 +4,8 @@
 // multiple of 8, which wastes less on odd token counts than tiles of 128 tokens.
 // The host prepends hopper.cuh and wgmma(), generated for BN.
 // With EIGHT everything is e4m3, and out[m, 2c..2c+1] = gelu of two outputs c that lie eight rows apart in a tile: one step
-// of 64 columns is 128 numbers then, and a pair of results is what a bf16 is here.
+// of 64 columns is 128 numbers then, and a pair of results is what a bf16 is here. With SILU as well only the operands are
+// e4m3: out is the gated product, as in bf16.
 
 #define WEIGHT_STAGE (256 * 128)
 #define TOKEN_STAGE (BN * 128)
@@ -13,6 +14,7 @@
 #ifndef SILU
 #define SILU 0
 #endif
+#define GATED (EIGHT && SILU)
 DEVICE float gelu(float x) {  // or silu
   float u = SILU ? 0.5f * x : 0.7978845608028654f * (x + 0.044715f * x * x * x);
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
@@ -42,7 +44,10 @@ DEVICE void tile_of(int index, int token_tiles, int weight_tiles, int span, int&
 extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
                                                                    const __grid_constant__ TensorMap out, int token_tiles, int weight_tiles,
                                                                    int blocks, int span
-#if EIGHT
+#if GATED
+                                                                   ,
+                                                                   const float* weight_scales, const float* token_scales, int rows
+#elif EIGHT
                                                                    ,
                                                                    const float* weight_scales, const float* token_scales, const float* bias, int rows,
                                                                    float inverse_unit
@@ -123,7 +128,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
       for (int half = 0; half < 2; ++half) {
         float* d = half ? high : low;
         const int unit = half * 4 + warp;
-#if EIGHT
+#if GATED
+        const int gate = weight * 256 + group * 128 + half * 64 + warp * 16 + (lane >> 2);
+        const float of_gate = weight_scales[gate], of_up = weight_scales[gate + 8];
+#elif EIGHT
         const int channel = weight * 256 + group * 128 + half * 64 + warp * 16 + 2 * (lane >> 2);
         const float2 scale = *reinterpret_cast<const float2*>(weight_scales + channel), added = *reinterpret_cast<const float2*>(bias + channel);
 #endif
@@ -134,7 +142,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
           for (int j = 0; j < 4; ++j) {
             if (i + j < BN / 8) {
               const int at = (i + j) * 4;
-#if EIGHT
+#if GATED
+              const int place = token * BN + 8 * (i + j) + 2 * (lane & 3);
+              const float by = token_scales[min(place, rows - 1)], next = token_scales[min(place + 1, rows - 1)];
+              r[j] = pack_bf16(gelu(d[at] * (by * of_gate)) * (d[at + 2] * (by * of_up)), gelu(d[at + 1] * (next * of_gate)) * (d[at + 3] * (next * of_up)));
+#elif EIGHT
               const int place = min(token * BN + 8 * (i + j) + 2 * (lane & 3), rows - 2);
               const float2 by = *reinterpret_cast<const float2*>(token_scales + place);
               const u32 first = pack_pair(gelu_by_tanh(d[at] * (by.x * scale.x) + added.x) * inverse_unit, gelu_by_tanh(d[at + 2] * (by.x * scale.y) + added.y) * inverse_unit);

@@ -9,19 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.deployment import EngineConfig
+from taktline_protocol.deployment import EngineConfig, WorldActionOptions
 
 from taktline_worker.adapter import Answer, CapturedGraph, Description, ImaginedChunk
 from taktline_worker.checkpoint import TensorFiles, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.models.cosmos3 import fp8, vae, video
-from taktline_worker.models.cosmos3.config import Cosmos3Architecture, open_transformer
+from taktline_worker.models.cosmos3.config import Cosmos3Architecture, expected_shapes, open_transformer, parameters
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.group import PolicyGroup, Solved
-from taktline_worker.models.cosmos3.mesh import Mesh, Place, Split, check_mesh, place_of
+from taktline_worker.models.cosmos3.mesh import Mesh, Place, Split, better_split, check_mesh, place_of
 from taktline_worker.models.cosmos3.processor import Cosmos3Processor, PendingCosmosRow, PreparedRow
 from taktline_worker.models.cosmos3.profile import Cosmos3Profile
 from taktline_worker.models.cosmos3.ranks import PolicyRanks, check_devices
@@ -249,6 +250,8 @@ def load(config: EngineConfig) -> Cosmos3Adapter:
         opened.architecture.action_width,
         config.engine.max_image_pixels,
     )
+    # Every rank must share the same: they are told, and do not look at their own GPU.
+    config = _settled(config, opened)
     parallel, device = config.engine.parallel, choose_device(config.engine.device)
     size = parallel.cfg * parallel.tp
     check_devices(size, device)
@@ -281,8 +284,20 @@ def _checked(config: EngineConfig) -> Opened:
             f"set model.family to {opened.family}, or mount the other checkpoint",
         )
     guided = opened.serving.settings.guidance != 1.0
-    check_mesh(opened.architecture, _place(config, 0), guided)
+    check_mesh(opened.architecture, _place(_settled(config, opened), 0), guided)
     return opened
+
+
+def _settled(config: EngineConfig, opened: Opened) -> EngineConfig:
+    """The same, and what the ranks of a branch share said in it."""
+    options, asked = config.engine, config.engine.world_action or WorldActionOptions()
+    if options.parallel.tp == 1 or asked.split is not None:
+        return config
+    device = choose_device(options.device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    size = parameters(expected_shapes(opened.architecture)) * _DTYPES[options.precision].itemsize
+    said = msgspec.structs.replace(asked, split=better_split(size, memory))
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(options, world_action=said))
 
 
 def _place(config: EngineConfig, rank: int) -> Place:

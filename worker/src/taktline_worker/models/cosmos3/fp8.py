@@ -1,15 +1,18 @@
 """Cosmos3 with FP8 (e4m3) products in the tower of video and actions: a scale a token, a scale an output channel.
 
-Everything else is as in bf16: the text tower (its keys and values are made once an instruction), attention, residuals,
-patch, action and time projections, and the solver.
+Attention multiplies in FP8 as well: queries, keys and values with a scale a layer, which their norms and weights bound.
+Everything else is as in bf16: the text tower (its keys and values are made once an instruction), residuals, patch,
+action and time projections, and the solver.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from taktline_kernels.fp8_heads import head_multipliers
+
 from taktline_worker.fp8_layers import CAPABILITY, Fp8Linear, check_device, functions, quantised
-from taktline_worker.models.cosmos3.weights import Cosmos3Weights, GatedLinear, TowerLayer
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, GatedLinear, Linear, TowerLayer
 
 __all__ = ["CAPABILITY", "Fp8Linear", "check_device", "functions", "quantise"]
 
@@ -22,4 +25,11 @@ def quantise(weights: Cosmos3Weights) -> Cosmos3Weights:
 def _quantised(layer: TowerLayer) -> TowerLayer:
     if isinstance(layer.up, GatedLinear):  # in FP8 the activation is behind the product
         layer = replace(layer, up=layer.up.plain())
-    return quantised(layer, "qkv", "out", "up", "down")
+    made = quantised(layer, "qkv", "out", "up", "down")
+    if not isinstance(made.qkv, Fp8Linear) or layer.q_norm is None or layer.k_norm is None:
+        return made
+    assert isinstance(layer.qkv, Linear)
+    assert isinstance(layer.out, Linear)
+    values = (layer.qkv.weight.shape[0] - layer.out.weight.shape[1]) // 2
+    v_weight = layer.qkv.weight[-values:]
+    return replace(made, multipliers=head_multipliers(layer.q_norm, layer.k_norm, v_weight, 1.0 + layer.norm1))

@@ -85,7 +85,7 @@ def _facts(opened: Opened) -> dict[str, str]:
         "MLP": f"{'SwiGLU' if a.gated else 'squared ReLU'}, {a.mlp} columns",
         "text": f"vocabulary {a.vocabulary:,}, rotary base {a.theta:g}, query and key norms"
         f" {'on' if a.text_norms else 'off'}, prompts as {serving.prompt}",
-        "video": f"{s.frames} frames, {s.encoded_frames} given; latents of {frames} x {rows} x {columns}",
+        "video": f"{s.frames} frames, {s.encoded_frames} encoded; latents of {frames} x {rows} x {columns}",
         "actions": f"{s.actions} of {s.raw_dims} numbers{' behind a row with the state' if s.state_row else ''}, at"
         f" {s.fps:g} Hz",
         "embodiment": f"{serving.embodiment.name}, domain {s.domain} of {a.domains}: {serving.embodiment.meaning}",

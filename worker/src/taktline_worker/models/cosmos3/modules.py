@@ -6,10 +6,13 @@ the order clean frame, noised frames, state row, noised actions. Heads and MLP c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from taktline_kernels import ops
+from taktline_kernels.fp8_heads import Fp8Heads, Fp8Text
+from taktline_kernels.ops.fp8_attention import attention_fp8, heads_fp8
 from torch import Tensor
 from torch.nn import functional
 
@@ -164,30 +167,39 @@ def joint_layer(
     *,
     tokens: int,
     first: int = 0,
+    text_multipliers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One layer of the tower of video and actions: each token sees the whole text and every token.
 
     Args:
         x: (lanes, tokens of this rank, width); the stream is x + y, so that the next norm can add them. y None: x.
         cos: (lanes, tokens of this rank, head_dim / 2) fp32; `sin` likewise.
-        text_keys: (lanes, text slots, kv heads, head_dim); `text_values` likewise.
+        text_keys: (lanes, text slots, kv heads, head_dim); `text_values` likewise. Where attention multiplies in FP8
+            they are as `Fp8Text` has them.
         lengths: int32 (lanes,), valid text slots.
         tokens: of a whole sequence; what a rank has beyond them is padding that no token sees.
         first: leave out the result of all tokens before this one (their keys and values are still seen).
+        text_multipliers: fp32 (lanes, 2) of keys and values in FP8.
 
     Returns:
         The stream behind the layer, again in two parts (lanes, tokens of this rank - first, width).
     """
     x, n = normed(x, y, layer.norm1, a, layer.qkv)
-    if mesh.place.parts > 1:
-        q, k, v = _gathered_heads(layer, a, n, cos, sin, mesh, tokens)
+    if layer.multipliers is not None:
+        assert text_multipliers is not None
+        own = _fp8_heads(layer, a, n, cos, sin, mesh, tokens, layer.multipliers)
+        text = Fp8Text(text_keys, text_values, text_multipliers, lengths)
+        seen = attention_fp8(replace(own, q=own.q[:, first:]), text, x.dtype)
     else:
-        qkv = layer.qkv(n)
-        heads, kv_heads = a.heads // mesh.place.shards, a.kv_heads // mesh.place.shards
-        table = cos.flatten(0, 1), sin.flatten(0, 1)
-        ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, *table, heads=heads, kv_heads=kv_heads, eps=a.norm_eps)
-        q, k, v = _split_heads(qkv, a, mesh)
-    seen = ops.attention_suffix(q[:, first:], text_keys, text_values, lengths, k, v)
+        if mesh.place.parts > 1:
+            q, k, v = _gathered_heads(layer, a, n, cos, sin, mesh, tokens)
+        else:
+            qkv = layer.qkv(n)
+            heads, kv_heads = a.heads // mesh.place.shards, a.kv_heads // mesh.place.shards
+            table = cos.flatten(0, 1), sin.flatten(0, 1)
+            ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, *table, heads=heads, kv_heads=kv_heads, eps=a.norm_eps)
+            q, k, v = _split_heads(qkv, a, mesh)
+        seen = ops.attention_suffix(q[:, first:], text_keys, text_values, lengths, k, v)
     lanes, count = seen.shape[:2]
     # Token by token from here on: pieces of rows.
     pieces = PIECES if mesh.place.shards > 1 else 1
@@ -200,6 +212,30 @@ def joint_layer(
     totals = [total() for total in added]
     x, y = (parts[0] if pieces == 1 else torch.cat(parts) for parts in (streams, totals))
     return x.view(lanes, count, -1), y.view(lanes, count, -1)
+
+
+def _fp8_heads(
+    layer: TowerLayer,
+    a: Cosmos3Architecture,
+    n: Any,
+    cos: Tensor,
+    sin: Tensor,
+    mesh: Mesh,
+    tokens: int,
+    multipliers: Tensor,
+) -> Fp8Heads:
+    """Queries of this rank's tokens, keys and values of all, in FP8."""
+    if mesh.place.parts > 1:
+        return heads_fp8(*_gathered_heads(layer, a, n, cos, sin, mesh, tokens), multipliers)
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
+    return heads_fp8(
+        *_split_heads(layer.qkv(n), a, mesh),
+        multipliers,
+        norms=(layer.q_norm, layer.k_norm),
+        table=(cos.flatten(0, 1), sin.flatten(0, 1)),
+        eps=a.norm_eps,
+    )
 
 
 def _gathered_heads(

@@ -23,7 +23,7 @@ class RequestSettings:
         name: `official` (what the released weights were trained for), `paper` (a published benchmark's shape), or
             any other name of a caller's own.
         frames: video frames, the observed one included.
-        encoded_frames: of these, how many are given as pixels and encoded; 1 = the observed frame only.
+        encoded_frames: of these, how many are encoded; 1 = the observed frame only, which is all that is read.
         padded: (height, width) in pixels of the frames that the VAE gets.
         content: (height, width) in pixels of what is no padding; latent cells past it are cut off before denoising.
         fps: frames and actions a second; both have positions in time that depend on it.
@@ -79,7 +79,6 @@ class RequestSettings:
 OFFICIAL = RequestSettings()
 PAPER = RequestSettings(
     name="paper",
-    encoded_frames=33,
     padded=(480, 832),
     content=(480, 832),
     state_row=False,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from taktline_kernels import ops
+from taktline_kernels.fp8_heads import quantise_text
 from torch import Tensor
 from torch.nn import functional
 
@@ -77,8 +78,16 @@ class Buffers:
         self.bucket = bucket
         lanes, kv_heads = bucket.rows * runner.branches_here, a.kv_heads // runner.mesh.place.shards
         shape = (a.layers, lanes, bucket.text, kv_heads, a.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.multipliers: Tensor | None = None
+        if runner.weights.joint[0].multipliers is None:
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        else:  # as attention in FP8 reads them
+            turned = (*shape[:2], *shape[3:], bucket.text)
+            self.keys, self.values = (
+                torch.zeros(of, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn) for of in (shape, turned)
+            )
+            self.multipliers = torch.ones(a.layers, lanes, 2, device=device)
         self.lengths = torch.ones(lanes, dtype=torch.int32, device=device)
         self.cos = torch.zeros(lanes, runner.own_tokens, a.head_dim // 2, device=device)
         self.sin = torch.zeros_like(self.cos)
@@ -292,6 +301,7 @@ class Cosmos3Runner:
                 buffers.values[number, :lanes],
                 buffers.lengths[:lanes],
                 mesh,
+                text_multipliers=None if buffers.multipliers is None else buffers.multipliers[number, :lanes],
                 tokens=self.tokens,
                 first=unread if number == a.layers - 1 and parts == 1 else 0,
             )
@@ -314,8 +324,13 @@ class Cosmos3Runner:
         if buffers.held[lane] == tokens:
             return
         length = len(tokens)
-        buffers.keys[:, lane, :length].copy_(keys)
-        buffers.values[:, lane, :length].copy_(values)
+        if buffers.multipliers is None:
+            buffers.keys[:, lane, :length].copy_(keys)
+            buffers.values[:, lane, :length].copy_(values)
+        else:
+            keys, values, buffers.multipliers[:, lane] = quantise_text(keys, values)
+            buffers.keys[:, lane, :length].copy_(keys)
+            buffers.values[:, lane, :, :, :length].copy_(values)
         buffers.lengths[lane] = length
         cos, sin = self._table(length)
         buffers.cos[lane].copy_(cos)

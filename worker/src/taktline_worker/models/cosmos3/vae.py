@@ -7,7 +7,7 @@ policy observes, costs a third. The first latent frame depends on the first fram
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from taktline_kernels.ops.channels import channel_norm
@@ -123,7 +123,7 @@ def _down(stage: Stage, x: Tensor, history: History, first: bool) -> Tensor:
         history.keep(stage.time, x, 1)
         if not first:
             assert before is not None
-            seen = torch.cat((before, x), dim=1)
+            seen = _joined((before, x), 1)
             outputs = (seen.shape[1] - stage.time.taps) // 2 + 1
             x = _windows(stage.time, seen, outputs, stride=2)
     return x + kept
@@ -177,7 +177,7 @@ def _attention(attention: Attention, x: Tensor) -> Tensor:
 def _causal(conv: Conv, x: Tensor, history: History) -> Tensor:
     """A convolution with the frames of earlier chunks before it; the first frames have fewer or none."""
     before = history.before(conv)
-    seen = x if before is None or before.shape[1] == 0 else torch.cat((before, x), dim=1)
+    seen = x if before is None or before.shape[1] == 0 else _joined((before, x), 1)
     history.keep(conv, seen, conv.taps - 1)
     return _windows(conv, seen, x.shape[1])
 
@@ -196,9 +196,16 @@ def _windows(conv: Conv, seen: Tensor, outputs: int, stride: int = 1) -> Tensor:
     span = stride * (outputs - 1) + 1
     start = seen.shape[1] - span - taps + 1
     stacked = [seen[:, start + tap : start + tap + span : stride] for tap in range(taps)]
-    frames = stacked[0] if taps == 1 else torch.cat(stacked, dim=2)
+    frames = stacked[0] if taps == 1 else _joined(stacked, 2)
     padding = weight.shape[-1] // 2
     return _frames(lambda one: functional.conv2d(one, weight, conv.bias, padding=padding), frames)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """One behind the other, frames (dim 1) or channels (dim 2); channels that lie side by side go on doing so."""
+    if any(part.stride(2) != 1 for part in parts):
+        return torch.cat(tuple(parts), dim=dim)
+    return torch.cat([part.movedim(2, -1) for part in parts], dim=1 if dim == 1 else -1).movedim(-1, 2)
 
 
 def _images(x: Tensor) -> Tensor:
@@ -234,8 +241,18 @@ def _group_means(x: Tensor, outputs: int, time: int, space: int) -> Tensor:
     """
     lacking = -x.shape[1] % time
     if lacking:
-        x = functional.pad(x, (0, 0, 0, 0, 0, 0, lacking, 0))
+        missing = x.movedim(2, -1)[:, :1].expand(-1, lacking, -1, -1, -1)
+        x = _joined((torch.zeros_like(missing, memory_format=torch.contiguous_format).movedim(-1, 2), x), 1)
     batch, frames, channels, height, width = x.shape
+    together = channels * time * space * space // outputs
+    if x.stride(2) == 1 and together % (space * space) == 0:
+        # A group holds whole squares: their means first, over channels that lie side by side and go on doing so.
+        cells = x.movedim(2, -1).reshape(-1, time, height // space, space, width // space, space, channels)
+        means = cells.mean(dim=(3, 5)) if space > 1 else cells[:, :, :, 0, :, 0]
+        means = means.permute(0, 2, 3, 4, 1).flatten(3)  # image, y, x, channel and time
+        if together > space * space:
+            means = means.reshape(*means.shape[:3], outputs, -1).mean(dim=4)
+        return means.view(batch, frames // time, *means.shape[1:]).movedim(-1, 2)
     cells = x.reshape(batch, frames // time, time, channels, height // space, space, width // space, space)
     cells = cells.permute(0, 1, 3, 2, 5, 7, 4, 6)  # batch, frame, channel, time, y, x, row, column
     grouped = cells.reshape(batch, frames // time, outputs, -1, height // space, width // space)

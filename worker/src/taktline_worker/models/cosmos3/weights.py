@@ -76,6 +76,7 @@ class TowerLayer:
         k_norm: likewise.
         shared_norm: (head_dim,) norm of the text's keys for the other tower; None where it reads the same keys.
         up: gate rows before up rows where the MLP is gated, else up rows; or both with their activation.
+        multipliers: fp32 (3,) of queries, keys and values where attention multiplies in FP8; None where it does not.
     """
 
     norm1: Tensor
@@ -87,6 +88,7 @@ class TowerLayer:
     norm2: Tensor
     up: Product | GatedLinear
     down: Product
+    multipliers: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
