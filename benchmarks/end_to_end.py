@@ -3,8 +3,9 @@
     python benchmarks/end_to_end.py [--clients 1,8,32] [--seconds 10] [--out DIR]
 
 π0.5 of the published size with random weights on a GPU; without one the tests' tiny policy, which shows that the script
-works and no more. Robots ask again as soon as they have their chunk. For each number of robots: the round trip, the
-medians of its terms, and the share of time that the engine ran; beside them the engine's own T_sync table.
+works and no more. Robots ask again as soon as they have their chunk; no frame is sent twice. For each number of robots:
+the round trip, the medians of its terms and of each hop, and the share of time that the engine ran; beside them the
+engine's own T_sync table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import itertools
 import json
 import sys
 import tempfile
@@ -36,6 +38,7 @@ from benchmarks.gateway.processes import Deployment, free_port
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 BUDGET_MS = 20_000.0
 WARM_UP_SHARE = 0.2
+HOPS = ("admission", "queue", "batch", "preprocess", "engine", "postprocess", "reply")
 
 
 def pictures(seed: int) -> dict[str, bytes]:
@@ -50,6 +53,22 @@ def pictures(seed: int) -> dict[str, bytes]:
     return found
 
 
+def fresh(frame: bytes, number: int) -> bytes:
+    """The same picture in other bytes, as a comment tells: no cache has seen it, and it is decoded like a new one."""
+    return frame[:2] + b"\xff\xfe\x00\x06" + number.to_bytes(4, "big") + frame[2:]
+
+
+def hops(url: str) -> dict[str, float]:
+    """Medians of what the gateway's timeline shows of the last requests, in ms; each worker's phases among them."""
+    with urllib.request.urlopen(f"{url}/v1/policies/pi05/timeline", timeout=10) as answer:  # noqa: S310
+        events = json.load(answer)["traceEvents"]
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event["ph"] == "X" and event["name"] in HOPS:
+            found.setdefault(event["name"], []).append(event["dur"] / 1e3)
+    return {name: median(found[name]) for name in HOPS if name in found}
+
+
 def busy_s(address: str) -> float:
     """Seconds that the worker's engine has run so far."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
@@ -60,16 +79,18 @@ def busy_s(address: str) -> float:
 async def ask(url: str, robots: int, seconds: float, metrics_address: str) -> dict[str, Any]:
     """Robots in a closed loop for `seconds` after a warm-up."""
     chunks: list[tuple[taktline.Chunk, float]] = []
+    shown = [pictures(seed) for seed in range(8)]
+    numbers = itertools.count()
     begin = time.monotonic() + WARM_UP_SHARE * seconds
     end = begin + seconds
 
     async def robot(index: int) -> None:
-        frames = [pictures(100 * index + turn) for turn in range(4)]
-        turn = 0
         async with taktline.AsyncRobot(url, "pi05", f"robot-{index}") as arm:
-            while (asked := time.monotonic()) < end:
-                chunk = await arm.act(frames[turn % 4], np.zeros(8, np.float32), "pick up the block", BUDGET_MS)
-                turn += 1
+            while time.monotonic() < end:
+                number = next(numbers)
+                frames = {name: fresh(frame, number) for name, frame in shown[number % 8].items()}
+                asked = time.monotonic()
+                chunk = await arm.act(frames, np.zeros(8, np.float32), "pick up the block", BUDGET_MS)
                 if asked >= begin:
                     chunks.append((chunk, 1e3 * (time.monotonic() - asked)))
 
@@ -93,6 +114,7 @@ async def ask(url: str, robots: int, seconds: float, metrics_address: str) -> di
         "inference_ms": median(one.inference_ms for one in timings),
         "batches": dict(sorted(Counter(chunk.batch_size for chunk, _ in chunks).items())),
         "engine_share": share,
+        "hops_ms": hops(url),
     }
 
 

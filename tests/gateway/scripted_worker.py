@@ -105,6 +105,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         async with self.engine:  # through gRPC a call that nobody waits for is cancelled here by itself
             if getattr(context, "way", "grpc") == "batch" and not context.is_active():
                 await context.abort(grpc.StatusCode.CANCELLED, "nobody waits for this batch")
+            turn = time.monotonic()
             self.in_flight += 1
             self.record(request, context)
             await asyncio.sleep((times[bucket][1] + extra) / 1e3)
@@ -124,9 +125,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     actions[3, 2] = np.nan
                 result.actions.CopyFrom(to_tensor(actions))
             results.append(result)
-        total = 1e3 * (time.monotonic() - began)
+        ended = time.monotonic()
         return worker_pb2.InferResponse(
-            results=results, engine_ms=total, total_ms=total, bucket=buckets[bucket], revision=self.arguments.revision
+            results=results,
+            engine_ms=1e3 * (ended - turn),
+            waited_ms=1e3 * (turn - began),
+            total_ms=1e3 * (ended - began),
+            bucket=buckets[bucket],
+            revision=self.arguments.revision,
         )
 
     def record(self, request, context) -> None:

@@ -129,6 +129,19 @@ def test_expired_work_never_runs(stack):
     assert [batch["robots"] for batch in stack.batches()] == [["a"], ["c"]]
 
 
+def test_waiting_is_queueing_wherever_it_happens(stack):
+    """The wait behind a batch is no inference, whether it is passed at the gateway or, sent ahead, at the worker."""
+    for _ in range(12):  # until the gateway knows how far ahead it may send
+        assert stack.act(robot="a")[0] == 200
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(stack.act, robot="a", instruction="slow 300")
+        until(lambda: len(stack.batches()) == 13, "the slow batch")
+        status, chunk = stack.act(robot="b")
+        assert status == 200
+        assert running.result()[0] == 200
+    assert chunk.timings.queue_ms > 2 * chunk.timings.inference_ms
+
+
 def test_throughput_does_not_decay_while_timeouts_fire():
     """Triton: with queue timeouts on, throughput decays over minutes until a reload.
 

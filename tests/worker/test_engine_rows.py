@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -101,3 +103,27 @@ def test_an_adapter_that_forgets_a_row_gives_nobody_anothers_actions(engine: Eng
     engine.adapter.drops = 1  # type: ignore[attr-defined]
     outcomes = engine.infer([item(1.0), item(2.0)]).outcomes
     assert [outcome.code for outcome in outcomes] == [ErrorCode.WORKER_FAILED] * 2  # type: ignore[union-attr]
+
+
+def test_the_wait_for_the_batch_before_is_told_apart_from_the_batchs_own_time(engine: Engine, monkeypatch: Any) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    run = engine.adapter.run
+
+    def held(rows: list[Any], bucket: int) -> Any:
+        began.set()
+        assert go_on.wait(30)
+        return run(rows, bucket)
+
+    monkeypatch.setattr(engine.adapter, "run", held)
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
+        assert began.wait(30)
+        monkeypatch.setattr(engine.adapter, "run", run)
+        second = callers.submit(engine.infer, [Item(Asked(2.0, "", None))])
+        while engine._lane._work_queue.empty():
+            time.sleep(0.001)
+        time.sleep(0.05)
+        go_on.set()
+        assert first.result(30).waited_ms < first.result(30).engine_ms
+        assert second.result(30).waited_ms >= 50.0
+        assert second.result(30).engine_ms < first.result(30).engine_ms

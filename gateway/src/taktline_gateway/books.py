@@ -96,7 +96,7 @@ class Books:
     ) -> Verdict:
         """Counts an answer that is about to be sent, and says what is stated in it."""
         now = time.monotonic()
-        queue_s = served.sent_at - pending.arrived_at
+        queue_s = served.sent_at - pending.arrived_at + served.waited_s
         sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
         timings = Timings(
             observe_ms=1e3 * (sent_at - observation.captured_at),

@@ -202,7 +202,8 @@ class Dispatch:
                     batch_size=len(members),
                     sent_at=sent_at,
                     returned_at=returned_at,
-                    inference_s=response.total_ms / 1e3,
+                    inference_s=(response.total_ms - response.waited_ms) / 1e3,
+                    waited_s=response.waited_ms / 1e3,
                     phases_ms=(response.preprocess_ms, response.engine_ms, response.postprocess_ms),
                     plan=plan,
                     rtc=rtc,
@@ -311,8 +312,7 @@ def _outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
 
     Where the engine is quick, that is no more than its own time: it would not be the engine that others wait for.
     """
-    worker_ms = response.preprocess_ms + response.postprocess_ms
-    return max(0.0, min(response.engine_ms / 1e3, seconds - (response.total_ms - worker_ms) / 1e3))
+    return max(0.0, min(response.engine_ms / 1e3, seconds - (response.engine_ms + response.waited_ms) / 1e3))
 
 
 def _is_away(result: worker_pb2.InferResult) -> bool:

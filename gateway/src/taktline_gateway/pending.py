@@ -27,6 +27,7 @@ class Served(msgspec.Struct, frozen=True):
     """What a worker made of one observation, with the instants (monotonic, s) and durations around it.
 
     Attributes:
+        inference_s: the worker's own time, without `waited_s`, which the batch waited there for the one before it.
         next_at: when the robot's next observation should arrive.
         phases_ms: preprocess, engine and postprocess of its batch, as the worker measured them.
     """
@@ -40,6 +41,7 @@ class Served(msgspec.Struct, frozen=True):
     returned_at: float
     inference_s: float
     phases_ms: tuple[float, float, float]
+    waited_s: float = 0.0
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
     imagined: ImaginedVideo | None = None

@@ -238,7 +238,7 @@ class InferResult(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., actions: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rtc: _Optional[_Union[RtcApplied, _Mapping]] = ..., imagined: _Optional[_Union[ImaginedVideo, _Mapping]] = ...) -> None: ...
 
 class InferResponse(_message.Message):
-    __slots__ = ("results", "preprocess_ms", "engine_ms", "postprocess_ms", "total_ms", "bucket", "revision")
+    __slots__ = ("results", "preprocess_ms", "engine_ms", "postprocess_ms", "total_ms", "bucket", "revision", "waited_ms")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PREPROCESS_MS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class InferResponse(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[InferResult]
     preprocess_ms: float
     engine_ms: float
@@ -253,4 +254,5 @@ class InferResponse(_message.Message):
     total_ms: float
     bucket: int
     revision: str
-    def __init__(self, results: _Optional[_Iterable[_Union[InferResult, _Mapping]]] = ..., preprocess_ms: _Optional[float] = ..., engine_ms: _Optional[float] = ..., postprocess_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., bucket: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+    waited_ms: float
+    def __init__(self, results: _Optional[_Iterable[_Union[InferResult, _Mapping]]] = ..., preprocess_ms: _Optional[float] = ..., engine_ms: _Optional[float] = ..., postprocess_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., bucket: _Optional[int] = ..., revision: _Optional[str] = ..., waited_ms: _Optional[float] = ...) -> None: ...

@@ -44,13 +44,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """Outcomes in the order of the items, and where the time went, in ms."""
+    """Outcomes in the order of the items, and where the time went, in ms; `waited_ms` is for the batch before it."""
 
     outcomes: tuple[Outcome, ...]
     bucket: int
     preprocess_ms: float
     engine_ms: float
     postprocess_ms: float
+    waited_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,10 @@ class Engine:
         outcomes: list[Outcome | None] = [None] * len(items)
         rows = self._prepare(items, outcomes)
         prepared = time.monotonic()
-        bucket, engine_ms, post_ms = 0, 0.0, 0.0
+        bucket, engine_ms, post_ms, began = 0, 0.0, 0.0, prepared
         if rows:
             job = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled, steps)
-            bucket, engine_ms, post_ms = job.result()
+            bucket, engine_ms, post_ms, began = job.result()
         assert all(outcome is not None for outcome in outcomes)
         return BatchResult(
             outcomes=tuple(outcome for outcome in outcomes if outcome is not None),
@@ -113,6 +114,7 @@ class Engine:
             preprocess_ms=(prepared - started) * 1000.0,
             engine_ms=engine_ms,
             postprocess_ms=post_ms,
+            waited_ms=(began - prepared) * 1000.0,
         )
 
     def calibrate(self) -> tuple[BucketTiming, ...]:
@@ -165,7 +167,8 @@ class Engine:
         deadline: float | None,
         cancelled: Callable[[], bool],
         steps: int,
-    ) -> tuple[int, float, float]:
+    ) -> tuple[int, float, float, float]:
+        """Bucket, engine_ms, postprocess_ms, and the instant at which the batch's turn came."""
         now = time.monotonic()
         if cancelled() or (deadline is not None and now >= deadline):
             raise BatchDroppedError
@@ -187,7 +190,7 @@ class Engine:
             bucket = max(bucket, size)
             for (index, _), result in zip(part, results, strict=True):
                 outcomes[index] = result
-        return bucket, engine_ms, post_ms
+        return bucket, engine_ms, post_ms, now
 
     def _answer(self, rows: list[Any], bucket: int, steps: int) -> tuple[list[Outcome], float]:
         """Outcomes of the rows and when the network had finished; a failing engine is an error of each row."""

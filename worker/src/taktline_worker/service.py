@@ -168,6 +168,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             engine_ms=result.engine_ms,
             postprocess_ms=result.postprocess_ms,
             total_ms=total_ms,
+            waited_ms=result.waited_ms,
             bucket=result.bucket,
             revision=self._config.model.revision,
         )
