@@ -105,9 +105,14 @@ def test_sessions_are_resumed_where_no_certificate_is_asked_for(secured, factory
     assert again.reused
 
 
-def ready(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None) -> Met | None:
-    """Calls LeRobot's Ready as raw HTTP/2, as gRPC's own client cannot be given a session; None if refused."""
-    names = {b":method": b"POST", b":scheme": b"https", b":path": b"/transport.AsyncInference/Ready",
+READY = b"/transport.AsyncInference/Ready"
+
+
+def called(
+    port: int, context: ssl.SSLContext, session: ssl.SSLSession | None, path: bytes = READY, host: str = "127.0.0.1"
+) -> Met | None:
+    """An empty call as raw HTTP/2, as gRPC's own client cannot be given a session; None if the handshake fails."""
+    names = {b":method": b"POST", b":scheme": b"https", b":path": path,
              b":authority": b"x", b"content-type": b"application/grpc", b"te": b"trailers"}  # fmt: skip
     # Literal fields that no table keeps, without Huffman's code.
     block = b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in names.items())
@@ -115,7 +120,7 @@ def ready(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None) ->
     try:
         with (
             socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
-            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as tls,
+            context.wrap_socket(plain, server_hostname=host, session=session) as tls,
         ):
             tls.sendall(PREFACE + call)
             came = b""
@@ -137,8 +142,8 @@ def test_a_resumed_session_of_grpc_does_not_outlive_the_certificate(secured, fac
     port = secured.ports["lerobot"]
     lasting = client(factory, factory.issue("robot"), version)
     lasting.set_alpn_protocols(["h2"])
-    first = until(lambda: ready(port, lasting, None), "the port answering")
-    again = ready(port, lasting, first.session)
+    first = until(lambda: called(port, lasting, None), "the port answering")
+    again = called(port, lasting, first.session)
     assert again is not None
     assert again.reused, "what is tested below takes place"
     assert b"expired" not in again.came
@@ -147,13 +152,13 @@ def test_a_resumed_session_of_grpc_does_not_outlive_the_certificate(secured, fac
         ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=life_s)
         brief = client(factory, factory.issue("brief", ends=ends), version)
         brief.set_alpn_protocols(["h2"])
-        found = ready(port, brief, None)
+        found = called(port, brief, None)
         return None if found is None else (brief, found.session, ends)
 
     # On a machine so busy that the certificate expires before it is shown, the next one lives longer.
     brief, session, ends = next(found for life_s in (2, 6, 18, 54) if (found := met(life_s)) is not None)
     while datetime.datetime.now(datetime.UTC) < ends + datetime.timedelta(seconds=1):  # its end is in whole seconds
         time.sleep(0.05)
-    assert ready(port, brief, None) is None, "a whole handshake finds it expired"
-    resumed = ready(port, brief, session)
+    assert called(port, brief, None) is None, "a whole handshake finds it expired"
+    resumed = called(port, brief, session)
     assert resumed is None or (resumed.reused and b"expired" in resumed.came)

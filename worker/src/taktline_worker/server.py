@@ -33,7 +33,7 @@ from taktline_worker.lifecycle import (
 )
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.service import MAX_WAITING_BATCHES, WorkerService
-from taktline_worker.tls import server_context, server_credentials
+from taktline_worker.tls import interceptors, server_context, server_credentials
 from taktline_worker.tracing import BatchTraces
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class Worker:
             ThreadPoolExecutor(MAX_WAITING_BATCHES + 8, thread_name_prefix="rpc"),
             # With those of the protocol: gateways ping an idle worker, which gRPC's defaults take for an attack.
             options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)),
+            interceptors=interceptors(options.tls),
         )
         service = WorkerService(config, self.engine, timings, instruments, self._traces)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]  # generated

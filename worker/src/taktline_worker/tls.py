@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 from taktline_protocol import ErrorCode, TaktlineError
@@ -75,6 +77,43 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _configuration(served), follow, require_client_authentication=files.client_ca is not None
     )
+
+
+class WholeHandshakes(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Refuses every call that came by a resumed TLS session, with UNAUTHENTICATED.
+
+    gRPC resumes sessions for days and has no switch for it, and it looks at no certificate of theirs again: it may have
+    expired, or its issuer may be trusted no more. The gateway resumes none, so nobody who may come is turned away.
+    """
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """The handler of the call, behind the check."""
+        handler = continuation(details)
+        if handler is None:
+            return None
+        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        return handler._replace(
+            **{kind: _checked(getattr(handler, kind)) for kind in kinds if getattr(handler, kind) is not None}
+        )
+
+
+def _checked(behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        if b"true" in context.auth_context().get("ssl_session_reused", ()):
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "a resumed TLS session shows no certificate; connect anew, without a cache of sessions",
+            )
+        return behaviour(request, context)
+
+    return answer
+
+
+def interceptors(files: TlsFiles | None) -> tuple[grpc.ServerInterceptor, ...]:
+    """What stands before the calls of a server with these files: nothing, where no certificate is asked for."""
+    return (WholeHandshakes(),) if files is not None and files.client_ca is not None else ()
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -35,7 +35,7 @@ from taktline_worker.planning.group_ranks import (
     started_key,
 )
 from taktline_worker.planning.ranks import RankCommand
-from taktline_worker.tls import server_credentials
+from taktline_worker.tls import interceptors, server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,9 @@ class GroupPod:
         self._config = ranks.write_config(config, Path(self._folder.name))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._server = grpc.server(
-            ThreadPoolExecutor(4, thread_name_prefix="rpc"), options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0))
+            ThreadPoolExecutor(4, thread_name_prefix="rpc"),
+            options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)),
+            interceptors=interceptors(options.tls),
         )
         self._health = Health(self._server, options.health_listen)
         bind(self._server, options.listen, credentials)

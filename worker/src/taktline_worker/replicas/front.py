@@ -35,7 +35,7 @@ from taktline_worker.replicas.assignment import Assignment
 from taktline_worker.replicas.child import Launch, Replica
 from taktline_worker.replicas.metrics import ReplicaMetrics
 from taktline_worker.replicas.request import count_items
-from taktline_worker.tls import server_credentials
+from taktline_worker.tls import interceptors, server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Front:
             self._server = grpc.server(
                 ThreadPoolExecutor(count * WAITING_PER_REPLICA + 8, thread_name_prefix="rpc"),
                 options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)),
+                interceptors=interceptors(options.tls),
             )
             self._server.add_generic_rpc_handlers((_handlers(self),))
             self._health = Health(self._server, options.health_listen)
