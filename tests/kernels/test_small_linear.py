@@ -61,6 +61,24 @@ def test_the_norm_behind_a_residual_add_sums_the_parts(biased: bool, cut: dict[s
         assert distance(actual, reference) < BAR
 
 
+@pytest.mark.parametrize("cut", [*CUTS, {"block_m": 16, "split": 2, "block_k": 32}, {"block_m": 32, "copy": 1}])
+def test_the_rms_norm_behind_a_residual_add_in_fp32(cut: dict[str, int]) -> None:
+    x, weight = rand(3, 17, 96, seed=1), rand(72, 96, seed=2)
+    residual, scale = (rand(*shape, seed=3, dtype=torch.float32) for shape in ((3, 17, 72), (72,)))
+    arguments = (x, weight, residual, scale, 1e-6)
+    expected = REGISTRY["linear_add_rms_norm"].reference(*arguments)
+    for actual, reference in zip(small.linear_add_rms_norm(*arguments, config=cut), expected, strict=True):
+        assert distance(actual, reference) < BAR
+
+
+def test_many_rows_go_in_blocks() -> None:
+    x, weight, bias = rand(150, 64, seed=1), rand(40, 64, seed=2), rand(40, seed=3)
+    arguments: tuple[Any, ...] = (x, weight, bias, "relu", None, None)
+    expected = REGISTRY["linear"].reference(*arguments)
+    for cut in ({}, {"block_m": 64, "block_k": 32}, {"block_m": 32, "copy": 1, "block_k": 32, "split": 2}):
+        assert distance(small.linear(*arguments, config=cut), expected) < BAR
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     x, weight = rand(60, 128, seed=1), rand(40, 128, seed=2)
     changed = torch.cat((x[:20], rand(40, 128, seed=3)))
@@ -71,8 +89,8 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_more_rows_than_the_kernel_takes_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most 128, not 129"):
-        small.linear(rand(129, 16, seed=1), rand(16, 16, seed=2), None, "none", None, None, config={})
+    with pytest.raises(ValueError, match="at most 1024, not 1025"):
+        small.linear(rand(1025, 16, seed=1), rand(16, 16, seed=2), None, "none", None, None, config={})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from taktline_kernels.ops.attention import (
     attention_vision,
 )
 from taktline_kernels.ops.channels import channel_norm
-from taktline_kernels.ops.linear import linear, linear_add_layer_norm
+from taktline_kernels.ops.linear import linear, linear_add_layer_norm, linear_add_rms_norm
 from taktline_kernels.ops.norms import (
     ada_rms_norm,
     add_layer_norm,
@@ -35,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_add_layer_norm",
+    "linear_add_rms_norm",
     "norm_rotate",
     "relu2",
     "rms_norm",

@@ -45,6 +45,12 @@ def _linear_add_layer_norm_reference(
     return norms.add_layer_norm(residual, linear(x, weight, bias), norm_weight, norm_bias, eps)
 
 
+def _linear_add_rms_norm_reference(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return norms.add_rms_norm(residual, linear(x, weight), norm_weight, eps)
+
+
 _SMALL = "taktline_kernels.triton_impl.small_linear"
 _LINEAR = register(
     "linear",
@@ -57,6 +63,9 @@ _LINEAR = register(
 )
 _LINEAR_ADD_LAYER_NORM = register(
     "linear_add_layer_norm", _linear_add_layer_norm_reference, {"small": f"{_SMALL}:linear_add_layer_norm"}
+)
+_LINEAR_ADD_RMS_NORM = register(
+    "linear_add_rms_norm", _linear_add_rms_norm_reference, {"small": f"{_SMALL}:linear_add_rms_norm"}
 )
 
 
@@ -128,4 +137,25 @@ def linear_add_layer_norm(
     }
     arguments = (x, weight, bias, residual, norm_weight, norm_bias, eps)
     result: tuple[Tensor, Tensor] = _LINEAR_ADD_LAYER_NORM.run(shape, x, *arguments)
+    return result
+
+
+def linear_add_rms_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """A sub-layer's last product without a bias, the residual add behind it, and the RMSNorm of the sum.
+
+    Args:
+        x: (..., k).
+        weight: (n, k), the dtype of x.
+        residual: (..., n), the stream.
+        norm_weight: (n,), the norm multiplies by 1 + this; a parameter like the weight.
+        eps: added to the mean square.
+
+    Returns:
+        (s, rms_norm(s)) with s = residual + x @ weight.T, in the dtypes of residual and of x. Where no rule names a
+        kernel for both, each runs as its own op.
+    """
+    shape = {"m": x.numel() // x.shape[-1], "n": weight.shape[0], "k": weight.shape[1]}
+    result: tuple[Tensor, Tensor] = _LINEAR_ADD_RMS_NORM.run(shape, x, x, weight, residual, norm_weight, eps)
     return result

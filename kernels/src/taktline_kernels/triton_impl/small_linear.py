@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from taktline_kernels.ops.linear import ACTIVATIONS
-from taktline_kernels.triton_impl.activations import gelu_tanh
 from taktline_kernels.triton_impl.launch import blocks_of, launch, power_of_two
+from taktline_kernels.triton_impl.part_sums import activated, add_norm, sum_parts
 
-_MAX_ROWS = 128
+_MAX_ROWS = 1024
+_ROW_BLOCK = 128
 
 
 @triton.jit
@@ -35,17 +36,6 @@ def _prefetch(at, size):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == 1:
-        x = gelu_tanh(x)
-    elif ACTIVATION == 2:
-        x = tl.maximum(x, 0.0)
-    elif ACTIVATION == 3:
-        x = x * tl.sigmoid(x)
-    return x
 
 
 @triton.jit
@@ -72,17 +62,23 @@ def _linear_kernel(
     RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr,
     COPY: tl.constexpr,
+    TALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All rows of one block of output channels over one part of the depth.
+    """A block of rows of one block of output channels over one part of the depth.
 
     SHARE: depth of a part, a multiple of BLOCK_K.
     AHEAD: pieces of each channel's share to ask for before waiting; 0 asks for none.
     COPY: read through the copy engine, from `x_blocks` and `weight_blocks`; there are zeros past their ends.
+    TALL: more than one block of rows.
     """
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
+    above = 0
+    if TALL:
+        above = tl.program_id(2) * BLOCK_M
+        row += above
     inside, valid = channel < CHANNELS, row < rows
     WHOLE: tl.constexpr = SPLIT * SHARE == DEPTH
     EVEN: tl.constexpr = CHANNELS % BLOCK_N == 0
@@ -102,13 +98,13 @@ def _linear_kernel(
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if ONE:
-        total = tl.dot(x_blocks.load([0, part * SHARE]), tl.trans(weight), total, input_precision="ieee")
+        total = tl.dot(x_blocks.load([above, part * SHARE]), tl.trans(weight), total, input_precision="ieee")
     at_weight = weight_ptr + channel.to(tl.int64)[:, None] * DEPTH
     at_x = x_ptr + row[:, None] * DEPTH
     for start in tl.range(0, 0 if ONE else SHARE, BLOCK_K):
         depth = part * SHARE + start + tl.arange(0, BLOCK_K)
         if COPY:
-            x = x_blocks.load([0, part * SHARE + start])
+            x = x_blocks.load([above, part * SHARE + start])
             weight = weight_blocks.load([tl.program_id(0) * BLOCK_N, part * SHARE + start])
         elif WHOLE:
             x = tl.load(at_x + depth[None, :], mask=valid[:, None], other=0.0)
@@ -127,95 +123,12 @@ def _linear_kernel(
     else:
         if BIAS:
             total += bias[None, :]
-        total = _activated(total, ACTIVATION)
+        total = activated(total, ACTIVATION)
         if GATE:
             total = total * tl.load(gate_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
         if RESIDUAL:
             total += tl.load(residual_ptr + at, mask=kept, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def _sum_kernel(
-    parts_ptr,
-    bias_ptr,
-    gate_ptr,
-    residual_ptr,
-    out_ptr,
-    rows,
-    CHANNELS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The parts of a block of one row's outputs, added from the first to the last, and what follows the product."""
-    row = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if BIAS:
-        bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for part in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + (part * rows + row) * CHANNELS + channel, mask=inside, other=0.0)
-    if BIAS:
-        total += bias
-    total = _activated(total, ACTIVATION)
-    if GATE:
-        total = total * tl.load(gate_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        total += tl.load(residual_ptr + row * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * CHANNELS + channel, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sum_norm_kernel(
-    parts_ptr,
-    bias_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    sum_ptr,
-    out_ptr,
-    rows,
-    eps,
-    CHANNELS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One row: the parts of a product from the first to the last, its bias, the residual add, and the layer norm."""
-    row = tl.program_id(0)
-    channel = tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    scale = tl.load(norm_weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(norm_bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    residual = tl.load(residual_ptr + row * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for part in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + (part * rows + row) * CHANNELS + channel, mask=inside, other=0.0)
-    if BIAS:
-        total += bias
-    rounded = (residual + total).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * CHANNELS + channel, rounded, mask=inside)
-    x = rounded.to(tl.float32)
-    x = tl.where(inside, x - tl.sum(x, axis=0) / CHANNELS, 0.0)
-    factor = tl.rsqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)
-    tl.store(out_ptr + row * CHANNELS + channel, (x * factor * scale + shift).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _product(
@@ -243,7 +156,8 @@ def _product(
     shape = (split, rows, channels) if parts else (*x.shape[:-1], channels)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     warps = config.get("num_warps", 4)
-    block_m = max(16, power_of_two(rows))
+    block_m = min(config.get("block_m", _ROW_BLOCK), max(16, power_of_two(rows)))
+    blocks = triton.cdiv(rows, block_m)
     copied = bool(config.get("copy", 0)) and depth * x.element_size() % 16 == 0
     # One thread asks for one piece; pieces are multiples of 16 bytes.
     ahead = max(1, warps * 32 // block_n) if config.get("ahead", 1) else 0
@@ -251,7 +165,7 @@ def _product(
         ahead = 0
     launch(
         _linear_kernel,
-        (triton.cdiv(channels, block_n), split),
+        (triton.cdiv(channels, block_n), split, blocks),
         x,
         blocks_of(x.view(rows, depth), (block_m, block_k)) if copied else x,
         weight,
@@ -275,6 +189,7 @@ def _product(
         RESIDUAL=residual is not None and not parts,
         AHEAD=ahead,
         COPY=copied,
+        TALL=blocks > 1,
         num_warps=warps,
         num_stages=config.get("num_stages", 4),
     )
@@ -290,11 +205,11 @@ def linear(
     residual: Tensor | None,
     config: Mapping[str, int],
 ) -> Tensor:
-    """Run `ops.linear` for up to 128 rows; a row's result does not depend on the others.
+    """Run `ops.linear` for up to 1024 rows; a row's result does not depend on the others.
 
-    `config` may hold block_n, block_k, split (parts of the depth), ahead (0: ask for no weight before waiting), copy
-    (1: read through Hopper's copy engine; the weight before waiting, where a part is one block), num_warps and
-    num_stages.
+    `config` may hold block_m, block_n, block_k, split (parts of the depth), ahead (0: ask for no weight before
+    waiting), copy (1: read through Hopper's copy engine; the weight before waiting, where a part is one block),
+    num_warps and num_stages.
 
     Raises:
         ValueError: too many rows; the table's rule is too wide.
@@ -302,28 +217,7 @@ def linear(
     product, parts = _product(x, weight, bias, activation, gate, residual, config, keep_parts=False)
     if not parts:
         return product
-    rows, channels = product.shape[1:]
-    out = torch.empty((*x.shape[:-1], channels), dtype=x.dtype, device=x.device)
-    block = min(1024, power_of_two(channels))
-    launch(
-        _sum_kernel,
-        (rows, triton.cdiv(channels, block)),
-        product,
-        product if bias is None else bias,
-        product if gate is None else gate,
-        product if residual is None else residual.contiguous(),
-        out,
-        rows,
-        CHANNELS=channels,
-        SPLIT=parts,
-        BLOCK=block,
-        BIAS=bias is not None,
-        ACTIVATION=ACTIVATIONS.index(activation),
-        GATE=gate is not None,
-        RESIDUAL=residual is not None,
-        num_warps=4,
-    )
-    return out
+    return sum_parts(product, bias, activation, gate, residual, x)
 
 
 def linear_add_layer_norm(
@@ -336,31 +230,34 @@ def linear_add_layer_norm(
     eps: float,
     config: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """Run `ops.linear_add_layer_norm` for up to 128 rows; `config` as `linear` takes it.
+    """Run `ops.linear_add_layer_norm` for up to 1024 rows; `config` as `linear` takes it.
 
     Raises:
         ValueError: too many rows; the table's rule is too wide.
     """
-    product, parts = _product(x, weight, bias, "none", None, None, config, keep_parts=True)
-    rows, channels = product.shape[1:]
-    residual = residual.contiguous()
-    total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=x.dtype)
-    launch(
-        _sum_norm_kernel,
-        (rows,),
-        product,
-        norm_weight if bias is None else bias,
-        residual,
-        norm_weight,
-        norm_bias,
-        total,
-        out,
-        rows,
-        eps,
-        CHANNELS=channels,
-        SPLIT=parts,
-        BLOCK=power_of_two(channels),
-        BIAS=bias is not None,
-        num_warps=config.get("sum_warps", 8),
-    )
-    return total, out
+    return _add_norm(x, weight, bias, residual, norm_weight, norm_bias, eps, config)
+
+
+def linear_add_rms_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, config: Mapping[str, int]
+) -> tuple[Tensor, Tensor]:
+    """Run `ops.linear_add_rms_norm` for up to 1024 rows; `config` as `linear` takes it.
+
+    Raises:
+        ValueError: too many rows; the table's rule is too wide.
+    """
+    return _add_norm(x, weight, None, residual, norm_weight, None, eps, config)
+
+
+def _add_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    config: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    product, _ = _product(x, weight, bias, "none", None, None, config, keep_parts=True)
+    return add_norm(product, bias, residual, norm_weight, norm_bias, eps, x.dtype, config.get("sum_warps", 8))

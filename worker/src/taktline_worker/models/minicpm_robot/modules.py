@@ -6,6 +6,8 @@ right: every layer is causal, so a row's tokens see none of its padding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from taktline_kernels import ops
 from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
@@ -14,8 +16,8 @@ from taktline_kernels.ops.solver import clean_actions
 from torch import Tensor
 from torch.nn import functional
 
-from taktline_worker.fp8_layers import after_swiglu
-from taktline_worker.layers import Norm
+from taktline_worker.fp8_layers import Fp8Linear, swiglu_for
+from taktline_worker.layers import Linear, Norm
 from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
 from taktline_worker.models.minicpm_robot.weights import (
     ActionBlock,
@@ -37,12 +39,16 @@ Memory = tuple[Tensor, Tensor]
 def encode_images(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
     """Text tokens (N, image tokens, text width) of patches (N, P, 3 * patch^2), channel first, row by row."""
     x, y = weights.positions.expand(len(patches), -1, -1), weights.patch(_by_window(weights, v, patches))
-    for index, block in enumerate(weights.blocks):
-        x, y = _vision_block(block, v.heads, x, y)
+    x, n = weights.blocks[0].norm1.after(x, y)
+    following = [block.norm1 for block in weights.blocks[1:]] + [weights.norm]
+    for index, (block, norm) in enumerate(zip(weights.blocks, following, strict=True)):
         if index == v.insert:
-            x, y = _merge_windows(weights.window, v.heads, _windows(x), _windows(y))
-    x = weights.merge_norm(_windows(weights.norm.after(x, y)[1]).flatten(2))
-    return weights.merge2(functional.gelu(weights.merge1(x)))  # the exact GELU, here alone
+            x, n = _vision_block(block, weights.window.norm1, v.heads, x, n)
+            x, n = _merge_windows(weights.window, norm, v.heads, x, n)
+        else:
+            x, n = _vision_block(block, norm, v.heads, x, n)
+    n = weights.merge_norm(_windows(n).flatten(2))
+    return weights.merge2(functional.gelu(weights.merge1(n)))  # the exact GELU, here alone
 
 
 def _by_window(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
@@ -59,12 +65,16 @@ def _by_window(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tens
     return out.view(n, count, -1)
 
 
-def _vision_block(block: VisionBlock, heads: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual stream (fp32) without this block's last term, and that term: the next norm adds it."""
-    x, n = block.norm1.after(x, y)
+def _vision_block(block: VisionBlock, following: Norm, heads: int, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream (fp32) behind the block, and its norm for the next one; n is this one's norm."""
     q, k, value = block.qkv(n).view(*x.shape[:2], 3, heads, -1).unbind(2)
-    x, n = block.norm2.after(x, block.out(ops.attention_vision(q, k, value).flatten(2)))
-    return x, block.fc2(block.fc1.gelu(n))
+    x, n = _after(block.norm2, x, block.out, ops.attention_vision(q, k, value).flatten(2))
+    return _after(following, x, block.fc2, block.fc1.gelu(n))
+
+
+def _after(norm: Norm, x: Tensor, layer: Linear | Fp8Linear, given: Any) -> tuple[Tensor, Tensor]:
+    """x + layer(given), and its norm."""
+    return norm.after(x, layer(given)) if isinstance(layer, Fp8Linear) else norm.after_layer(x, layer, given)
 
 
 def _windows(x: Tensor) -> Tensor:
@@ -72,14 +82,14 @@ def _windows(x: Tensor) -> Tensor:
     return x.view(len(x), -1, 4, x.shape[-1])
 
 
-def _merge_windows(weights: WindowMerger, heads: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Stream and last term (N, windows, 4, width) -> (N, windows, width) of each."""
-    flat, n = weights.norm1.after(x.flatten(0, 1), y.flatten(0, 1))
-    q, k, value = weights.qkv(n).view(*flat.shape[:2], 3, heads, -1).unbind(2)
+def _merge_windows(weights: WindowMerger, following: Norm, heads: int, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the stream and its norm (N, windows * 4, width), one token (N, windows, width) a window, and its norm."""
+    windows = n.view(-1, 4, n.shape[-1])
+    q, k, value = weights.qkv(windows).view(*windows.shape[:2], 3, heads, -1).unbind(2)
     attended = ops.attention_vision(q, k, value).flatten(2)
-    shape = (*x.shape[:2], -1)
-    stream, n = weights.norm2.after(flat.view(shape), weights.out(attended).view(shape))
-    return stream.view(x.shape).mean(dim=2), weights.fc2(weights.fc1.gelu(n))
+    shape = (len(x), len(windows) // len(x), -1)
+    stream, n = weights.norm2.after(x.view(shape), weights.out(attended).view(shape))
+    return _after(following, _windows(stream.view(x.shape)).mean(dim=2), weights.fc2, weights.fc1.gelu(n))
 
 
 def rope_tables(t: TextConfig, slots: int) -> tuple[Tensor, Tensor]:
@@ -110,16 +120,23 @@ def encode_text(
     x = x.float()  # the stream; terms and norms keep the dtype
     following = [layer.norm1 for layer in weights.layers[1:]] + [weights.norm]
     for layer, norm in zip(weights.layers, following, strict=True):
-        x, n = add_rms_norm(x, _mixed(layer, t, n, cos, sin), layer.norm2, t.eps)
-        x, n = add_rms_norm(x, after_swiglu(layer.down, layer.gate_up(n)), norm, t.eps)
+        x, n = _add_norm(x, layer.mixer.out, _mixed(layer, t, n, cos, sin), layer.norm2, t.eps)
+        x, n = _add_norm(x, layer.down, swiglu_for(layer.down, layer.gate_up(n)), norm, t.eps)
     return n
 
 
+def _add_norm(x: Tensor, layer: Linear | Fp8Linear, given: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + layer(given), and its norm."""
+    if isinstance(layer, Fp8Linear):
+        return add_rms_norm(x, layer(given), weight, eps)
+    return ops.linear_add_rms_norm(given, layer.weight, x, weight, eps)
+
+
 def _mixed(layer: TextLayer, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A layer's answer to normed x across its tokens."""
+    """What a layer's tokens saw of each other in normed x, before the mixer's last product."""
     if isinstance(layer.mixer, FullAttention):
         return _full_attention(layer.mixer, t, x, cos, sin)
-    return delta_net(layer.mixer, t, x)
+    return _delta_net(layer.mixer, t, x)
 
 
 def _full_attention(mixer: FullAttention, t: TextConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,17 +144,16 @@ def _full_attention(mixer: FullAttention, t: TextConfig, x: Tensor, cos: Tensor,
     qkv, gate = torch.split(mixer.qkv(x), [heads * t.head_dim, pairs], dim=-1)
     ops.norm_rotate(qkv, mixer.q_norm, mixer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.eps)
     q, k, v = torch.split(qkv.view(*x.shape[:2], heads, t.head_dim), [t.heads, t.kv_heads, t.kv_heads], dim=2)
-    return mixer.out(sigmoid_gate(ops.attention(q, k, v, causal=True).flatten(2), gate))
+    return sigmoid_gate(ops.attention(q, k, v, causal=True).flatten(2), gate)
 
 
-def delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
-    """A gated delta net's answer (B, S, width) to normed x."""
+def _delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
     widths = t.delta_widths
     mixed, z, a, b = torch.split(mixer.inputs(x), [sum(widths), widths[2], t.delta_heads, t.delta_heads], dim=-1)
     q, k, v = (part.view(*x.shape[:2], t.delta_heads, -1) for part in conv_silu_split(mixed, mixer.conv, widths))
     seen = gated_delta_rule(q, k, v, a, b, mixer.rate, mixer.dt_bias)
     z = z.view(*x.shape[:2], t.delta_heads, -1)
-    return mixer.out(rms_norm_silu_gate(seen, mixer.norm, z, t.eps).flatten(2))
+    return rms_norm_silu_gate(seen, mixer.norm, z, t.eps).flatten(2)
 
 
 def memories(weights: HeadWeights, h: HeadConfig, features: Tensor) -> list[Memory | None]:
