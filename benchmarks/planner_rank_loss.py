@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -69,6 +70,19 @@ def ask_and_kill(ranks: FollowerRanks, after_s: float, call: Callable[[], Answer
     return answer
 
 
+class AbortTimes(logging.Handler):
+    """Seconds that ending the collectives took after each loss, as the ranks' log says; NCCL only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the figure of a record that has one."""
+        if (seconds := getattr(record, "abort_s", None)) is not None:
+            self.seconds.append(seconds)
+
+
 def wait_whole(ranks: FollowerRanks, victim: int, since: float) -> float:
     """Waits until all ranks share plans again, another process in the victim's place; the seconds since then.
 
@@ -94,6 +108,8 @@ def measure(config: EngineConfig, rounds: int, budget_s: float | None) -> dict[s
     ranks = adapter.ranks
     assert isinstance(ranks, FollowerRanks), "set engine.parallel.search to the number of GPUs, at least 2"
     found: dict[str, Any] = {"start_s": time.monotonic() - began, "ranks": ranks.size, "rounds": rounds}
+    ends = AbortTimes()
+    logging.getLogger(FollowerRanks.__module__).addHandler(ends)
     try:
         with ThreadPoolExecutor(2) as pool:
             ask(adapter, pool, 2)
@@ -108,6 +124,7 @@ def measure(config: EngineConfig, rounds: int, budget_s: float | None) -> dict[s
                 "killed_after_s": after_s,
                 "plan_that_lost_a_rank_s": lost.seconds,
                 "plan_that_lost_a_rank_is_equal": bool(lost.plan) and lost.plan == whole.plan,
+                "collectives_ended_in_s": ends.seconds,
                 "plan_alone_s": alone.seconds,
                 "plan_alone_is_equal": alone.plan == whole.plan,
                 "whole_again_after_s": wait_whole(ranks, victim, killed_at),
@@ -149,8 +166,8 @@ def main() -> int:
         options.out.write_text(json.dumps([row], indent=1) + "\n")
     print(json.dumps(row))
     equal = all(value for name, value in found.items() if name.endswith("is_equal"))
-    # A round that had begun may end late by itself, and the lost rank is noticed within a tenth of a second.
-    in_time = found["budget"]["seconds"] <= found["budget"]["budget_s"] + 1.0
+    # The answer is made at the deadline; a busy machine may take a moment to hand it on.
+    in_time = found["budget"]["seconds"] <= found["budget"]["budget_s"] + 0.05
     return 0 if equal and in_time else 1
 
 

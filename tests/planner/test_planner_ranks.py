@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import ParallelOptions
-from taktline_worker.models.vjepa2_ac.adapter import VJepa2Adapter, load
+from taktline_worker.models.vjepa2_ac.adapter import VJepa2Adapter, load, problem_of
 from taktline_worker.planning.ranks import FollowerRanks
+from taktline_worker.planning.search import draw_noise, search
 
 RANKS = 3
 
@@ -41,16 +42,17 @@ def shared(kit: Any, folder: Path) -> Iterator[VJepa2Adapter]:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def answer(adapter: VJepa2Adapter, kit: Any, pool: Any, rounds: int = 4) -> Any:
+def answer(adapter: VJepa2Adapter, kit: Any, pool: Any, rounds: int = 4, budget_s: float | None = None) -> Any:
     row = adapter.begin(kit.observe(), pool).result()
-    row = replace(row, settings=replace(row.settings, rounds=rounds))
+    row = replace(row, settings=replace(row.settings, rounds=rounds), budget_s=budget_s)
     (found,) = adapter.finish([row], adapter.run([row], 1))
     return found
 
 
-def wait_for_mesh(ranks: FollowerRanks, size: int) -> None:
+def wait_for_mesh(ranks: FollowerRanks, size: int, without: int = 0) -> None:
+    """Until all ranks share plans, another process in the place of `without`."""
     ends = time.monotonic() + 120
-    while ranks.mesh().size != size:
+    while ranks.mesh().size != size or without in ranks.pids():
         assert time.monotonic() < ends, "the mesh was not made whole"
         time.sleep(0.2)
 
@@ -89,6 +91,56 @@ def test_a_rank_that_dies_between_plans_is_replaced_too(kit: Any, alone: Any, sh
     assert np.array_equal(answer(shared, kit, pool).actions, answer(alone, kit, pool).actions)
     wait_for_mesh(shared.ranks, RANKS)
     assert not set(before) & set(shared.ranks.pids())
+
+
+def test_a_silent_rank_does_not_keep_a_plan_from_its_budget(kit: Any, alone: Any, shared: Any, pool: Any) -> None:
+    """Its process is stopped: no connection closes and nothing fails, so nothing but the deadline ends the wait."""
+    wait_for_mesh(shared.ranks, RANKS)
+    victim = shared.ranks.pids()[0]
+    stopper = threading.Timer(0.3, os.kill, (victim, signal.SIGSTOP))
+    stopper.start()
+    found = answer(shared, kit, pool, rounds=600, budget_s=3.0)
+    stopper.join()
+    if isinstance(found, TaktlineError):
+        assert found.code is ErrorCode.WORKER_UNAVAILABLE
+    else:  # the plan of the rounds that were whole
+        rounds = len(found.energies)
+        assert rounds < 600
+        assert found.stopped == "budget"
+        row = alone.begin(kit.observe(), pool).result()
+        row = replace(row, settings=replace(row.settings, rounds=600))
+        problem = problem_of(alone.world, row, None)
+        noise = draw_noise(row.seed, row.settings)[:rounds]
+        problem = replace(problem, settings=replace(row.settings, rounds=rounds), noise=noise)
+        (expected,) = search(alone.world, [problem])
+        assert np.array_equal(found.actions, expected.actions.numpy())
+        assert np.array_equal(found.predicted_states, expected.poses.numpy())
+    wait_for_mesh(shared.ranks, RANKS, without=victim)
+    assert np.array_equal(answer(shared, kit, pool).actions, answer(alone, kit, pool).actions)
+
+
+def test_a_plan_with_a_budget_does_not_wait_for_the_end_of_its_group(
+    kit: Any, alone: Any, shared: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_mesh(shared.ranks, RANKS)
+    held, ended = threading.Event(), threading.Event()
+    end_followers = shared.ranks._end_followers
+
+    def slow() -> None:
+        held.wait(120)
+        end_followers()
+        ended.set()
+
+    monkeypatch.setattr(shared.ranks, "_end_followers", slow)
+    victim = shared.ranks.pids()[0]
+    os.kill(victim, signal.SIGKILL)
+    try:
+        found = answer(shared, kit, pool, rounds=4, budget_s=60.0)
+        assert not ended.is_set()
+        assert np.array_equal(found.actions, answer(alone, kit, pool, rounds=4).actions)
+    finally:
+        held.set()
+    wait_for_mesh(shared.ranks, RANKS, without=victim)
 
 
 def test_followers_that_cannot_start_refuse_the_deployment(kit: Any, folder: Path, monkeypatch: Any) -> None:

@@ -44,11 +44,11 @@ class Ranks(Protocol):
     def mesh(self) -> Mesh:
         """The mesh of the next plan."""
 
-    def sound(self) -> bool:
-        """Whether every rank that took part in the plan just made is still there."""
+    def sound(self, mesh: Mesh | None = None) -> bool:
+        """Whether every rank of the plan just made, or of the newest group if it is `mesh`, is still there."""
 
     def lost(self) -> None:
-        """A plan failed or cannot be trusted because a rank is gone: the next meshes are without it."""
+        """A plan failed or cannot be trusted because a rank is gone: the next meshes are without it. Does not wait."""
 
     def close(self) -> None:
         """Lets the followers go."""
@@ -64,9 +64,9 @@ class FixedRanks:
         """See `Ranks`."""
         return self._mesh
 
-    def sound(self) -> bool:
-        """Always: a fixed mesh tells of a loss by its failing collectives only."""
-        return True
+    def sound(self, mesh: Mesh | None = None) -> bool:
+        """Until it is lost: a fixed mesh tells of that by its failing collectives only."""
+        return mesh is None or mesh is self._mesh
 
     def lost(self) -> None:
         """See `Ranks`."""
@@ -80,7 +80,8 @@ class FollowerRanks:
     """Rank 0's view of its followers on this machine, one process for each further device.
 
     A lost follower costs the plan it took part in some time and no robot its answer: rank 0 plans alone, with the same
-    bytes as a result, while a whole new group is started in the background, and takes it over once all have loaded.
+    bytes as a result. All the rest is done in the background: what is left of the group is ended, a whole new one is
+    started, loads and is joined, and then takes over.
 
     Args:
         config: of the worker; the followers load the same policy.
@@ -111,7 +112,7 @@ class FollowerRanks:
         self._joined_at = 0.0
         self._losses = 0
         self._closing = threading.Event()
-        self._loaded = threading.Event()
+        self._losing, self._aborting = threading.Lock(), threading.Lock()
         self._gone = threading.Event()
         self._starter: threading.Thread | None = None
         try:
@@ -123,38 +124,32 @@ class FollowerRanks:
             raise
 
     def mesh(self) -> Mesh:
-        """The whole mesh where it stands, else this rank alone; joins followers that have loaded meanwhile."""
+        """The whole mesh where it stands, else this rank alone; waits for nothing."""
         if self._gone.is_set():
             self.lost()
-        if self._mesh is None and self._loaded.is_set():
-            try:
-                self._join()
-            except (RuntimeError, TaktlineError) as error:
-                logger.error("the new ranks could not be joined", extra={"cause": str(error)[:500]})
-                self.lost()
-        return self._mesh if self._mesh is not None else OneRank()
+            return OneRank()
+        return self._mesh or OneRank()
 
-    def sound(self) -> bool:
+    def sound(self, mesh: Mesh | None = None) -> bool:
         """See `Ranks`: with NCCL an aborted collective ends without an error, and its values are worth nothing."""
-        return not self._gone.is_set()
+        return not self._gone.is_set() and (mesh is None or mesh is self._mesh)
 
     def lost(self) -> None:
-        """Leaves the group, ends what is left of it, and starts a new one in the background."""
-        if self._closing.is_set() or (self._starter is not None and self._starter.is_alive()):
-            return
-        steady = self._mesh is not None and time.monotonic() - self._joined_at >= STEADY_S
-        self._losses = 0 if steady else self._losses
-        pause_s = _PAUSES_S[min(self._losses, len(_PAUSES_S) - 1)]
-        self._losses += 1
-        logger.error(
-            f"a rank of the mesh is lost; {self.meanwhile} until a new group has loaded",
-            extra={"ranks": self.size, "restart_in_s": pause_s},
-        )
-        self._leave()
-        self._end_followers()
-        self._loaded.clear()
-        self._starter = threading.Thread(target=self._restart, args=(pause_s,), name="ranks", daemon=True)
-        self._starter.start()
+        """Has what is left of the group ended and a new one started, in the background."""
+        with self._losing:
+            if self._closing.is_set() or (self._starter is not None and self._starter.is_alive()):
+                return
+            steady = self._mesh is not None and time.monotonic() - self._joined_at >= STEADY_S
+            self._mesh = None
+            self._losses = 0 if steady else self._losses
+            pause_s = _PAUSES_S[min(self._losses, len(_PAUSES_S) - 1)]
+            self._losses += 1
+            logger.error(
+                f"a rank of the mesh is lost; {self.meanwhile} until a new group has loaded",
+                extra={"ranks": self.size, "restart_in_s": pause_s},
+            )
+            self._starter = threading.Thread(target=self._replace, args=(pause_s,), name="ranks", daemon=True)
+            self._starter.start()
 
     def close(self) -> None:
         """Lets the followers go, and ends those that stay; call it when no plan is being made."""
@@ -164,6 +159,10 @@ class FollowerRanks:
                 self._dismiss(self._mesh)
         self._leave()
         self._end_followers()
+        if self._starter is not None:
+            self._starter.join(_LEAVE_S)
+            self._leave()  # what it had joined and started meanwhile
+            self._end_followers()
         self._folder.cleanup()
 
     def _dismiss(self, mesh: Mesh) -> None:
@@ -192,7 +191,9 @@ class FollowerRanks:
             self._gone.set()
             if self._backend == "nccl" and self._mesh is not None:
                 # Nothing else ends a collective whose peer is gone.
-                _abort()
+                began = time.monotonic()
+                self._abort()
+                logger.error("a rank has ended; the collectives are ended", extra={"abort_s": time.monotonic() - began})
 
     def _wait_loaded(self, timeout_s: float) -> None:
         keys = [loaded_key(self._generation, rank) for rank in range(1, self.size)]
@@ -219,12 +220,23 @@ class FollowerRanks:
 
     def _leave(self) -> None:
         self._mesh = None
-        if self._in_group and dist.is_initialized():
-            _abort() if self._backend == "nccl" else dist.destroy_process_group()
+        if self._backend == "nccl":
+            self._abort()
+        elif self._in_group and dist.is_initialized():
+            dist.destroy_process_group()
         self._in_group = False
+
+    def _abort(self) -> None:
+        # One at a time: who notices a loss and who replaces the group both come here.
+        with self._aborting:
+            if self._in_group and dist.is_initialized():
+                _abort()
 
     def _end_followers(self) -> None:
         followers, self._followers = self._followers, []
+        if not self._closing.is_set():
+            for process in followers:
+                process.kill()
         grace = time.monotonic() + (_LEAVE_S if self._closing.is_set() else 0.0)
         for process in followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -234,20 +246,26 @@ class FollowerRanks:
             if process.stdin is not None:
                 process.stdin.close()
 
-    def _restart(self, pause_s: float) -> None:
-        while not self._closing.wait(pause_s):
+    def _replace(self, pause_s: float) -> None:
+        """Ends the group and makes a new one, as often as it takes."""
+        while True:
+            # The processes first: a rank that is there but silent frees the others by its end alone.
+            self._end_followers()
+            self._leave()
+            if self._closing.wait(pause_s):
+                return
             try:
                 self._spawn()
                 self._wait_loaded(START_TIMEOUT_S)
-            except (TaktlineError, OSError) as error:
+                self._join()
+                return
+            except (TaktlineError, OSError, RuntimeError) as error:
+                if self._closing.is_set():
+                    return
                 pause_s = _PAUSES_S[-1]
                 logger.error(
                     "a new group of ranks does not start", extra={"cause": str(error)[:500], "restart_in_s": pause_s}
                 )
-                self._end_followers()
-                continue
-            self._loaded.set()
-            return
 
 
 class RankCommand(NamedTuple):

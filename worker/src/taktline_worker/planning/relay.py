@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from taktline_worker.planning.mesh import Mesh
-from taktline_worker.planning.search import Plan, Problem, search
+from taktline_worker.planning.search import Plan, Problem, Standing, search
 from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.world import Scene, WorldModel
 
@@ -35,9 +35,16 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 def lead(
-    world: WorldModel, problems: Sequence[Problem], mesh: Mesh, clock: Callable[[], float] = time.monotonic
+    world: WorldModel,
+    problems: Sequence[Problem],
+    mesh: Mesh,
+    clock: Callable[[], float] = time.monotonic,
+    standings: Callable[[list[Standing], float], None] | None = None,
 ) -> list[Plan]:
     """Runs a search on all ranks from rank 0. Latents cross the mesh once a plan; in a round only energies do.
+
+    Args:
+        standings: see `search`.
 
     Raises:
         RuntimeError: a rank is gone, as torch.distributed reports it.
@@ -47,7 +54,7 @@ def lead(
         for problem in problems:
             for tensor in _tensors(problem).values():
                 mesh.send(tensor.contiguous())
-    return search(world, problems, mesh, clock)
+    return search(world, problems, mesh, clock, standings=standings)
 
 
 def follow(world: WorldModel, mesh: Mesh) -> None:

@@ -19,6 +19,12 @@ class RoundTimes:
         self.ranks = ranks
         self._unit_step_s: float | None = None
 
+    def on(self, ranks: int) -> RoundTimes:
+        """What is known here, for another number of ranks."""
+        other = RoundTimes(self._micro_batch, ranks)
+        other._unit_step_s = self._unit_step_s
+        return other
+
     def learn(self, work: list[tuple[SearchSettings, int]], seconds: float) -> None:
         """Takes in one call: the settings of each robot's plan with the rounds it ran, and the time of all of them."""
         steps = sum(self._steps(settings) * rounds for settings, rounds in work)

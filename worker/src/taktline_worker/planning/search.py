@@ -16,7 +16,7 @@ from torch import Tensor
 from taktline_worker.planning.cem import CrossEntropy, elites
 from taktline_worker.planning.mesh import Mesh, OneRank, share
 from taktline_worker.planning.mppi import PathIntegral
-from taktline_worker.planning.optimiser import CONTROLLED, ActionSpace, Optimiser
+from taktline_worker.planning.optimiser import CONTROLLED, ActionSpace, Belief, Optimiser
 from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.world import Scene, WorldModel
 
@@ -64,6 +64,25 @@ class Plan:
     stopped: Stopped
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One search between two rounds: enough to answer with, on the CPU, and to go on from.
+
+    Attributes:
+        actions: (horizon, 7) on the CPU, the plan so far.
+        energies: (rounds, 2) on the CPU, as a plan's.
+        belief: what the next round samples, on the search's device.
+        rounds: how many were run.
+        stopped: why no further one will be; None where one is due.
+    """
+
+    actions: Tensor
+    energies: Tensor
+    belief: Belief
+    rounds: int
+    stopped: Stopped | None
+
+
 def draw_noise(seed: int, settings: SearchSettings, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normals (rounds, horizon, candidates, 4) of one search, drawn on the CPU.
 
@@ -84,7 +103,7 @@ def units_of(settings: SearchSettings, micro_batch: int) -> int:
 class _Search:
     """The state of one problem between rounds."""
 
-    def __init__(self, world: WorldModel, problem: Problem) -> None:
+    def __init__(self, world: WorldModel, problem: Problem, start: Standing | None) -> None:
         s = problem.settings
         self.problem = problem
         self.prepared: Any = world.prepare(problem.scene)
@@ -100,6 +119,9 @@ class _Search:
         self.round = 0
         self.history: list[Tensor] = []
         self.stopped: Stopped | None = None
+        if start is not None:
+            self.belief, self.round, self.stopped = start.belief, start.rounds, start.stopped
+            self.history = list(start.energies.to(world.device))
 
     def sample(self, micro_batch: int) -> Tensor:
         """This round's units (units, micro_batch, horizon, 7); the last one is padded with zero actions."""
@@ -120,6 +142,11 @@ class _Search:
         elif s.convergence and float(self.space.spread(self.belief)) <= s.convergence:
             self.stopped = "converged"
 
+    def standing(self) -> Standing:
+        """Where it stands; waits for the device."""
+        actions = self.space.answer(self.belief).cpu()
+        return Standing(actions, torch.stack(self.history).cpu(), self.belief, self.round, self.stopped)
+
     def plan(self, world: WorldModel) -> Plan:
         """The answer after the rounds that were run."""
         assert self.stopped is not None
@@ -132,11 +159,17 @@ class Searches:
     """Searches of several robots side by side, between rounds: `sample`, `score`, `fit`, and `stop` where clocks count.
 
     The state follows from the problems and each round's energies alone: whoever has those can take it up.
+
+    Args:
+        start: by problem, where to go on from.
     """
 
-    def __init__(self, world: WorldModel, problems: Sequence[Problem]) -> None:
+    def __init__(
+        self, world: WorldModel, problems: Sequence[Problem], start: Sequence[Standing | None] | None = None
+    ) -> None:
         self._world = world
-        self._all = [_Search(world, problem) for problem in problems]
+        starts = [None] * len(problems) if start is None else start
+        self._all = [_Search(world, problem, one) for problem, one in zip(problems, starts, strict=True)]
         self._active: list[_Search] = []
         self._units: list[tuple[_Search, Tensor]] = []
 
@@ -176,6 +209,10 @@ class Searches:
             if flag and one.stopped is None:
                 one.stopped = "budget"
 
+    def standings(self) -> list[Standing]:
+        """Where each search stands after a round; waits for the device."""
+        return [one.standing() for one in self._all]
+
     def plans(self) -> list[Plan]:
         """The answers, once nothing runs any more."""
         return [one.plan(self._world) for one in self._all]
@@ -192,6 +229,8 @@ def search(
     mesh: Mesh | None = None,
     clock: Callable[[], float] = time.monotonic,
     observer: Observer | None = None,
+    standings: Callable[[list[Standing], float], None] | None = None,
+    start: Sequence[Standing | None] | None = None,
 ) -> list[Plan]:
     """Plans for several robots side by side: each round, the units of all of them are spread over the mesh.
 
@@ -202,9 +241,12 @@ def search(
     Args:
         mesh: all its ranks must call with equal problems; None = this process alone.
         clock: monotonic seconds; only rank 0's is read.
+        standings: called after each round of a search with a deadline, with where all of them stand and the seconds of
+            that round.
+        start: by problem, where to go on from; this process alone.
     """
     mesh = mesh if mesh is not None else OneRank()
-    searches = Searches(world, problems)
+    searches = Searches(world, problems, start)
     timed = any(problem.deadline is not None for problem in problems)
     while searches.running:
         began = clock() if timed else 0.0
@@ -216,4 +258,6 @@ def search(
             now = clock()
             flags = mesh.agree(torch.tensor(late(problems, now, now - began), dtype=torch.int64))
             searches.stop(flags.tolist())
+            if standings is not None:
+                standings(searches.standings(), now - began)
     return searches.plans()

@@ -23,10 +23,10 @@ from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, find_file, open
 from taktline_worker.planning.group_ranks import start_ranks
 from taktline_worker.planning.mesh import OneRank
 from taktline_worker.planning.ranks import FixedRanks, Ranks
-from taktline_worker.planning.relay import lead
 from taktline_worker.planning.round_times import RoundTimes
 from taktline_worker.planning.search import Plan, Problem
 from taktline_worker.planning.settings import SearchLimits, SearchSettings, check
+from taktline_worker.planning.timely import TimelySearch
 from taktline_worker.planning.world import Scene
 
 logger = logging.getLogger(__name__)
@@ -57,34 +57,31 @@ class VJepa2Adapter(PlannerAdapter):
     ) -> None:
         self.world = world
         self.ranks = ranks if ranks is not None else FixedRanks(OneRank())
+        self._search = TimelySearch(world, self.ranks, clock)
         times = RoundTimes(world.micro_batch, self.ranks.mesh().size)
         super().__init__(processor, str(world.device), precision, control_period_s, times, clock)
 
-    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan]:
-        """Plans on the mesh; where a rank is lost, once more on this one alone, with bit-identical results.
+    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan | TaktlineError]:
+        """Plans on the mesh, or as much of them as can be had by their deadlines where a rank is lost.
 
-        A search with a budget still ends by it: it gets as many rounds as are left, at least one.
+        Without a deadline such a plan is made whole by this rank alone, with bit-identical results.
         """
         problems = [problem_of(self.world, row, deadline) for row, deadline in zip(rows, deadlines, strict=True)]
-        mesh = self.ranks.mesh()
-        if mesh.size != self.round_times.ranks:
-            self.round_times = RoundTimes(self.world.micro_batch, mesh.size)
-        try:
-            plans = lead(self.world, problems, mesh, self._clock)
-            if self.ranks.sound():
-                return plans
-            cause = "a follower ended during the plan"
-        except RuntimeError as error:  # what torch.distributed raises for a closed connection or a timeout
-            if mesh.size == 1:
-                raise
-            cause = str(error)[:500]
-        logger.error("a plan lost a rank; it is made again by this one", extra={"ranks": mesh.size, "cause": cause})
-        self.ranks.lost()
-        self.round_times = RoundTimes(self.world.micro_batch)
-        return lead(self.world, problems, OneRank(), self._clock)
+        ranks = self.ranks.mesh().size
+        if ranks != self.round_times.ranks:
+            self.round_times = self.round_times.on(ranks)
+        ends = [
+            min((one for one in (row.expires_at, deadline) if one is not None), default=None)
+            for row, deadline in zip(rows, deadlines, strict=True)
+        ]
+        alone = self.round_times.on(1)
+        found = self._search.plans(problems, ends, lambda problem: alone.round_s(problem.settings))
+        self.ordinary = not self._search.disturbed
+        return found
 
     def close(self) -> None:
         """Lets the other ranks go."""
+        self._search.close()
         self.ranks.close()
 
 

@@ -36,6 +36,9 @@ class PlannerAdapter(ABC):
         device: as reported to the gateway.
         round_times: learned from the plans made here; a subclass replaces it when its number of ranks changes.
         clock: monotonic seconds, the clock of `RobotInput.expires_at`.
+
+    Attributes:
+        ordinary: whether the newest plans took the time that such plans take here; set by the subclass.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class PlannerAdapter(ABC):
         round_times: RoundTimes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.ordinary = True
         self.processor = processor
         self.round_times = round_times
         self._clock = clock
@@ -63,7 +67,7 @@ class PlannerAdapter(ABC):
         )
 
     @abstractmethod
-    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan]:
+    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> Sequence[Plan | TaktlineError]:
         """Plans of all rows, tensors anywhere; a search ends before the round that would end after its deadline.
 
         Raises:
@@ -90,12 +94,15 @@ class PlannerAdapter(ABC):
                 found = self.plans([rows[index] for index in kept], [deadlines[index] for index in kept])
             except TaktlineError as error:
                 return [outcomes.get(index, _Outcome(None, error)) for index in range(len(rows))]
-            plans = [_to_cpu(plan) for plan in found]
+            plans = {index: _to_cpu(one) for index, one in zip(kept, found, strict=True) if isinstance(one, Plan)}
             elapsed_s = self._clock() - began
-            self.round_times.learn(
-                [(rows[index].settings, plan.rounds) for index, plan in zip(kept, plans, strict=True)], elapsed_s
-            )
-            outcomes |= {index: _Outcome(plan) for index, plan in zip(kept, plans, strict=True)}
+            if self.ordinary:
+                work = [(rows[index].settings, plan.rounds) for index, plan in plans.items()]
+                self.round_times.learn(work, elapsed_s)
+            outcomes |= {index: _Outcome(plan) for index, plan in plans.items()}
+            outcomes |= {
+                index: _Outcome(None, one) for index, one in zip(kept, found, strict=True) if not isinstance(one, Plan)
+            }
         return [outcomes[index] for index in range(len(rows))]
 
     def finish(self, rows: Sequence[PlannerRow], outputs: Sequence[_Outcome]) -> list[PlannedChunk | TaktlineError]:

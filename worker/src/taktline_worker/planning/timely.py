@@ -1,0 +1,204 @@
+"""A search on a mesh whose answer is there by its deadline, whatever the ranks do.
+
+The search runs on a thread of its own, because what waits for a lost rank waits until somebody ends it: a collective
+in the network, or the whole queue of a GPU. After each round of a search with a deadline it leaves where it stands, and
+the caller answers from that when the time is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+
+import torch
+from taktline_protocol import ErrorCode, TaktlineError
+from torch import Tensor
+
+from taktline_worker.planning.mesh import Mesh, OneRank
+from taktline_worker.planning.ranks import Ranks
+from taktline_worker.planning.relay import lead
+from taktline_worker.planning.search import Plan, Problem, Standing, late, search, units_of
+from taktline_worker.planning.world import WorldModel
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""For a round that outlives its plan's deadline; then a rank is taken to be lost, though its process is there."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A search on the mesh, and what its thread leaves for the caller.
+
+    Attributes:
+        poses: (7,) on the CPU, where each problem's arm is; empty where no problem has a deadline.
+        standings: after the newest round that all ranks took part in; empty before the first.
+        round_s: what that round took.
+    """
+
+    problems: Sequence[Problem]
+    mesh: Mesh
+    poses: list[Tensor]
+    standings: list[Standing] = field(default_factory=list)
+    round_s: float = 0.0
+    ended: Future[list[Plan]] = field(default_factory=Future)
+
+
+class TimelySearch:
+    """Plans on whatever mesh there is, one call at a time.
+
+    Attributes:
+        disturbed: whether the newest call took another time than such plans take here.
+
+    Args:
+        clock: monotonic seconds, the clock of the deadlines.
+    """
+
+    def __init__(self, world: WorldModel, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:
+        self.disturbed = False
+        self._world = world
+        self._ranks = ranks
+        self._clock = clock
+        self._late: _Attempt | None = None
+
+    def plans(
+        self, problems: Sequence[Problem], ends: Sequence[float | None], alone_s: Callable[[Problem], float | None]
+    ) -> list[Plan | TaktlineError]:
+        """A plan or a typed error for each problem.
+
+        Where a rank is lost, rounds that were whole stay, and this process makes the others alone, with the same bytes
+        as a result, as far as the deadlines allow.
+
+        Args:
+            ends: instants after which an answer is of no use; None = never.
+            alone_s: seconds of one round of a problem in this process alone; None where nobody knows.
+
+        Raises:
+            RuntimeError: what the search itself raised where no mesh can be blamed.
+        """
+        known = [end for end in ends if end is not None]
+        until = max(known) if len(known) == len(ends) else None
+        self.disturbed = False
+        if self._late is not None:
+            if not self._done(self._late, until):
+                return [_unanswered("the plan before this one still waits for a rank of the mesh")] * len(problems)
+            self._late = None
+        mesh = self._ranks.mesh()
+        if mesh.size == 1:
+            return list(lead(self._world, problems, mesh, self._clock))
+        timed = any(problem.deadline is not None for problem in problems)
+        attempt = _Attempt(problems, mesh, [one.scene.pose.cpu() for one in problems] if timed else [])
+        self._start(attempt)
+        if not self._done(attempt, until):
+            return self._cut(attempt)
+        error = attempt.ended.exception()
+        if error is not None and not isinstance(error, RuntimeError):  # torch.distributed raises RuntimeErrors
+            raise error
+        if error is None and self._ranks.sound(mesh):
+            return list(attempt.ended.result())
+        self.disturbed = True
+        cause = "a follower ended during the plan" if error is None else str(error)[:500]
+        logger.error("a plan lost a rank; this one goes on alone", extra={"ranks": mesh.size, "cause": cause})
+        self._ranks.lost()
+        return self._alone(attempt, ends, alone_s)
+
+    def close(self) -> None:
+        """Gives up what still waits for a rank."""
+        if self._late is not None and not self._late.ended.done():
+            self._ranks.lost()
+
+    def _start(self, attempt: _Attempt) -> None:
+        # The current GPU is a matter of each thread.
+        device = torch.cuda.current_device() if self._world.device.type == "cuda" else None
+
+        def keep(standings: list[Standing], seconds: float) -> None:
+            # An aborted collective ends like a whole one; what it leaves must not be believed.
+            if self._ranks.sound(attempt.mesh):
+                attempt.round_s, attempt.standings = seconds, standings
+
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                plans = lead(self._world, attempt.problems, attempt.mesh, self._clock, keep)
+                attempt.ended.set_result(plans)
+            except BaseException as error:  # whatever it is, the caller's thread is the one to raise it
+                attempt.ended.set_exception(error)
+
+        threading.Thread(target=run, name="mesh-search", daemon=True).start()
+
+    def _done(self, attempt: _Attempt, until: float | None) -> bool:
+        """Whether it ended by `until`; waits for that."""
+        timeout = None if until is None else max(0.0, until - self._clock())
+        return bool(wait([attempt.ended], timeout).done)
+
+    def _cut(self, attempt: _Attempt) -> list[Plan | TaktlineError]:
+        """The answers at the deadline, while the search still runs or waits."""
+        self.disturbed = True
+        self._late = attempt
+        threading.Thread(target=self._settle, args=(attempt,), name="mesh-settle", daemon=True).start()
+        standings = attempt.standings  # once: the other thread may leave newer ones
+        logger.warning(
+            "a round on the mesh outlives its plan's deadline",
+            extra={"ranks": attempt.mesh.size, "rounds": [one.rounds for one in standings]},
+        )
+        if not standings:
+            return [_unanswered("no round of the plan was whole by its deadline")] * len(attempt.problems)
+        return [
+            self._plan(problem, pose, standing)
+            for problem, pose, standing in zip(attempt.problems, attempt.poses, standings, strict=True)
+        ]
+
+    def _settle(self, attempt: _Attempt) -> None:
+        """Waits for a search that was answered without; where a rank is the cause, it is lost."""
+        ended = bool(wait([attempt.ended], PATIENCE_S).done)
+        if not ended or attempt.ended.exception() is not None or not self._ranks.sound(attempt.mesh):
+            self._ranks.lost()
+
+    def _alone(
+        self, attempt: _Attempt, ends: Sequence[float | None], alone_s: Callable[[Problem], float | None]
+    ) -> list[Plan | TaktlineError]:
+        """Goes on in this process from the newest whole round, with what still fits."""
+        problems, standings = attempt.problems, attempt.standings
+        starts: list[Standing | None] = list(standings) if standings else [None] * len(problems)
+        units = sum(units_of(one.settings, self._world.micro_batch) for one in problems)
+        known = [alone_s(one) for one in problems]
+        round_s = attempt.round_s * units / -(-units // attempt.mesh.size) or sum(one or 0.0 for one in known)
+        now = self._clock()
+        found: dict[int, Plan | TaktlineError] = {}
+        for index, (problem, end, flag) in enumerate(zip(problems, ends, late(problems, now, round_s), strict=True)):
+            start = starts[index]
+            left = problem.settings.rounds - (0 if start is None else start.rounds)
+            if flag and start is not None and start.rounds:
+                found[index] = self._plan(problem, attempt.poses[index], start)
+            elif flag or (problem.deadline is None and end is not None and now + left * round_s > end):
+                found[index] = _unanswered("a rank was lost, and the time left is too short to plan without it")
+        kept = [index for index in range(len(problems)) if index not in found]
+        if kept:
+            plans = search(
+                self._world,
+                [problems[index] for index in kept],
+                OneRank(),
+                self._clock,
+                start=[starts[index] for index in kept],
+            )
+            found |= dict(zip(kept, plans, strict=True))
+        return [found[index] for index in range(len(problems))]
+
+    def _plan(self, problem: Problem, pose: Tensor, standing: Standing) -> Plan:
+        """The answer of a search that stops here, made on the CPU: the device may be waiting for a rank."""
+        scene = replace(problem.scene, pose=pose)
+        poses = self._world.poses(scene, standing.actions)
+        return Plan(standing.actions, poses, standing.energies, standing.rounds, standing.stopped or "budget")
+
+
+def _unanswered(reason: str) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.WORKER_UNAVAILABLE,
+        reason,
+        "send a new observation, to another worker if there is one; this one mends its mesh by itself",
+    )
