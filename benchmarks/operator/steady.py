@@ -2,11 +2,13 @@
 
     python -m benchmarks.operator.steady --out benchmarks/results/cpu/operator_steady.json      an hour
     python -m benchmarks.operator.steady --quiet-s 60                                           a look
+    python -m benchmarks.operator.steady --without nowhere                 an hour in which nothing changes at all
 
 A real control plane (`make control-plane`), the operator with its own service account and a Lease, simulated nodes, and
 PolicyDeployments of every kind: plain, a mesh in one pod, a group of pods, scaled by a demand that has noise, one that
 was rolled out in steps, one placed by cost, one that fetches its checkpoint, one that fits no node, one refused.
-Renewals of the operator's Lease are counted apart: they are what a Lease is.
+Renewals of the operator's Lease are counted apart: they are what a Lease is. What fits no node (`nowhere`) is declared
+stalled at its progress deadline, half an hour after it was applied: one Event and one status, within an hour.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -115,10 +117,14 @@ def policies() -> dict[str, Json]:
 
 
 class NoisyGateway:
-    """Answers as a gateway of one policy whose robots ask at a constant rate: Poisson counts, times within 3 %."""
+    """Answers as a gateway of one policy whose robots ask at a constant rate: Poisson counts, times within 3 %.
 
-    def __init__(self, policy: str, pool: str, seed: int = 0) -> None:
-        self._policy, self._pool = policy, pool
+    Attributes:
+        rate: observations a second; what it is set to counts from then on.
+    """
+
+    def __init__(self, policy: str, pool: str, seed: int = 0, rate: float = RATE) -> None:
+        self._policy, self._pool, self.rate = policy, pool, rate
         self._random = random.Random(seed)
         self._began = self._at = time.monotonic()
         self._count = 0
@@ -139,7 +145,7 @@ class NoisyGateway:
     def measurements(self) -> GatewayMeasurements:
         """The counts by now."""
         now = time.monotonic()
-        mean = RATE * (now - self._at)
+        mean = self.rate * (now - self._at)
         self._count += max(0, round(self._random.gauss(mean, math.sqrt(mean)))) if mean else 0
         self._at = now
         times = tuple(self._time(batch, median, p99) for batch, median, p99 in ((1, 100.0, 110.0), (8, 300.0, 360.0)))
@@ -165,8 +171,12 @@ class NoisyGateway:
         finally:
             writer.close()
 
-    def pod(self) -> Json:
-        """The Pod by which the operator finds it."""
+    def pod(self, node: Mapping[str, str] = OURS) -> Json:
+        """The Pod by which the operator finds it.
+
+        Args:
+            node: labels of the node that gives it the address at which its port answers.
+        """
         ports = [{"name": "http", "containerPort": self.port}]
         allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         container = {"name": "gateway", "image": "none", "ports": ports, "securityContext": allowed}
@@ -180,8 +190,7 @@ class NoisyGateway:
                 "containers": [container],
                 "securityContext": user,
                 "automountServiceAccountToken": False,
-                # A node of this measurement: only there has the pod the address at which its port answers.
-                "nodeSelector": OURS,
+                "nodeSelector": dict(node),
             },
         }
 
@@ -377,17 +386,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quiet-s", type=float, default=3600.0, help="how long is counted (default: an hour)")
     parser.add_argument("--out", type=Path, help="JSON file of the result")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=tuple(policies()),
+        help="a policy to leave out; may be repeated",
+    )
     options = parser.parse_args()
     load = os.getloadavg()[0]
+    names = tuple(name for name in policies() if name not in options.without)
     with tempfile.TemporaryDirectory() as text, Cluster.open(Path(text)) as cluster:
-        found = asyncio.run(measure(cluster, Path(text), options.quiet_s))
+        found = asyncio.run(measure(cluster, Path(text), options.quiet_s, names=names))
+    without = "".join(f" --without {name}" for name in options.without)
     row = {
         "bench": "operator_steady",
         **found,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_before": round(load, 1),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": f"python -m benchmarks.operator.steady --quiet-s {options.quiet_s:g}",
+        "command": f"python -m benchmarks.operator.steady --quiet-s {options.quiet_s:g}{without}",
     }
     print(json.dumps(row, indent=1))
     if options.out:

@@ -413,6 +413,10 @@ def test_groups_are_put_together_one_at_a_time_where_room_is_short() -> None:
     # An old group makes room for a new one, but never the only one.
     assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, starved=True).kept) == 1
     assert gangs.roll(1, {0: False}, {"a": True}, starved=True).kept == {"a"}
+    # A queue admits a group as a whole: nothing is half placed, and none loses its turn.
+    assert gangs.roll(3, {0: False, 1: False, 2: False}, {}, held=True).numbers == (0, 1, 2)
+    assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, held=True).kept) == 1
+    assert gangs.roll(1, {0: False}, {"a": True}, held=True).kept == {"a"}
     # An old group that does not serve goes at once.
     assert gangs.roll(1, {0: False}, {"a": False}).kept == frozenset()
 

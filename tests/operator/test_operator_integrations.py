@@ -138,6 +138,46 @@ def test_kueue_holds_workers_back_and_is_not_a_fault(make: Any) -> None:
     assert condition(suspended, "Queued")["reason"] == "WaitingForQuota"
 
 
+@pytest.mark.parametrize("serves", [True, False], ids=["serves", "idle"])
+@pytest.mark.parametrize(
+    ("queue", "then"),
+    [
+        ({"name": "others"}, {"kueue.x-k8s.io/queue-name": "others", "kueue.x-k8s.io/priority-class": "line"}),
+        ({"name": "others", "priorityClass": "night"}, {"kueue.x-k8s.io/queue-name": "others"}),
+        (None, {"kueue.x-k8s.io/queue-name": "robots", "kueue.x-k8s.io/priority-class": "line"}),
+    ],
+    ids=["another", "another, other class", "none"],
+)
+def test_kueue_is_asked_for_no_move_that_it_refuses(make: Any, serves: bool, queue: Any, then: Json) -> None:
+    """Its webhooks would refuse the whole object, and with it every later change of the policy."""
+    first = make.plan(make.policy(queue={"name": "robots", "priorityClass": "line"}), observed(make), make.settings)
+    for found in first.desired:
+        if found["kind"] == "Deployment":
+            found["status"] = {"readyReplicas": 1} if serves else {}
+    changed = make.policy(**({"queue": queue} if queue else {}))
+    again = make.plan(changed, observed(make, first.desired, [make.pod("a", owner=changed)]), make.settings)
+    (deployment,) = [found for found in again.desired if found["kind"] == "Deployment"]
+    labels = deployment["metadata"]["labels"]
+    assert labels[kueue.QUEUE_LABEL] == ("robots" if serves else then[kueue.QUEUE_LABEL])
+    assert labels[kueue.PRIORITY_LABEL] == ((queue or {}).get("priorityClass") or "line")  # another may be, none not
+    said = condition(again, "Queued")
+    if serves or queue is None:
+        assert (said["status"], said["reason"]) == ("False", "QueueKept")
+        assert "workers serve in queue robots" in said["message"]
+    else:
+        assert said["reason"] == "Admitted"
+    # A policy that never was in a queue enters none while it serves.
+    plain = make.plan(make.policy(), observed(make), make.settings)
+    for found in plain.desired:
+        if found["kind"] == "Deployment":
+            found["status"] = {"readyReplicas": 1} if serves else {}
+    asked = make.policy(queue={"name": "robots"})
+    entered = make.plan(asked, observed(make, plain.desired, [make.pod("a", owner=asked)]), make.settings)
+    (deployment,) = [found for found in entered.desired if found["kind"] == "Deployment"]
+    assert (kueue.QUEUE_LABEL in deployment["metadata"]["labels"]) == (not serves)
+    assert ("no queue" in condition(entered, "Queued")["message"]) == serves
+
+
 def test_keda_sets_the_number_that_scaling_recommends(make: Any) -> None:
     scaling = {"mode": "Recommend", "keda": {"serverAddress": "http://prometheus:9090"}}
     pools = [

@@ -69,6 +69,42 @@ def test_a_single_worker_is_not_taken_away_to_make_room(make: Any) -> None:
     assert "no room for a second worker" in progressing(result)
 
 
+def held_back(make: Any, owner: Any, created: str) -> Json:
+    pod: Json = make.pod("n", owner=owner, ready=False, phase="Pending", podIP="")
+    pod["metadata"]["creationTimestamp"] = created
+    pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    return pod
+
+
+def test_a_rolling_update_without_spare_quota_does_not_deadlock(make: Any) -> None:
+    """A surge pod stays gated while the old workers hold the whole quota of its queue."""
+    owner = make.policy(pools=TWO)
+    old = [make.pod(f"o{n}", f"10.0.0.{n}", owner=owner, template="before") for n in (1, 2)]
+    entered = rolling(make, [*old, held_back(make, owner, "2026-03-01T07:59:55Z")])
+    assert update_of(entered) == surge.SURGE  # every pod begins in the queue: it may be admitted the next moment
+    assert entered.again_s == pytest.approx(surge.HELD_S - 5.0)
+    held = rolling(make, [*old, held_back(make, owner, "2026-03-01T07:59:35Z")])
+    assert update_of(held) == surge.YIELD
+    single = rolling(
+        make, [old[0], held_back(make, owner, "2026-03-01T07:00:00Z")], pools=[{"name": "cpu", "accelerator": "cpu"}]
+    )
+    assert update_of(single) == surge.SURGE
+    assert "no room for a second worker" in progressing(single)
+
+
+def test_waiting_for_quota_past_the_progress_deadline_is_no_stall(make: Any) -> None:
+    owner = make.policy(pools=TWO)
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "late"}
+    live = make.applied(owner)[DEPLOYMENT] | {"status": {"conditions": [late]}}
+    result = rolling(make, [held_back(make, owner, "2026-03-01T07:00:00Z")], live=live)
+    said = {found["type"]: (found["status"], found["reason"]) for found in result.status["conditions"]}
+    assert said["Progressing"] == ("True", "RollingOut")
+    assert said["Degraded"] == ("False", "AsExpected")
+    starting = rolling(make, [make.pod("n", owner=owner, ready=False)], live=live)
+    said = {found["type"]: (found["status"], found["reason"]) for found in starting.status["conditions"]}
+    assert said["Progressing"] == ("False", "Stalled")
+
+
 def test_an_edit_that_fits_no_node_costs_no_old_worker(make: Any) -> None:
     owner = make.policy(pools=TWO)
     misplaced = copy.deepcopy(STARVED)

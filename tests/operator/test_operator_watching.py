@@ -98,6 +98,14 @@ def test_kopf_is_given_no_handler_that_writes_to_objects() -> None:
     assert settings.watching.server_timeout is not None
 
 
+def test_a_restart_does_not_hold_the_whole_cluster_in_memory() -> None:
+    """All pods read in one piece, and each kept for seconds, were more than the chart's limit at 5,000 pods."""
+    settings = watching.settings()
+    assert settings.watching.chunk_size is not None
+    assert settings.watching.chunk_size <= 500
+    assert settings.queueing.idle_timeout < 1.0
+
+
 @pytest.mark.parametrize(
     ("labels", "name", "expected"),
     [

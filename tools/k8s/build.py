@@ -4,9 +4,10 @@ The programs land in `$XDG_CACHE_HOME/taktline/k8s/<version>` (default `~/.cache
 checkout shares them. A second call finds them and returns at once. A lock keeps two builds apart, and the folder is
 renamed into place only when complete, so that an interrupted build leaves nothing half-made.
 
-    python tools/k8s/build.py                  build what is missing, print the folder
-    python tools/k8s/build.py --where          print the folder; exit 3 where it is not built yet
-    python tools/k8s/build.py --controllers    the same for the controllers of other products, with their manifests
+    python tools/k8s/build.py                        build what is missing, print the folder
+    python tools/k8s/build.py --where                print the folder; exit 3 where it is not built yet
+    python tools/k8s/build.py --controllers          the same for all controllers of other products, and manifests
+    python tools/k8s/build.py --controllers=kueue    the same for one of them
 
 Standard library only: it also runs outside the project's environment.
 """
@@ -25,13 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 
 NOT_BUILT = 3
+NOT_FETCHED = "Go could not fetch the pinned modules (its message is above); check GOPROXY and the network"
 INSTALL_GO = "install Go {version} or newer (https://go.dev/dl), then run `make control-plane`"
 
 
@@ -50,6 +52,7 @@ class Recipe(NamedTuple):
         takes: how long the first build takes, for people.
         manifests: program name -> (module, folders and files of it) to copy beside the programs.
         answers: whether each program says its version.
+        trim: (module, what takes parts away from a copy of its source) where most of it is of no use here.
     """
 
     name: str
@@ -59,6 +62,18 @@ class Recipe(NamedTuple):
     takes: str
     manifests: dict[str, tuple[str, tuple[str, ...]]]
     answers: bool = False
+    trim: tuple[str, Callable[[Path], None]] | None = None
+
+
+def only_prometheus(source: Path) -> None:
+    """KEDA that asks Prometheus and no other event source: the clients of some seventy are most of its packages."""
+    for scaler in (source / "pkg" / "scalers").glob("*_scaler.go"):
+        if scaler.name != "prometheus_scaler.go":
+            scaler.unlink()
+    builder = source / "pkg" / "scaling" / "scalers_builder.go"
+    parts = re.split(r'(?m)^(?=\tcase "|\tdefault:)', builder.read_text())
+    kept = [part for part in parts if not part.startswith('\tcase "') or part.startswith('\tcase "prometheus"')]
+    builder.write_text("".join(kept))
 
 
 CONTROL_PLANE = Recipe(
@@ -76,8 +91,9 @@ CONTROL_PLANE = Recipe(
     manifests={},
     answers=True,
 )
-CONTROLLERS = Recipe(
-    name="controllers",
+# Each product keeps the versions of Kubernetes' libraries that it was released with, so each has a go.mod of its own.
+GROUPS = Recipe(
+    name="controllers of groups",
     module=HERE / "controllers",
     programs={"lws": "sigs.k8s.io/lws/cmd", "kuberay": "github.com/ray-project/kuberay/ray-operator"},
     versions={"lws": "sigs.k8s.io/lws", "kuberay": "github.com/ray-project/kuberay/ray-operator"},
@@ -87,6 +103,31 @@ CONTROLLERS = Recipe(
         "kuberay": ("github.com/ray-project/kuberay/ray-operator", ("config/crd/bases",)),
     },
 )
+KUEUE = Recipe(
+    name="Kueue",
+    module=HERE / "kueue",
+    programs={"kueue": "sigs.k8s.io/kueue/cmd/kueue"},
+    versions={"kueue": "sigs.k8s.io/kueue"},
+    takes="5 to 10 minutes on 2 cores",
+    manifests={
+        "kueue": ("sigs.k8s.io/kueue", ("config/components/crd/bases", "config/components/webhook/manifests.yaml"))
+    },
+)
+KEDA = Recipe(
+    name="KEDA",
+    module=HERE / "keda",
+    programs={
+        "keda": "github.com/kedacore/keda/v2/cmd/operator",
+        "keda-adapter": "github.com/kedacore/keda/v2/cmd/adapter",
+    },
+    versions={"keda-prometheus": "github.com/kedacore/keda/v2"},
+    takes="5 to 10 minutes on 2 cores",
+    manifests={"keda": ("github.com/kedacore/keda/v2", ("config/crd/bases", "config/metrics-server/api_service.yaml"))},
+    trim=("github.com/kedacore/keda/v2", only_prometheus),
+)
+CONTROLLERS = {"lws": GROUPS, "kuberay": GROUPS, "kueue": KUEUE, "keda": KEDA}
+"""What builds each controller."""
+ALL = "all"
 
 
 def pinned_version(recipe: Recipe, module: str) -> str:
@@ -173,18 +214,49 @@ def go_environment() -> dict[str, str]:
     return {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
 
 
-def count_packages(recipe: Recipe, go: str) -> int:
-    """How many packages the programs consist of; this also downloads the modules."""
+def module_folder(recipe: Recipe, go: str, module: str, flags: list[str]) -> Path:
+    """Where the source of a module is; this also downloads it."""
     listing = subprocess.run(
-        [go, "list", "-deps", *recipe.programs.values()],
+        [go, "list", *flags, "-m", "-f", "{{.Dir}}", module],
         cwd=recipe.module, env=go_environment(), stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if listing.returncode != 0:
-        raise BuildError("Go could not fetch the pinned modules (its message is above); check GOPROXY and the network")
+        raise BuildError(NOT_FETCHED)
+    return Path(listing.stdout.strip())
+
+
+def trimmed(recipe: Recipe, go: str, work: Path) -> list[str]:
+    """Flags of Go by which it builds from a trimmed copy of a module, made in `work`; none where nothing is trimmed."""
+    if recipe.trim is None:
+        return []
+    module, trim = recipe.trim
+    # Downloaded first: a module that is only pinned has no folder.
+    count_packages(recipe, go, [])
+    source, pins = work / "source", work / "pins.mod"
+    shutil.copytree(module_folder(recipe, go, module, []), source, copy_function=shutil.copyfile)
+    for folder in (source, *(path for path in source.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+    trim(source)
+    shutil.copyfile(recipe.module / "go.mod", pins)
+    shutil.copyfile(recipe.module / "go.sum", work / "pins.sum")
+    subprocess.run([go, "mod", "edit", "-replace", f"{module}={source}", str(pins)], check=True, env=go_environment())
+    return [f"-modfile={pins}"]
+
+
+def count_packages(recipe: Recipe, go: str, flags: list[str]) -> int:
+    """How many packages the programs consist of; this also downloads the modules."""
+    listing = subprocess.run(
+        [go, "list", *flags, "-deps", *recipe.programs.values()],
+        cwd=recipe.module, env=go_environment(), stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if listing.returncode != 0:
+        raise BuildError(NOT_FETCHED)
     return len(listing.stdout.split())
 
 
-def compile_programs(recipe: Recipe, go: str, folder: Path, parallel: int, total: int, started: float) -> None:
+def compile_programs(
+    recipe: Recipe, go: str, folder: Path, parallel: int, flags: list[str], total: int, started: float
+) -> None:
     """Runs `go build` for each program into `folder`, with a progress line every ten seconds."""
     done = 0
     finished = threading.Event()
@@ -199,7 +271,7 @@ def compile_programs(recipe: Recipe, go: str, folder: Path, parallel: int, total
         for name, package in recipe.programs.items():
             say(f"building {name}")
             command = [
-                go, "build", "-trimpath", "-v", "-p", str(parallel), "-ldflags", link_flags(recipe),
+                go, "build", *flags, "-trimpath", "-v", "-p", str(parallel), "-ldflags", link_flags(recipe),
                 "-o", str(folder / name), package,
             ]  # fmt: skip
             # Low priority: a person goes on working while this takes all cores.
@@ -224,17 +296,14 @@ def compile_programs(recipe: Recipe, go: str, folder: Path, parallel: int, total
         reporter.join()
 
 
-def copy_manifests(recipe: Recipe, go: str, folder: Path) -> None:
+def copy_manifests(recipe: Recipe, go: str, folder: Path, flags: list[str]) -> None:
     """Puts the manifests that the modules hold into a folder beside each program, `NAME-manifests`."""
     for name, (module, wanted) in recipe.manifests.items():
-        listing = subprocess.run(
-            [go, "list", "-m", "-f", "{{.Dir}}", module],
-            cwd=recipe.module, env=go_environment(), stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
+        root = module_folder(recipe, go, module, flags)
         target = folder / f"{name}-manifests"
         target.mkdir()
         for part in wanted:
-            source = Path(listing.stdout.strip()) / part
+            source = root / part
             for file in sorted(source.glob("*.yaml")) if source.is_dir() else [source]:
                 (target / file.name).write_bytes(file.read_bytes())
 
@@ -271,12 +340,16 @@ def build(recipe: Recipe, parallel: int) -> Path:
             shutil.rmtree(leftover)
         versions = folder.name
         say(f"first build of {versions} with {parallel} parallel compilers; {recipe.takes}, then cached")
-        total = count_packages(recipe, go)
         work = Path(tempfile.mkdtemp(prefix="building-", dir=cache_root()))
+        source = work / "trimmed"
+        source.mkdir()
         try:
-            compile_programs(recipe, go, work, parallel, total, started)
+            flags = trimmed(recipe, go, source)
+            total = count_packages(recipe, go, flags)
+            compile_programs(recipe, go, work, parallel, flags, total, started)
             check_programs(recipe, work)
-            copy_manifests(recipe, go, work)
+            copy_manifests(recipe, go, work, flags)
+            shutil.rmtree(source)
             seconds = round(time.monotonic() - started, 1)
             (work / "build.json").write_text(json.dumps({"versions": versions, "build_s": seconds, "cores": parallel}))
             work.chmod(0o755)
@@ -289,22 +362,34 @@ def build(recipe: Recipe, parallel: int) -> Path:
     return folder
 
 
+def wanted(controllers: str | None) -> tuple[Recipe, ...]:
+    """What `--controllers` asks for, each once; without it the control plane."""
+    if controllers is None:
+        return (CONTROL_PLANE,)
+    found = CONTROLLERS.items() if controllers == ALL else [(controllers, CONTROLLERS[controllers])]
+    return tuple({recipe.name: recipe for _, recipe in found}.values())
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", action="store_true", help="print the folder, build nothing; exit 3 if not built")
     parser.add_argument(
-        "--controllers", action="store_true", help="the controllers of LeaderWorkerSet and KubeRay, for their tests"
+        "--controllers",
+        nargs="?",
+        const=ALL,
+        choices=(ALL, *CONTROLLERS),
+        help="not the control plane but the controllers of other products, for the tests beside them (default: all)",
     )
     parser.add_argument("-p", "--parallel", type=int, default=os.cpu_count() or 1, help="compilers at once")
     options = parser.parse_args()
-    recipe = CONTROLLERS if options.controllers else CONTROL_PLANE
     try:
         if options.where:
-            folder = target_folder(recipe)
-            print(folder)
-            return 0 if is_built(recipe, folder) else NOT_BUILT
-        print(build(recipe, options.parallel))
+            folders = {target_folder(recipe): recipe for recipe in wanted(options.controllers)}
+            print(*folders, sep="\n")
+            return 0 if all(is_built(recipe, folder) for folder, recipe in folders.items()) else NOT_BUILT
+        for recipe in wanted(options.controllers):
+            print(build(recipe, options.parallel), flush=True)
     except BuildError as error:
         say(str(error))
         return 1

@@ -83,13 +83,16 @@ def of(
     elsewhere = len([pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_]) - sum(
         old_sets.values()
     )
-    starved = any(surge.is_starved(pod) for pod in own if _template_of(pod) == hash_)
+    new = [pod for pod in own if _template_of(pod) == hash_]
+    starved = any(surge.is_without_room(pod) for pod in new)
+    held = any(surge.is_starved(pod, now) for pod in new)
     chosen = roll(
         line.replicas,
         {numbers[name]: is_ready for name, is_ready in current_sets.items()},
         old_sets,
         elsewhere,
         starved,
+        held=held,
     )
     removed = [(kind, name) for name in old_sets if name not in chosen.kept]
     wanted = {groups.group_name(line, hash_, number) for number in chosen.numbers}
@@ -117,7 +120,13 @@ class Chosen(NamedTuple):
 
 
 def roll(
-    wanted: int, current: Mapping[int, bool], old: Mapping[str, bool], elsewhere: int = 0, starved: bool = False
+    wanted: int,
+    current: Mapping[int, bool],
+    old: Mapping[str, bool],
+    elsewhere: int = 0,
+    starved: bool = False,
+    *,
+    held: bool = False,
 ) -> Chosen:
     """Which groups to have now.
 
@@ -131,10 +140,11 @@ def roll(
         old: name -> whether it serves, of groups of other templates.
         elsewhere: workers of other kinds of objects that serve and will go.
         starved: whether the scheduler finds no room for a pod of a new group.
+        held: whether a queue has no quota for one; what it does admit it admits as a whole.
     """
     serving = sum(current.values())
     spared = max(0, wanted - serving)
-    if starved and wanted >= 2 and spared:
+    if (starved or held) and wanted >= 2 and spared:
         spared -= 1
     kept = frozenset(sorted(name for name, is_ready in old.items() if is_ready)[: max(0, spared - elsewhere)])
     count = wanted if elsewhere else min(wanted, max(len(current), wanted + 1 - len(kept)))

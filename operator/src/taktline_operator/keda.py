@@ -39,6 +39,10 @@ def scaled_object(policy: PolicyDeployment) -> Json | None:
             "cooldownPeriod": scaling.keda.cooldown_seconds,
             "minReplicaCount": sum(pool.min_replicas for pool in pools),
             "maxReplicaCount": max(1, sum(pool.ceiling for pool in pools)),
+            # A recommendation has waited its cool-down already: another five minutes would only cost workers.
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}
+            },
             "triggers": [
                 {
                     "type": "prometheus",

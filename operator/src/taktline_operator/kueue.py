@@ -15,20 +15,48 @@ CONDITION = "Queued"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 _GATE = "kueue.x-k8s.io/"
+_MOVABLE = ("Deployment", "StatefulSet")
+"""Kinds that Kueue lets into another queue while none of their pods is ready; of all others it lets none."""
 _WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "RayService")
 
 
-def labelled(found: Json, policy: PolicyDeployment) -> Json:
+def labelled(found: Json, policy: PolicyDeployment, live: Json | None = None) -> Json:
     """The object with the labels by which Kueue takes it into the policy's queue; others than workloads as they are.
 
-    Kueue holds pods back by scheduling gates, and a RayService by `suspend`, which the operator never sets.
+    Kueue holds pods back by scheduling gates, and a RayService by `suspend`, which the operator never sets. It refuses
+    whatever would take workers that serve out of their queue, or into one: their labels stay, so that everything else
+    of the policy goes on.
+
+    Args:
+        live: the object as it is, where Kueue has a say in what becomes of it.
     """
-    queue = policy.spec.queue
-    if queue is None or found["kind"] not in _WORKLOADS:
+    if found["kind"] not in _WORKLOADS:
         return found
-    labels = {QUEUE_LABEL: queue.name} | ({PRIORITY_LABEL: queue.priority_class} if queue.priority_class else {})
+    labels = _wanted(policy) if live is None else _allowed(_wanted(policy), live)
     metadata = found["metadata"]
-    return found | {"metadata": metadata | {"labels": metadata["labels"] | labels}}
+    return found | {"metadata": metadata | {"labels": metadata["labels"] | labels}} if labels else found
+
+
+def _wanted(policy: PolicyDeployment) -> dict[str, str]:
+    queue = policy.spec.queue
+    if queue is None:
+        return {}
+    return {QUEUE_LABEL: queue.name} | ({PRIORITY_LABEL: queue.priority_class} if queue.priority_class else {})
+
+
+def _of(live: Json) -> dict[str, str]:
+    labels: dict[str, str] = live["metadata"].get("labels", {})
+    return {name: labels[name] for name in (QUEUE_LABEL, PRIORITY_LABEL) if name in labels}
+
+
+def _allowed(wanted: dict[str, str], live: Json) -> dict[str, str]:
+    """What Kueue lets the labels of a live object become."""
+    before = _of(live)
+    idle = live["kind"] in _MOVABLE and not live.get("status", {}).get("readyReplicas")
+    result = dict(wanted) if idle and QUEUE_LABEL in wanted else dict(before)
+    if PRIORITY_LABEL in before:  # it may become another, never none
+        result[PRIORITY_LABEL] = wanted.get(PRIORITY_LABEL, before[PRIORITY_LABEL])
+    return result
 
 
 def is_waiting(pod: Json) -> bool:
@@ -38,8 +66,9 @@ def is_waiting(pod: Json) -> bool:
 
 def condition(policy: PolicyDeployment, pods: Sequence[Json], children: Sequence[Json]) -> tuple[str, str, str] | None:
     """Status, reason and message of the condition `Queued`; None where the policy asks for no queue."""
+    stays = sorted({name for child in children if (name := _stays_in(child, policy)) is not None})
     queue = policy.spec.queue
-    if queue is None:
+    if queue is None and not stays:
         return None
     waiting = [pod for pod in pods if is_waiting(pod)]
     held = [
@@ -47,7 +76,26 @@ def condition(policy: PolicyDeployment, pods: Sequence[Json], children: Sequence
         for child in children
         if child["kind"] == "RayService" and child.get("spec", {}).get("rayClusterConfig", {}).get("suspend")
     ]
+    where = f"queue {queue.name}" if queue is not None else f"queue {stays[0]}"
     if waiting or held:
         what = f"{len(waiting)} of {len(pods)} pods" if waiting else f"{len(held)} Ray clusters"
-        return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to queue {queue.name}"
-    return "False", "Admitted", f"no worker waits in queue {queue.name}"
+        return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to {where}"
+    if stays:
+        names = " and ".join(f"queue {name}" if name else "no queue" for name in stays)
+        return (
+            "False",
+            "QueueKept",
+            (
+                f"workers serve in {names}, and Kueue moves none that serve; those that are made anew as other objects,"
+                f" or from 0 replicas, go to {where if queue is not None else 'none'}"
+            ),
+        )
+    return "False", "Admitted", f"no worker waits in {where}"
+
+
+def _stays_in(child: Json, policy: PolicyDeployment) -> str | None:
+    """The queue of a live workload that is not the one asked for; empty where it is in none, None where all is well."""
+    if child["kind"] not in _WORKLOADS or child["metadata"].get("deletionTimestamp"):
+        return None
+    now, wanted = _of(child).get(QUEUE_LABEL, ""), _wanted(policy).get(QUEUE_LABEL, "")
+    return now if now != wanted and _allowed(_wanted(policy), child).get(QUEUE_LABEL, "") == now else None

@@ -157,6 +157,7 @@ def desired_objects(
     lines: Lineup | None = None,
     numbers: Mapping[str, int] | None = None,
     gang_of: Mapping[str, Gang] | None = None,
+    queued: Mapping[Ref, Json] | None = None,
 ) -> tuple[Json, ...]:
     """Every object of a policy, stamped, in the order to create them: configuration before what mounts it.
 
@@ -165,6 +166,7 @@ def desired_objects(
         lines: its Deployments; None is those of a policy that is applied for the first time.
         numbers: history number by revision hash.
         gang_of: by line, the groups of those whose workers are several pods; None is those of the spec alone.
+        queued: live objects, where Kueue has a say in what becomes of them.
     """
     if lines is None:
         lines = lineup.of(policy, rollout.State(), "", {}, policy.spec.desired_replicas(), ())
@@ -190,7 +192,7 @@ def desired_objects(
                 line.policy, line.pool, line.replicas, settings.image_for(line.pool), update, line.track
             )
         )
-    unique = {ref_of(found): kueue.labelled(found, policy) for found in objects}
+    unique = {ref_of(found): kueue.labelled(found, policy, (queued or {}).get(ref_of(found))) for found in objects}
     return tuple(diff.stamped(found) for found in unique.values())
 
 
@@ -231,10 +233,11 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     )
     counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
-        line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)))
+        line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)), observed.now)
         for line, count in zip(lines.serving, counts, strict=True)
     }
-    desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of)
+    queued = observed.children if kueue.KIND in (observed.kinds or ()) else None
+    desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of, queued)
     desired += tuple(
         diff.stamped(found) for found in monitors.objects(policy, observed.monitoring or frozenset(), settings.runbooks)
     )
@@ -257,7 +260,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         deployments,
         settings.gateway_url,
         observed.now,
-        surge.note(counts, list(strategies.values())),
+        surge.note(counts, list(strategies.values()), observed.now),
         trial,
         size,
         group_pods.with_followers(trial.serving_pods, observed.pods),
@@ -355,7 +358,12 @@ def _earliest(policy: PolicyDeployment, observed: Observed, *others: float | Non
     """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
     fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
     children = observed.children.values()
-    looks = (fetching, ray_services.look_again_s(policy, children), unattended.look_again_s(children, observed.now))
+    looks = (
+        fetching,
+        ray_services.look_again_s(policy, children),
+        unattended.look_again_s(children, observed.now),
+        surge.look_again_s(observed.pods, observed.now),
+    )
     return min((found for found in (*looks, *others) if found is not None), default=None)
 
 

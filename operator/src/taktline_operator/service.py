@@ -144,7 +144,9 @@ class Service:
             await asyncio.sleep(NODES_S)
 
     async def _list(self, *, everything: bool) -> None:
-        self._policies = await self.controller.resync(everything=everything)
+        policies = await self.controller.resync(everything=everything)
+        kept = ("namespace", "name", "resourceVersion")
+        self._policies = [{"metadata": {name: live["metadata"][name] for name in kept}} for live in policies]
         self.heard()
 
     async def _find_missed(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from taktline_operator import faults, naming, routing
+from taktline_operator import faults, kueue, naming, routing
 from taktline_operator.sizing import Sizing, profile_rows
 from taktline_operator.spec import PolicyDeployment
 from taktline_operator.trials import Trial
@@ -157,7 +157,8 @@ def observed(
     else:
         available = ("False", "NoReadyWorker", f"{counts}; the Degraded and Progressing conditions say why")
 
-    stalled = _stalled(deployments)
+    # What waits for its turn in a queue makes no progress either, and is no fault.
+    stalled = "" if any(kueue.is_waiting(pod) for pod in members or pods) else _stalled(deployments)
     if settled:
         progressing = ("False", "Complete", f"revision {revision} runs everywhere")
     elif stalled:

@@ -9,10 +9,12 @@ import kopf
 from kubernetes import client
 
 from taktline_operator import naming, schema
-from taktline_operator.kube import bearer_token
+from taktline_operator.kube import PAGE, bearer_token
 from taktline_operator.reconcile import ROUTES, Controller, Key
 
 Json = dict[str, Any]
+
+IDLE_S = 0.2  # how long kopf keeps an object that nothing more happened to
 
 # Where the operator's own objects are, and how few of the cluster's it asks for.
 _CHILDREN = (
@@ -124,6 +126,10 @@ def settings() -> kopf.OperatorSettings:
     found.watching.client_timeout = 330
     found.watching.connect_timeout = 10
     found.watching.inactivity_timeout = 70  # the API server sends a bookmark every minute
+    # What a list holds is in memory as a whole, and each object for as long as its worker idles: five thousand pods in
+    # one piece, for five seconds, would be most of what the operator ever needs.
+    found.watching.chunk_size = PAGE
+    found.queueing.idle_timeout = IDLE_S
     found.networking.enforce_retry_after = True
     found.posting.enabled = False
     found.scanning.disabled = True  # needs no rights on namespaces and CRDs; the CRD is waited for before

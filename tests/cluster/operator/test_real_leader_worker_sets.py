@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from taktline_local.controllers import Controller
+from taktline_local.controllers import LeaderWorkerSets
 from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.programs import find_controllers
 
@@ -25,13 +25,15 @@ INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def controller(kubectl: Kubectl, installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+def controller(
+    kubectl: Kubectl, installed: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LeaderWorkerSets]:
     """LeaderWorkerSet's controller, with the kind and the webhooks of its module; there before the operator runs."""
     if os.environ.get("TAKTLINE_CONTROLLERS") != "1":
         pytest.skip("controllers of other products are tested by `make controllers-test`")
-    programs = find_controllers()
+    programs = find_controllers("lws")
     assert programs is not None, "run `make controllers`"
-    with Controller("lws", programs, kubectl, tmp_path_factory.mktemp("lws")) as found:
+    with LeaderWorkerSets(programs, kubectl, tmp_path_factory.mktemp("lws")) as found:
         yield found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from taktline_local.controllers import Controller
+from taktline_local.controllers import KubeRay
 from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.programs import find_controllers
 
@@ -89,14 +89,14 @@ def dashboards() -> Iterator[Dashboards]:
 @pytest.fixture(scope="module", autouse=True)
 def controller(
     kubectl: Kubectl, installed: None, dashboards: Dashboards, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Controller]:
+) -> Iterator[KubeRay]:
     """KubeRay's operator with the kinds of its module; there before the operator under test runs."""
     if os.environ.get("TAKTLINE_CONTROLLERS") != "1":
         pytest.skip("controllers of other products are tested by `make controllers-test`")
-    programs = find_controllers()
+    programs = find_controllers("kuberay")
     assert programs is not None, "run `make controllers`"
     through = {"HTTP_PROXY": dashboards.url, "http_proxy": dashboards.url, "NO_PROXY": "", "no_proxy": ""}
-    with Controller("kuberay", programs, kubectl, tmp_path_factory.mktemp("kuberay"), through) as found:
+    with KubeRay(programs, kubectl, tmp_path_factory.mktemp("kuberay"), through) as found:
         yield found
 
 

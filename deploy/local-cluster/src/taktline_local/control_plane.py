@@ -28,6 +28,7 @@ from taktline_local.rbac import process_node_rbac
 
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 5.0
+PROXY = "front-proxy"  # the API server's name when it passes a request on
 # user name -> groups. Each user gets a random token.
 USERS = {
     "admin": ["system:masters"],
@@ -141,6 +142,7 @@ class ControlPlane:
             "kube-apiserver", hosts=["localhost", "kubernetes.default.svc"], addresses=["127.0.0.1"]
         )
         self._client_tls = authority.issue("apiserver-client")
+        self._proxy_tls = authority.issue(PROXY)
         self.node_tls = authority.issue("process-node")
         self._signing_key, self._signing_public = signing_key(certificates, "service-account")
         rows = [[token, user, user, ",".join(USERS[user])] for user, token in self._tokens.items()]
@@ -217,6 +219,7 @@ class ControlPlane:
     def _start_apiserver(self) -> None:
         certificate, key = self._serving_tls
         client_certificate, client_key = self._client_tls
+        proxy_certificate, proxy_key = self._proxy_tls
         audit_policy = write_private(self.folder / "audit-policy.json", json.dumps(AUDIT_POLICY).encode())
         self._run(
             "kube-apiserver",
@@ -238,6 +241,14 @@ class ControlPlane:
             f"--service-account-signing-key-file={self._signing_key}",
             f"--service-account-key-file={self._signing_public}",
             "--service-cluster-ip-range=10.96.0.0/16",
+            # Requests to APIs that other servers add are passed on in the name of who asks.
+            f"--requestheader-client-ca-file={self.certificate_authority}",
+            f"--requestheader-allowed-names={PROXY}",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-username-headers=X-Remote-User",
+            f"--proxy-client-cert-file={proxy_certificate}",
+            f"--proxy-client-key-file={proxy_key}",
             # Endpoints may not hold loopback addresses, so the `kubernetes` Service stays without one.
             "--endpoint-reconciler-type=none",
             # Pods leave a dead node after seconds rather than minutes.

@@ -53,10 +53,14 @@ def build_programs() -> Path:
     return Path(reply.stdout.strip())
 
 
-def find_controllers() -> Path | None:
-    """Folder with the controllers of other products and their manifests, None where they are not built yet."""
+def find_controllers(name: str) -> Path | None:
+    """Folder with a controller of another product and its manifests, None where it is not built yet.
+
+    Args:
+        name: lws, kuberay, kueue or keda.
+    """
     if not BUILD_SCRIPT.exists():
         return None
-    command = [sys.executable, str(BUILD_SCRIPT), "--where", "--controllers"]
+    command = [sys.executable, str(BUILD_SCRIPT), "--where", f"--controllers={name}"]
     reply = subprocess.run(command, capture_output=True, text=True, check=False)
     return Path(reply.stdout.strip()) if reply.returncode == 0 else None
