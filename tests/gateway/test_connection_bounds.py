@@ -12,10 +12,12 @@ import ssl
 import struct
 import time
 
+import grpc
 import httpx
 import pytest
 import taktline_gateway.connections
 from taktline_gateway.compat.fenced_connection import counted
+from taktline_gateway.compat.lerobot import SERVICE
 from taktline_gateway.connections import BoundedLoop, ConnectionCounts
 from taktline_protocol.codecs import MediaType, encode
 from taktline_protocol.stream import VERSIONS, Hello
@@ -171,6 +173,84 @@ def test_all_ports_share_the_bound_and_none_waits_for_ever_for_a_first_word(bare
             while connection.recv(65536):  # some ports say something first, or why they close
                 pass
     assert stack.act()[0] == 200
+
+
+def test_groots_connections_are_counted_with_all_others_and_too_many_are_cut(bare_stack):
+    stack = bare_stack
+    port = free_port()
+    stack.write_routes(stack.start_worker())
+    stack.start_gateway("--max-connections", "8", "--groot-listen", f"127.0.0.1:{port}")
+    http = int(stack.url.rsplit(":", 1)[1])
+
+    def greeted(connection: socket.socket) -> bool:
+        """Whether ZeroMQ's greeting has been exchanged on it and it is open still."""
+        try:
+            connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+            connection.settimeout(60)
+            return bool(connection.recv(64))
+        except OSError:
+            return False
+
+    def refused_by_http() -> bool:
+        with httpx.Client() as client:
+            return client.get(f"http://127.0.0.1:{http}/healthz").status_code == 503
+
+    def cut(connection: socket.socket) -> bool:
+        connection.settimeout(60)
+        try:
+            while connection.recv(65536):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+        return True
+
+    held = []
+
+    def full() -> bool:
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=120))
+        greeted(held[-1])
+        return len(held) > 8 and refused_by_http()
+
+    until(full, "groot's connections filling the bound")
+    assert cut(socket.create_connection(("127.0.0.1", port), timeout=120)), "one more is cut"
+    assert "connection_refused" in stack.log.read_text()
+    for connection in held:
+        connection.close()
+    until(lambda: not refused_by_http(), "the end of those connections")
+    stack.wait_workers(1)
+    assert stack.act()[0] == 200
+
+
+def test_lerobots_port_refuses_one_connection_too_many_and_serves_another_in_its_place(bare_stack):
+    stack = bare_stack
+    port = free_port()
+    stack.write_routes(stack.start_worker())
+    stack.start_gateway("--max-connections", "2", "--lerobot-listen", f"127.0.0.1:{port}")
+
+    def ready(channel: grpc.Channel) -> bool:
+        try:
+            _, call = channel.unary_unary(f"/{SERVICE}/Ready").with_call(b"", timeout=60)
+        except grpc.RpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+        return call.code() is grpc.StatusCode.OK
+
+    def channel() -> grpc.Channel:
+        # A connection of its own each, and tried again at once.
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
+        return grpc.insecure_channel(f"127.0.0.1:{port}", (*options, ("grpc.max_reconnect_backoff_ms", 100)))
+
+    first, second, third = channel(), channel(), channel()
+    until(lambda: ready(first), "the port answering")
+    assert ready(second)
+    assert not ready(third)
+    assert ready(first), "those who are in are not disturbed"
+    second.close()
+    until(lambda: ready(third), "the place being free")
+    assert not ready(channel())
+    for one in (first, third):
+        one.close()
 
 
 def end_in_order(connection: socket.socket) -> None:

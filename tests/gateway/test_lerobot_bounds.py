@@ -8,6 +8,7 @@ import pytest
 from taktline_gateway.compat import lerobot
 from taktline_gateway.compat.lerobot import LerobotListener, _Session
 from taktline_gateway.compat.ports import Listen
+from taktline_gateway.connections import ConnectionCounts
 from taktline_protocol import TaktlineError
 
 
@@ -17,7 +18,7 @@ def caller(peer: str) -> SimpleNamespace:
 
 @pytest.fixture
 async def listener():
-    made = LerobotListener(Listen("127.0.0.1", 0), SimpleNamespace(), held_bytes=100)
+    made = LerobotListener(Listen("127.0.0.1", 0), SimpleNamespace(connections=ConnectionCounts(8, 8)), held_bytes=100)
     for name in "abc":
         made._remember(name, _Session(None, "m", (), {}, 8))
     yield made

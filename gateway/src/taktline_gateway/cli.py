@@ -97,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="name in the workers' certificates; default: the address",
     )
-    run.add_argument("--max-connections", type=int, default=10_000, help="connections held at once")
+    run.add_argument(
+        "--max-connections",
+        type=int,
+        default=10_000,
+        help="connections held at once; as many again on each of LeRobot's ports",
+    )
     run.add_argument("--max-connections-by-address", type=int, default=2_000, help="the same for one client address")
     run.add_argument("--max-body-mib", type=float, default=16.0, help="largest request body")
     run.add_argument("--max-queued", type=int, default=10_000, help="observations that may wait for one policy")

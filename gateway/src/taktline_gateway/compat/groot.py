@@ -17,6 +17,7 @@ import zmq.asyncio
 from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot
+from taktline_gateway.compat.groot_connections import CountedClients
 from taktline_gateway.compat.groot_observations import (
     action_map,
     is_flat,
@@ -62,6 +63,7 @@ class GrootListener:
         self._token = api_token
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
+        self._counted = CountedClients(self._socket, service.connections)
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._receiver: asyncio.Task[None] | None = None
@@ -83,6 +85,7 @@ class GrootListener:
             self._socket.bind(f"tcp://{host}:{self._listen.port}")
         except zmq.ZMQError as error:
             raise OSError(error.errno, str(error)) from error
+        self._counted.watch(self._listen.port)
         self._receiver = asyncio.create_task(self._receive())
         log(_logger, logging.INFO, "listening", protocol="groot", host=self._listen.host, port=self._listen.port)
 
@@ -92,6 +95,7 @@ class GrootListener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._counted.close()
         self._socket.close()
         self._context.term()
 

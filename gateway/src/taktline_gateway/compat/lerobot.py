@@ -103,6 +103,8 @@ class LerobotListener:
                 ("grpc.keepalive_timeout_ms", 20_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
+                # gRPC's own count: it hands on no connection that could be counted with those of the other ports.
+                ("grpc.max_allowed_incoming_connections", service.connections.most),
                 ("grpc.server_handshake_timeout_ms", int(1e3 * HANDSHAKE_TIMEOUT_S)),
                 ("grpc.so_reuseport", 0),  # else a second process on this port takes half of the robots unnoticed
             ]
