@@ -1,6 +1,6 @@
 """Cosmos3 on one GPU: the engine's whole request in graphs against its floor and plain peers, by shape.
 
-    python benchmarks/engine_cosmos3.py [--only nano,paper,edge] [--quick | --sweep] [--out DIR]
+    python benchmarks/engine_cosmos3.py [--only nano,paper,edge] [--quick | --sweep] [--add exact,compiled] [--out DIR]
 
 Random weights of the published sizes; frames lie on the device, texts were encoded before, as with a known instruction.
 Times are CUDA events around one request, as many as fit 1.5 s, three at least and 50 at most. Peers:
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import triton
-from engine import Row, add_peer, event_times, quantile, say
+from engine import Row, add_peer, capture, event_times, quantile, say
 from floors import H200
 from plain_cosmos3 import PlainCosmos3
 from taktline_worker.models.cosmos3 import fp8, vae
@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--only", default=",".join(SUBJECTS), help="of nano, paper, edge")
     parser.add_argument("--quick", action="store_true", help="batch 1 only, no fp32 and no compiled peer")
+    parser.add_argument("--add", default="", help="what --quick leaves out: exact (fp32), compiled, or both")
     parser.add_argument("--sweep", action="store_true", help="bf16 at batches 1 to 16 in seconds, nothing beside it")
     options = parser.parse_args()
     device = torch.device("cuda")
@@ -114,7 +115,8 @@ def main() -> None:
         def save(rows: list[Row], target: Path = target) -> None:
             target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
-        save(measure(subject, device, versions, save, quick=options.quick))
+        extras = set(options.add.split(",")) if options.quick else {"exact", "compiled"}
+        save(measure(subject, device, versions, save, quick=options.quick, extras=extras))
         say(f"wrote {target}")
         torch.cuda.empty_cache()
 
@@ -153,6 +155,7 @@ def measure(
     save: Callable[[list[Row]], None],
     *,
     quick: bool,
+    extras: set[str],
 ) -> list[Row]:
     """All batch sizes of one policy and shape, and the peers of some; `save` gets what there is so far."""
     name, batches = SUBJECTS[subject]
@@ -161,7 +164,7 @@ def measure(
     coder = random_vae(VAE, torch.bfloat16, device)
     encode = partial(vae.encode, coder)
     found: dict[str, torch.Tensor] = {}
-    if not quick:
+    if "exact" in extras:
         exact = Cosmos3Runner(
             pack_weights(random_tensors(a, device), a, settings, torch.float32, device), a, settings, encode
         )
@@ -181,6 +184,11 @@ def measure(
         rows.append(measured_row(profile, runner, name, batch, versions))
         save(rows)
     rows += in_fp8(runner, rows, found, name, versions)
+    if settings.name == "paper":
+        every = torch.rand(1, 3, settings.frames, *settings.padded, device=device) * 2 - 1
+        took = quantile(measured(capture(partial(encode, every), 1).replay), 0.5)
+        say(f"{name}: all {settings.frames} frames encoded, of which the first is read: {took:.1f} ms")
+        rows[0].details["encode_every_frame_ms"] = took
     save(rows)
     texts = {
         "text_ms": quantile(event_times(partial(encode_text, runner), 2, 10), 0.5),
@@ -198,7 +206,7 @@ def measure(
         own = next(row for row in rows if row.batch == batch and row.dtype == "bf16")
         add_peer(own, "plain PyTorch, eager", measured(peer_call(plain, encode, random_rows(name, batch))))
         save(rows)
-    if not quick:
+    if "compiled" in extras:
         torch._dynamo.config.recompile_limit = 64
         compiled = PlainCosmos3(plain.w.items(), a, settings, torch.bfloat16, compiled=True)
         second = Row(**asdict(rows[0]))

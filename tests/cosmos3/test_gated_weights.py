@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from taktline_kernels.fp8_rows import pack_gate_up, unpack_gate_up
+from taktline_kernels.fp8_rows import Fp8Rows, pack_gate_up, quantise_weight, unpack_gate_up
+from taktline_kernels.gpu_reference import quantise_rows
+from taktline_kernels.ops.fp8_products import fuses_swiglu_fp8
 from taktline_worker.models.cosmos3.mesh import Place
 from taktline_worker.models.cosmos3.request import OFFICIAL
 from taktline_worker.models.cosmos3.synthetic import NANO
-from taktline_worker.models.cosmos3.weights import GatedLinear, _Packer
+from taktline_worker.models.cosmos3.weights import Fp8GatedLinear, GatedLinear, _Packer
 from torch.nn import functional
+
+NEEDS_HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 
 
 @pytest.mark.parametrize("place", [Place(), Place(ranks=2, index=1)], ids=str)
@@ -41,3 +47,26 @@ def test_the_product_has_its_activation_inside(rows):
     found = GatedLinear(pack_gate_up(weight))(x)
     assert found.shape == expected.shape
     assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300, 1093])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_HOPPER])])
+def test_the_product_in_fp8_has_its_activation_inside(rows, device):
+    generator = torch.Generator().manual_seed(1)
+    x = quantise_rows(torch.randn(2, rows, 512, generator=generator))
+    stored = quantise_weight(torch.randn(512, 512, generator=generator) * 512**-0.5)
+    x, stored = (Fp8Rows(one.values.to(device), one.scales.to(device)) for one in (x, stored))
+    packed = Fp8Rows(pack_gate_up(stored.values), pack_gate_up(stored.scales))
+    both = (x.values.double().flatten(0, 1) @ stored.values.double().T) * x.scales * stored.scales.T
+    gate, up = both.view(2, rows, -1).chunk(2, dim=-1)
+    expected = functional.silu(gate) * up
+    found = Fp8GatedLinear(packed)(x)
+    assert found.shape == expected.shape
+    assert found.dtype == torch.bfloat16
+    # Sums of FP8 products have fewer bits on a GPU.
+    assert float((found.double() - expected).norm() / expected.norm()) < (3e-3 if device == "cpu" else 6e-3)
+
+
+def test_a_weight_without_a_kernel_for_it_keeps_its_activation_behind():
+    assert not fuses_swiglu_fp8(512, 512, torch.device("cpu"))
+    assert not fuses_swiglu_fp8(192, 512, torch.device("cpu"))

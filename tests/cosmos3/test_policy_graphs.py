@@ -135,4 +135,4 @@ def test_the_kernels_of_the_official_request_give_what_fp32_gives(kind):
         for got, true in zip(runner.run(rows), wanted, strict=True):
             found.append(relative(got.actions, true.actions))
     print(f"{kind}: actions are {max(found):.1e} from fp32")
-    assert max(found) < 5e-2
+    assert max(found) < {"nano": 5e-2, "edge": 6.5e-3}[kind]  # 4.3e-3 was measured

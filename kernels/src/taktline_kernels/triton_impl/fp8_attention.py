@@ -272,5 +272,6 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
         BLOCK_N=block_n,
         num_warps=config.get("num_warps", 8),
         num_stages=config.get("num_stages", 3),
+        **({"maxnreg": config["maxnreg"]} if "maxnreg" in config else {}),
     )
     return out

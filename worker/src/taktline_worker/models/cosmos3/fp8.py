@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from taktline_kernels.fp8_heads import head_multipliers
+from taktline_kernels.fp8_rows import quantise_weight
+from taktline_kernels.ops.fp8_products import fuses_swiglu_fp8
 
 from taktline_worker.fp8_layers import CAPABILITY, Fp8Linear, check_device, functions, quantised
-from taktline_worker.models.cosmos3.weights import Cosmos3Weights, GatedLinear, Linear, TowerLayer
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, Fp8GatedLinear, GatedLinear, Linear, TowerLayer
 
 __all__ = ["CAPABILITY", "Fp8Linear", "check_device", "functions", "quantise"]
 
@@ -23,9 +25,12 @@ def quantise(weights: Cosmos3Weights) -> Cosmos3Weights:
 
 
 def _quantised(layer: TowerLayer) -> TowerLayer:
-    if isinstance(layer.up, GatedLinear):  # in FP8 the activation is behind the product
-        layer = replace(layer, up=layer.up.plain())
-    made = quantised(layer, "qkv", "out", "up", "down")
+    made = quantised(layer, "qkv", "out", "down")
+    up = layer.up
+    if isinstance(up, GatedLinear) and fuses_swiglu_fp8(up.weight.shape[0] // 2, up.weight.shape[1], up.weight.device):
+        made = replace(made, up=Fp8GatedLinear(quantise_weight(up.weight)))
+    else:  # the activation is behind the product
+        made = quantised(replace(made, up=up.plain() if isinstance(up, GatedLinear) else up), "up")
     if not isinstance(made.qkv, Fp8Linear) or layer.q_norm is None or layer.k_norm is None:
         return made
     assert isinstance(layer.qkv, Linear)

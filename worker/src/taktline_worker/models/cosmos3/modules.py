@@ -20,7 +20,7 @@ from taktline_worker.models.cosmos3.config import PATCH, Cosmos3Architecture
 from taktline_worker.models.cosmos3.fp8 import Fp8Linear, functions
 from taktline_worker.models.cosmos3.mesh import Mesh
 from taktline_worker.models.cosmos3.request import TEMPORAL_FACTOR, RequestSettings
-from taktline_worker.models.cosmos3.weights import Cosmos3Weights, GatedLinear, Product, TowerLayer
+from taktline_worker.models.cosmos3.weights import Cosmos3Weights, Fp8GatedLinear, GatedLinear, Product, TowerLayer
 
 
 def frame_tokens(settings: RequestSettings) -> tuple[int, int]:
@@ -93,7 +93,7 @@ ranks while another's products are computed."""
 def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Any) -> Tensor:
     """SwiGLU, or squared ReLU without a gate; of this rank's columns, still to be added up over the ranks."""
     up = layer.up(x)
-    if isinstance(layer.up, GatedLinear):
+    if isinstance(layer.up, GatedLinear | Fp8GatedLinear):
         return layer.down(up)
     if isinstance(layer.down, Fp8Linear):
         return layer.down(functions().swiglu_fp8(up) if a.gated else functions().relu2_fp8(up))
@@ -101,10 +101,10 @@ def mlp(layer: TowerLayer, a: Cosmos3Architecture, x: Any) -> Tensor:
 
 
 def normed(
-    x: Tensor, y: Tensor | None, weight: Tensor, a: Cosmos3Architecture, reader: Product | GatedLinear
+    x: Tensor, y: Tensor | None, weight: Tensor, a: Cosmos3Architecture, reader: Product | GatedLinear | Fp8GatedLinear
 ) -> tuple[Tensor, Any]:
     """x + y, and its norm as `reader` takes it: in the dtype of x, or in FP8. y None adds nothing."""
-    if isinstance(reader, Fp8Linear):
+    if isinstance(reader, Fp8Linear | Fp8GatedLinear):
         total, rows = functions().rms_norm_fp8(x, y, weight, a.norm_eps)
         return total, rows
     if y is None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from taktline_kernels.fp8_rows import unpack_gate_up
+from taktline_kernels.fp8_rows import Fp8Rows, unpack_gate_up
+from taktline_kernels.ops.fp8_products import linear_swiglu_fp8
 from torch import Tensor
 from torch.nn import functional
 
@@ -55,6 +56,17 @@ class GatedLinear:
         return Linear(unpack_gate_up(self.weight))
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8GatedLinear:
+    """The same with rows of gate and up (2n, k) in FP8; what comes out is bf16."""
+
+    rows: Fp8Rows
+
+    def __call__(self, x: Fp8Rows) -> Tensor:
+        """(..., k) -> (..., n)."""
+        return linear_swiglu_fp8(x, self.rows)
+
+
 class Product(Protocol):
     """A matrix as a layer uses it: `Linear`, or one in FP8."""
 
@@ -86,7 +98,7 @@ class TowerLayer:
     shared_norm: Tensor | None
     out: Product
     norm2: Tensor
-    up: Product | GatedLinear
+    up: Product | GatedLinear | Fp8GatedLinear
     down: Product
     multipliers: Tensor | None = None
 
