@@ -30,7 +30,8 @@ def patches_of(pixels: Tensor, patch: int) -> Tensor:
 def check(method: Resize, sizes: list[tuple[int, int]], size: int, frame_bytes: int) -> None:
     frames = [frame(*shape, seed) for seed, shape in enumerate(sizes)]
     buffers = camera.CameraBuffers(len(sizes) + 1, frame_bytes, size, 14, method, DEVICE)
-    for given in (frames, frames[::-1]):  # the second time the tables are there, in another order
+    again = [one.pin_memory() if HAS_GPU else one for one in frames[::-1]]
+    for given in (frames, again):  # the second time the tables are there, in another order
         buffers.load_frames(given)
         actual = buffers.patches(len(given)).cpu()
         for index, one in enumerate(given):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,27 +104,42 @@ class RobotInput:
     expires_at: float | None = None
 
 
-def decode_image(name: str, image: EncodedImage, max_pixels: int = DEFAULT_MAX_PIXELS) -> NDArray[np.uint8]:
+Memory = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
+"""Gives contiguous memory for a frame of (H, W, 3), with any content."""
+
+
+def decode_image(
+    name: str, image: EncodedImage, max_pixels: int = DEFAULT_MAX_PIXELS, memory: Memory | None = None
+) -> NDArray[np.uint8]:
     """Decodes one frame, after checking its size in the header.
 
     Args:
         name: camera, for messages.
         max_pixels: larger frames are refused before any pixel is decoded.
+        memory: where the pixels shall lie, such as pinned memory; None leaves that open.
 
     Returns:
-        uint8 (H, W, 3), RGB.
+        uint8 (H, W, 3), RGB, contiguous.
 
     Raises:
         TaktlineError: IMAGE_CORRUPT or IMAGE_TOO_LARGE.
     """
     if not image.data:
         raise _corrupt(name, "it is empty")
-    if image.encoding == "raw":
-        return _raw(name, image, max_pixels)
+    if image.encoding == "jpeg" and (pixels := _plain_jpeg(name, image.data, max_pixels, memory)) is not None:
+        return pixels
+    pixels = _raw(name, image, max_pixels) if image.encoding == "raw" else _pillow(name, image, max_pixels)
+    if memory is None:
+        return pixels.copy() if image.encoding == "raw" else pixels  # what came over the wire is not kept for a frame
+    kept = memory((pixels.shape[0], pixels.shape[1], 3))
+    np.copyto(kept, pixels)
+    return kept
+
+
+def _pillow(name: str, image: EncodedImage, max_pixels: int) -> NDArray[np.uint8]:
+    """Pixels of whatever Pillow can read, RGB."""
     if image.encoding not in _FORMATS:
         raise _corrupt(name, f"its encoding {image.encoding!r} is none of jpeg, png, raw")
-    if image.encoding == "jpeg" and (pixels := _plain_jpeg(name, image.data, max_pixels)) is not None:
-        return pixels
     try:
         with warnings.catch_warnings():
             # Pillow's own bomb check warns at a size of its choosing; ours decides below.
@@ -142,7 +157,9 @@ def decode_image(name: str, image: EncodedImage, max_pixels: int = DEFAULT_MAX_P
         raise _corrupt(name, str(error)) from error
 
 
-def _plain_jpeg(name: str, data: bytes | memoryview, max_pixels: int) -> NDArray[np.uint8] | None:
+def _plain_jpeg(
+    name: str, data: bytes | memoryview, max_pixels: int, memory: Memory | None
+) -> NDArray[np.uint8] | None:
     """The pixels of an ordinary JPEG; None for one that Pillow shall judge: damaged, odd, or no JPEG at all.
 
     Both decode with libjpeg-turbo, but Pillow copies the pixels with the interpreter locked, so that a batch's frames
@@ -153,7 +170,8 @@ def _plain_jpeg(name: str, data: bytes | memoryview, max_pixels: int) -> NDArray
         _check_size(name, height, width, max_pixels)
         if colours not in _PLAIN_JPEG:
             return None
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB")
+        buffer = None if memory is None else memory((height, width, 3))
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB", buffer=buffer)
         return pixels
     except ValueError:
         return None
@@ -166,7 +184,7 @@ def _raw(name: str, image: EncodedImage, max_pixels: int) -> NDArray[np.uint8]:
     _check_size(name, height, width, max_pixels)
     if len(image.data) != height * width * 3:
         raise _corrupt(name, f"shape {image.shape} needs {height * width * 3} bytes, it has {len(image.data)}")
-    return np.frombuffer(image.data, np.uint8).reshape(height, width, 3).copy()
+    return np.frombuffer(image.data, np.uint8).reshape(height, width, 3)
 
 
 def _check_size(name: str, height: int, width: int, max_pixels: int) -> None:

@@ -27,6 +27,7 @@ from taktline_worker.lifecycle import (
     address_error,
     bind,
     check_address,
+    keep_freed_memory,
     read_config,
     run,
     split_address,
@@ -111,6 +112,7 @@ class Worker:
 
     def start(self) -> None:
         """Begins to serve, then reports SERVING."""
+        keep_freed_memory()
         self._server.start()
         self._health.set(serving=True)
         batch_port = self._batches.port if self._batches is not None else 0

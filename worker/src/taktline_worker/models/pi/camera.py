@@ -87,8 +87,9 @@ def _bilinear(
 class CameraBuffers:
     """The frames of one batch on the device, and what turns them into patches inside a captured graph.
 
-    Nothing is allocated after construction. Copies go through pinned memory; `load` waits until the copy before it is
-    done with that memory.
+    Nothing is allocated after construction. Frames that lie in pinned memory are copied from there, and must stay until
+    the batch has run; all else goes through pinned memory of its own, and `load` waits until the copy before it is done
+    with that.
 
     Args:
         images: most images of a batch.
@@ -153,10 +154,12 @@ class CameraBuffers:
             if slot < 0:
                 self._pixels[index].copy_(to_model_input(frame.numpy(), self._size, self._method))
                 continue
-            self._host_frames[at : at + taken].copy_(frame.reshape(-1))
+            source = frame.reshape(-1)
+            if not source.is_pinned():
+                source = self._host_frames[at : at + taken].copy_(source)
+            self._frames[at : at + taken].copy_(source, non_blocking=True)
             self._host_places[0, index], self._host_places[1, index] = at, width * 3
             at += taken
-        self._frames[:at].copy_(self._host_frames[:at], non_blocking=True)
         self._places.copy_(self._host_places, non_blocking=True)
         self._slots.copy_(self._host_slots, non_blocking=True)
         if self._frames.is_cuda:

@@ -114,6 +114,8 @@ class PiProcessor:
             TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, INSTRUCTION_INVALID or RTC_INVALID.
         """
         frames = self._frames(observation.images)
+        raw = self.raw and (observation.rtc is None or self.rtc is None)
+        pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
         state = self._state(observation.state)
         policy_state = aloha.to_policy_state(state) if self.conventions.adapt_to_pi else state
         with np.errstate(over="ignore", invalid="ignore"):  # the check below has a better word for it
@@ -126,8 +128,6 @@ class PiProcessor:
             width = self.architecture.action_width
             rtc = read_row(self.conventions, self.rtc, width, observation.rtc, policy_state)
         seed = secrets.randbits(63) if observation.seed is None else observation.seed
-        raw = self.raw and rtc is None
-        pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
         model_state = None
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
@@ -140,10 +140,10 @@ class PiProcessor:
         kept = key + b"raw" if raw else key
         pixels = self.seen.get(kept) if self.seen.limit_bytes else None
         if pixels is None:
-            frame = decode_image(name, image, self._max_pixels)
             if raw:
-                pixels = torch.from_numpy(np.ascontiguousarray(frame))
+                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, _pinned))
             else:
+                frame = decode_image(name, image, self._max_pixels)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
             self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
         return pixels, key
@@ -258,6 +258,12 @@ class PiProcessor:
                 f"entries {np.flatnonzero(~np.isfinite(values)).tolist()} are NaN or infinite", "check the sensors"
             )
         return values
+
+
+def _pinned(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Memory that a GPU copies from by itself, where there is one; PyTorch keeps it for the next frame."""
+    pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).numpy()
+    return pixels
 
 
 def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -> dict[str, CameraSlot]:
