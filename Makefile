@@ -36,11 +36,12 @@ control-plane: setup ## build kube-apiserver and its companions from pinned Go m
 	$(UV) run --no-sync python tools/k8s/build.py
 
 .PHONY: controllers
-controllers: setup ## build LeaderWorkerSet's controller and KubeRay's operator from pinned Go modules (once, cached)
+controllers: setup ## build the controllers of LeaderWorkerSet, KubeRay, Kueue and KEDA from pinned Go modules (once, cached)
 	$(UV) run --no-sync python tools/k8s/build.py --controllers
 
 .PHONY: controllers-test
-controllers-test: control-plane controllers ## the operator beside those two on the local control plane; not part of `make test`
+controllers-test: control-plane controllers ## the operator beside those on the local control plane; not part of `make test`
+	@tools/install-prometheus >/dev/null
 	TAKTLINE_CONTROLLERS=1 TAKTLINE_REQUIRE_CLUSTER=1 $(UV) run --no-sync pytest -q tests/cluster/operator/test_real_*.py $(PYTEST_ARGS)
 
 .PHONY: lint
@@ -58,6 +59,10 @@ test: setup test-tools ## all tests; those that need a control plane or a GPU sa
 images-check: setup ## lint the container files and write a bill of materials for each image into dist/sbom
 	$(UV) run --no-sync hadolint deploy/containers/*.Dockerfile
 	tools/sbom
+
+.PHONY: images-try
+images-try: setup ## build and start the images here, without an engine or a registry (root, buildah, debootstrap)
+	tools/try-images
 
 IMAGE_PREFIX ?= taktline
 IMAGE_VERSION ?= 0.1.0

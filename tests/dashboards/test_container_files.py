@@ -208,3 +208,15 @@ def test_a_bill_of_materials_lists_what_each_image_installs(tmp_path):
         assert "pytest" not in parts
         assert all("version" in part for part in parts.values())
         assert parts["prometheus-client"]["purl"].startswith("pkg:pypi/prometheus-client@")
+
+
+@pytest.mark.parametrize(("there", "says"), [((), "no buildah here"), (("buildah",), "no debootstrap here")])
+def test_trying_the_images_says_what_is_missing(tmp_path: Path, there: tuple[str, ...], says: str):
+    for program in (*there, "dirname", "id"):
+        found = shutil.which(program) or shutil.which("true")
+        (tmp_path / program).symlink_to(found)
+    script = ["/bin/sh", ROOT / "tools/try-images", "operator"]
+    reply = subprocess.run(script, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert reply.returncode == 1
+    assert says in reply.stderr
+    assert "apt-get install buildah debootstrap" in reply.stderr

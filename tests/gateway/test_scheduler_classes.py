@@ -148,6 +148,25 @@ def test_a_tenant_that_no_ceiling_names_may_not_claim_safety(tenant, expected):
     assert priority_of(observation, tenant, route) is expected
 
 
+@pytest.mark.parametrize(
+    ("claimed", "tenant", "expected"),
+    [
+        ("production", "cell-7", Priority.SAFETY),
+        ("production", "lab", Priority.BACKGROUND),
+        ("background", "cell-7", Priority.BACKGROUND),
+        ("rollout", "cell-7", Priority.ROLLOUT),
+    ],
+)
+def test_an_observation_that_claims_nothing_has_the_class_of_its_policy(claimed, tenant, expected):
+    route = Route(policy="p", priority="safety", priority_ceilings={"cell-7": "safety", "lab": "background"})
+    observation = Observation(
+        robot_id="a", seq=1, captured_at=0.0, budget_ms=1.0, images={}, state=[], instruction="go", priority=claimed
+    )
+    assert priority_of(observation, tenant, route) is expected
+    low = Route(policy="p", priority="background")
+    assert priority_of(observation, tenant, low) >= Priority.BACKGROUND
+
+
 def test_without_ceilings_every_claim_stands():
     observation = Observation(
         robot_id="a", seq=1, captured_at=0.0, budget_ms=1.0, images={}, state=[], instruction="go", priority="safety"

@@ -78,6 +78,15 @@ def test_a_share_of_workers_is_no_new_revision(make: Any) -> None:
     assert make.applied(make.policy(access=access)) == make.applied(make.policy())
 
 
+def test_a_route_carries_the_class_of_its_policy(make: Any) -> None:
+    slo = {"controlBudgetMs": 100, "priority": "background"}
+    written = routing.config_map(routing.table([routing.route(make.policy(slo=slo), [])]), "n")
+    assert routing.read_table(written)["reach"].priority == "background"
+    usual = routing.config_map(routing.table([routing.route(make.policy(), [])]), "n")
+    assert "priority" not in usual["data"]["routes.json"], "an older gateway need not know the field"
+    assert make.applied(make.policy(slo=slo)) == make.applied(make.policy())
+
+
 def test_a_route_carries_how_clients_of_other_protocols_are_read(make: Any) -> None:
     client = {
         "protocol": "groot",

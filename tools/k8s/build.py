@@ -70,6 +70,8 @@ def only_prometheus(source: Path) -> None:
     for scaler in (source / "pkg" / "scalers").glob("*_scaler.go"):
         if scaler.name != "prometheus_scaler.go":
             scaler.unlink()
+    # Declared beside one of those, and used by all.
+    (source / "pkg" / "scalers" / "shared.go").write_text('package scalers\n\nconst externalMetricType = "External"\n')
     builder = source / "pkg" / "scaling" / "scalers_builder.go"
     parts = re.split(r'(?m)^(?=\tcase "|\tdefault:)', builder.read_text())
     kept = [part for part in parts if not part.startswith('\tcase "') or part.startswith('\tcase "prometheus"')]

@@ -1,4 +1,4 @@
-"""Which class an observation is served in: what it claims, up to what its tenant may claim."""
+"""Which class an observation is served in: what it claims, else its policy's, up to what its tenant may claim."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ OTHER_TENANTS = "*"
 
 
 def priority_of(observation: Observation, tenant: str, route: Route) -> Priority:
-    """The class of an observation of `tenant`; a claim above the tenant's ceiling is lowered to it.
+    """The class of an observation of `tenant`; one above the tenant's ceiling is lowered to it.
 
+    `production` is what an observation says that claims nothing: it has the class of its policy.
     Where the route caps anyone, whoever it does not name is capped at production: `safety` is granted, never assumed.
     """
-    claimed = Priority[observation.priority.upper()]
+    name = route.priority if observation.priority == "production" else observation.priority
+    claimed = Priority[name.upper()]
     ceilings = route.priority_ceilings
     if not ceilings:
         return claimed

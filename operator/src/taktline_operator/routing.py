@@ -65,6 +65,7 @@ def route(
         found = msgspec.structs.replace(found, degrade=spec.degrade.options())
     return msgspec.structs.replace(
         found,
+        priority=spec.slo.priority,
         robot_weights=dict(sorted(spec.access.robot_weights.items())),
         priority_ceilings=dict(sorted(spec.access.priority_ceilings.items())),
     )

@@ -105,6 +105,7 @@ class Slo(_Struct, frozen=True):
     control_budget_ms: float
     on_time_objective: float = 0.999
     window_days: int = DEFAULT_PERIOD_DAYS
+    priority: Literal["safety", "production", "background"] = "production"
 
 
 class Batching(_Struct, frozen=True):

@@ -262,6 +262,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         clients: how the observations of each client protocol are read.
         candidate: a revision on trial; absent unless a rollout is under way.
         robot_weights: robot id -> share of a contended worker against the other robots of its tenant; 1 where absent.
+        priority: class of its observations that claim none, which is to say `production`.
         priority_ceilings: tenant -> highest class that its observations may claim, `*` for the tenants not named
             (`production` where it is missing); what claims more is served in that class. Empty caps nobody.
         degrade: what may be made cheaper before a robot is refused.
@@ -277,6 +278,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     clients: dict[ClientProtocol, ClientMapping] = {}
     candidate: Candidate | None = None
     robot_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
+    priority: PriorityName = "production"
     priority_ceilings: dict[str, PriorityName] = {}
     degrade: DegradeOptions = DegradeOptions()
 
