@@ -127,3 +127,96 @@ def test_the_wait_for_the_batch_before_is_told_apart_from_the_batchs_own_time(en
         assert first.result(30).waited_ms < first.result(30).engine_ms
         assert second.result(30).waited_ms >= 50.0
         assert second.result(30).engine_ms < first.result(30).engine_ms
+
+
+class Launched:
+    """A batch on a device: it ends when it is told to, after `device_s` of its own."""
+
+    def __init__(self, outputs: list[Any], device_s: float) -> None:
+        self.ends, self.seconds = threading.Event(), device_s
+        self.fault: Exception | None = None
+        self._outputs = outputs
+
+    def wait(self) -> list[Any]:
+        assert self.ends.wait(30)
+        if self.fault is not None:
+            raise self.fault
+        return self._outputs
+
+
+class Launching(Scripted):
+    """As `Scripted`, on a device that takes a batch while it runs another."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
+
+    def run(self, rows: list[Any], bucket: int) -> Any:
+        raise AssertionError("it was not launched")
+
+    def launch(self, rows: list[Any], bucket: int, steps: int = 0) -> Launched:
+        self.launched.append(Launched(list(rows), 0.01 * (1 + len(self.launched))))
+        return self.launched[-1]
+
+
+@pytest.fixture
+def launching() -> Iterator[tuple[Engine, Launching]]:
+    adapter = Launching()
+    made = Engine(adapter, (1, 2), decode_threads=1)
+    yield made, adapter
+    made.close()
+
+
+def _until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_batch_is_launched_while_the_one_before_it_runs(launching: tuple[Engine, Launching]) -> None:
+    engine, adapter = launching
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
+        _until(lambda: len(adapter.launched) == 1)
+        second = callers.submit(engine.infer, [Item(Asked(2.0, "", None)), Item(Asked(3.0, "", None))])
+        _until(lambda: len(adapter.launched) == 2)
+        time.sleep(0.05)
+        adapter.launched[0].ends.set()
+        assert first.result(30).outcomes[0].item() == 1.0
+        assert not second.done()
+        adapter.launched[1].ends.set()
+        result = second.result(30)
+    assert [outcome.item() for outcome in result.outcomes] == [2.0, 3.0]
+    assert (first.result().engine_ms, result.engine_ms) == (10.0, 20.0)  # the device's own
+    assert result.waited_ms >= 30.0
+
+
+def test_parts_of_a_large_batch_are_launched_together_and_count_their_waits_once(
+    launching: tuple[Engine, Launching],
+) -> None:
+    engine, adapter = launching
+    with ThreadPoolExecutor(1) as callers:
+        job = callers.submit(engine.infer, [Item(Asked(float(value), "", None)) for value in range(5)])
+        _until(lambda: len(adapter.launched) == 3)
+        for running in adapter.launched:
+            time.sleep(0.03)
+            running.ends.set()
+        result = job.result(30)
+    assert [outcome.item() for outcome in result.outcomes] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert result.engine_ms == pytest.approx(60.0)
+    assert result.bucket == 2
+
+
+def test_a_launched_batch_that_fails_answers_every_row_and_harms_no_other(launching: tuple[Engine, Launching]) -> None:
+    engine, adapter = launching
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(engine.infer, [Item(Asked(1.0, "", None)), Item(Asked(2.0, "result", ValueError()))])
+        _until(lambda: len(adapter.launched) == 1)
+        second = callers.submit(engine.infer, [Item(Asked(3.0, "", None))])
+        _until(lambda: len(adapter.launched) == 2)
+        adapter.launched[0].fault = RuntimeError("an illegal address")
+        for running in adapter.launched:
+            running.ends.set()
+        codes = [outcome.code for outcome in first.result(30).outcomes]
+        assert codes == [ErrorCode.WORKER_FAILED, ErrorCode.INTERNAL]
+        assert second.result(30).outcomes[0].item() == 3.0

@@ -49,6 +49,22 @@ def test_golden_actions(captured: Any, distance: Any) -> None:
     assert float(torch.nn.functional.cosine_similarity(actions.flatten(1), case["actions"].flatten(1)).min()) >= 0.999
 
 
+def test_batches_launched_behind_one_another_give_what_they_give_alone(captured: Any) -> None:
+    runner, rows, _, tokens = captured
+    generator = torch.Generator().manual_seed(11)
+    batches = [
+        collate(
+            [dataclasses.replace(rows[0], noise=torch.randn(rows[0].noise.shape, generator=generator))] * size, tokens
+        )
+        for size in (1, 4, 2, 1, 4, 3)
+    ]
+    alone = [runner.run(batch).clone() for batch in batches]
+    running = [runner.launch(batch) for batch in batches]
+    for expected, batch in zip(alone, running, strict=True):
+        assert torch.equal(batch.wait(), expected)
+        assert 0.0 < batch.seconds < 10.0
+
+
 @pytest.mark.parametrize("name", ["case_b1", "case_b3", "case_b3_mixed"])
 def test_golden_actions_of_pi0(golden: Any, network: Any, distance: Any, name: str) -> None:
     """Rows of different lengths and cameras; the state token goes through the first step only."""

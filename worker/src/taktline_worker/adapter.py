@@ -129,6 +129,25 @@ class Adapter(Protocol):
         """A valid row with every camera and the longest prompt, for warm-up and calibration."""
 
 
+class RunningBatch(Protocol):
+    """A batch that a device runs, or will once it has ended the one before."""
+
+    def wait(self) -> Any:
+        """What `finish` takes; raises what `run` would have."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the device ran it; known once `wait` has returned."""
+
+
+@runtime_checkable
+class LaunchingAdapter(Protocol):
+    """An adapter whose device takes a batch while it runs another; its `finish` may be called by several threads."""
+
+    def launch(self, rows: Sequence[Any], bucket: int, steps: int = 0) -> RunningBatch | None:
+        """As `run`, or `run_cheaper` with `steps`, without waiting; None for rows that only those can run."""
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     """One captured CUDA graph: the batch it holds, its warm-up and capture, and the GPU memory that it took."""

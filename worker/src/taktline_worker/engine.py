@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker.adapter import Adapter, Answer, CheaperAdapter, Closable
+from taktline_worker.adapter import Adapter, Answer, CheaperAdapter, Closable, LaunchingAdapter, RunningBatch
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
@@ -64,10 +64,25 @@ class BucketTiming:
     runs: int
 
 
+@dataclass(slots=True)
+class _Part:
+    """Rows that run together, with their places in the batch and where their time went."""
+
+    indices: list[int]
+    rows: list[Any]
+    bucket: int
+    running: RunningBatch | None = None
+    launched_at: float = 0.0
+    engine_s: float = 0.0
+    post_s: float = 0.0
+    waited_s: float = 0.0
+
+
 class Engine:
     """Runs batches of one policy.
 
-    Callers' threads check, tokenise and wait; a small pool decodes images; one thread of its own runs the network.
+    Callers' threads check, tokenise and wait; a small pool decodes images; one thread of its own runs the network. An
+    adapter that can launch a batch behind the one that runs lets that thread do no more; callers wait for their own.
 
     Args:
         buckets: batch sizes, ascending; a larger batch is run in parts.
@@ -103,18 +118,23 @@ class Engine:
         outcomes: list[Outcome | None] = [None] * len(items)
         rows = self._prepare(items, outcomes)
         prepared = time.monotonic()
-        bucket, engine_ms, post_ms, began = 0, 0.0, 0.0, prepared
+        bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, 0.0, prepared
         if rows:
-            job = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled, steps)
-            bucket, engine_ms, post_ms, began = job.result()
+            turn, parts = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled, steps).result()
+            waited_s = turn - prepared
+            for part in parts:
+                ended = self._collect(part, outcomes, ended)
+                bucket = max(bucket, part.bucket)
+                engine_s, post_s, waited_s = engine_s + part.engine_s, post_s + part.post_s, waited_s + part.waited_s
+            ended = time.monotonic()
         assert all(outcome is not None for outcome in outcomes)
         return BatchResult(
             outcomes=tuple(outcome for outcome in outcomes if outcome is not None),
             bucket=bucket,
-            preprocess_ms=(prepared - started) * 1000.0,
-            engine_ms=engine_ms,
-            postprocess_ms=post_ms,
-            waited_ms=(began - prepared) * 1000.0,
+            preprocess_ms=max(0.0, ended - started - engine_s - post_s - waited_s) * 1000.0,
+            engine_ms=engine_s * 1000.0,
+            postprocess_ms=post_s * 1000.0,
+            waited_ms=waited_s * 1000.0,
         )
 
     def calibrate(self) -> tuple[BucketTiming, ...]:
@@ -167,8 +187,8 @@ class Engine:
         deadline: float | None,
         cancelled: Callable[[], bool],
         steps: int,
-    ) -> tuple[int, float, float, float]:
-        """Bucket, engine_ms, postprocess_ms, and the instant at which the batch's turn came."""
+    ) -> tuple[float, list[_Part]]:
+        """The instant at which the batch's turn came, and its parts: run, or launched."""
         now = time.monotonic()
         if cancelled() or (deadline is not None and now >= deadline):
             raise BatchDroppedError
@@ -179,34 +199,51 @@ class Engine:
                 outcomes[index] = _expired(now - expires)
             else:
                 live.append((index, row))
-        bucket, engine_ms, post_ms = 0, 0.0, 0.0
+        parts = []
         for start in range(0, len(live), self.buckets[-1]):
-            part = live[start : start + self.buckets[-1]]
-            size = next(bucket for bucket in self.buckets if bucket >= len(part))
-            began = time.monotonic()
-            results, ended = self._answer([row for _, row in part], size, steps)
-            engine_ms += (ended - began) * 1000.0
-            post_ms += (time.monotonic() - ended) * 1000.0
-            bucket = max(bucket, size)
-            for (index, _), result in zip(part, results, strict=True):
-                outcomes[index] = result
-        return bucket, engine_ms, post_ms, now
+            members = live[start : start + self.buckets[-1]]
+            size = next(bucket for bucket in self.buckets if bucket >= len(members))
+            parts.append(_Part([index for index, _ in members], [row for _, row in members], size))
+            self._begin(parts[-1], outcomes, steps)
+        return now, parts
 
-    def _answer(self, rows: list[Any], bucket: int, steps: int) -> tuple[list[Outcome], float]:
-        """Outcomes of the rows and when the network had finished; a failing engine is an error of each row."""
+    def _begin(self, part: _Part, outcomes: list[Outcome | None], steps: int) -> None:
+        """Launches a part behind what runs; where that cannot be, runs it."""
         try:
-            outputs = self._outputs(rows, bucket, steps)
-            ended = time.monotonic()
-            answers: list[Outcome] = list(self.adapter.finish(rows, outputs))
-            if len(answers) != len(rows):
-                raise RuntimeError(f"{len(answers)} answers came for {len(rows)} rows")
-            return answers, ended
+            if isinstance(self.adapter, LaunchingAdapter):
+                part.running = self.adapter.launch(part.rows, part.bucket, steps)
+                part.launched_at = time.monotonic()
+            if part.running is None:
+                began = time.monotonic()
+                outputs = self._outputs(part.rows, part.bucket, steps)
+                part.engine_s = time.monotonic() - began
+                self._finish(part, outputs, outcomes)
         except Exception as error:
-            logger.exception("the engine failed", extra={"batch": len(rows)})
-            failure = TaktlineError(
-                ErrorCode.WORKER_FAILED, f"the engine failed: {error}", "retry; if it repeats, read the worker's log"
-            )
-            return [failure] * len(rows), time.monotonic()
+            _fail(part, error, outcomes)
+
+    def _collect(self, part: _Part, outcomes: list[Outcome | None], after: float) -> float:
+        """Waits for a part that was launched, before the instant `after` or later; when it had ended."""
+        ended = time.monotonic()
+        if part.running is None:
+            return ended
+        try:
+            outputs = part.running.wait()
+            ended = time.monotonic()
+            part.engine_s = part.running.seconds
+            part.waited_s = max(0.0, ended - part.engine_s - max(part.launched_at, after))
+            self._finish(part, outputs, outcomes)
+        except Exception as error:
+            _fail(part, error, outcomes)
+        return ended
+
+    def _finish(self, part: _Part, outputs: Any, outcomes: list[Outcome | None]) -> None:
+        began = time.monotonic()
+        answers = list(self.adapter.finish(part.rows, outputs))
+        if len(answers) != len(part.rows):
+            raise RuntimeError(f"{len(answers)} answers came for {len(part.rows)} rows")
+        for index, answer in zip(part.indices, answers, strict=True):
+            outcomes[index] = answer
+        part.post_s = time.monotonic() - began
 
     def _outputs(self, rows: list[Any], bucket: int, steps: int) -> Any:
         if steps and isinstance(self.adapter, CheaperAdapter):
@@ -224,6 +261,16 @@ class Engine:
             self.adapter.finish(rows, self._outputs(rows, bucket, steps))
             times.append((time.monotonic() - began) * 1000.0)
         return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
+
+
+def _fail(part: _Part, error: Exception, outcomes: list[Outcome | None]) -> None:
+    """A failing engine is an error of each row."""
+    logger.error("the engine failed", exc_info=error, extra={"batch": len(part.rows)})
+    failure = TaktlineError(
+        ErrorCode.WORKER_FAILED, f"the engine failed: {error}", "retry; if it repeats, read the worker's log"
+    )
+    for index in part.indices:
+        outcomes[index] = failure
 
 
 def _own(error: Exception) -> TaktlineError:

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 from taktline_protocol.limits import MIB
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk
+from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk, RunningBatch
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.fp8_layers import check_device
@@ -52,6 +52,14 @@ class BatchRunner(Protocol):
 
     def run(self, batch: PiBatch) -> Tensor:
         """Actions on the CPU: fp32 (B, H, action width), or (B, H, D) in robot units where `unnormalises` says so."""
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """A runner whose batches need not be waited for."""
+
+    def launch(self, batch: PiBatch) -> RunningBatch:
+        """As `run`; the answers come from what it gives."""
 
 
 class PiAdapter:
@@ -112,6 +120,16 @@ class PiAdapter:
         """As `run`, with `steps` solver steps. Raises KeyError for a number that is not in `cheaper_steps`."""
         del bucket
         return self._run(rows, *self._cheaper[steps])
+
+    def launch(self, rows: Sequence[PreparedRow], bucket: int, steps: int = 0) -> RunningBatch | None:
+        """Captured graphs run without being waited for; rows that run apart, and eager runners, do not."""
+        del bucket
+        runner, guided = self._cheaper[steps] if steps else (self.runner, self.guided)
+        if not isinstance(runner, Launching) or _unnormalises(runner) is not self._in_robot_units:
+            return None
+        if guided is not None and any(prepared.row.rtc is not None for prepared in rows):
+            return None
+        return runner.launch(self._collate([prepared.row for prepared in rows]))
 
     def _run(self, rows: Sequence[PreparedRow], runner: BatchRunner, guided: BatchRunner | None) -> Tensor:
         network = [prepared.row for prepared in rows]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from taktline_kernels.triton_impl import camera
 from torch import Tensor
 
+from taktline_worker.devices import send
 from taktline_worker.models.pi.resize import Resize, fitted, to_model_input
 
 _TAPS = 48
@@ -87,9 +88,8 @@ def _bilinear(
 class CameraBuffers:
     """The frames of one batch on the device, and what turns them into patches inside a captured graph.
 
-    Nothing is allocated after construction. Frames that lie in pinned memory are copied from there, and must stay until
-    the batch has run; all else goes through pinned memory of its own, and `load` waits until the copy before it is done
-    with that.
+    Nothing is allocated on the device after construction. A batch is loaded behind the one that runs, without waiting
+    for it; frames that lie in pinned memory are copied from there, and must stay until the batch has run.
 
     Args:
         images: most images of a batch.
@@ -106,28 +106,21 @@ class CameraBuffers:
         self._size, self._patch, self._method = size, patch, method
         self.frame_bytes = frame_bytes
         kind = torch.int32 if method == "pil" else torch.float32
-        pinned = device.type == "cuda"
-
-        def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pinned), torch.zeros(shape, dtype=dtype, device=device)
-
-        self._host_frames, self._frames = pair((frame_bytes,), torch.uint8)
-        self._host_places, self._places = pair((2, images), torch.int64)
-        self._host_slots, self._slots = pair((images,), torch.int32)
-        self._slots.fill_(-1)
-        self._host_starts, self._starts = pair((images, 2, size), torch.int32)
-        self._host_counts, self._counts = pair((images, 2, size), torch.int32)
-        self._host_weights, self._weights = pair((images, 2, size, _TAPS), kind)
+        self._frames = torch.zeros(frame_bytes, dtype=torch.uint8, device=device)
+        self._places = torch.zeros(2, images, dtype=torch.int64, device=device)
+        self._slots = torch.full((images,), -1, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
+        self._weights = torch.zeros(images, 2, size, _TAPS, dtype=kind, device=device)
         self._pixels = torch.zeros(images, 3, size, size, device=device)
         self._scaled = (torch.arange(256, dtype=torch.float32) / 255.0).to(device)
         tokens = (size // patch) ** 2
         self._out = torch.zeros(images, tokens, 3 * patch * patch, device=device)
         self._geometries: dict[tuple[int, int], int] = {}
-        self._copied: torch.cuda.Event | None = None
 
     def load_pixels(self, pixels: Tensor) -> None:
         """Take images that are ready: fp32 (n, 3, size, size) in [-1, 1]."""
-        self._pixels[: len(pixels)].copy_(pixels, non_blocking=True)
+        send(self._pixels[: len(pixels)], pixels)
         self._slots.fill_(-1)
 
     def load_frames(self, frames: Sequence[Tensor]) -> None:
@@ -140,31 +133,26 @@ class CameraBuffers:
         """
         if len(frames) > len(self._slots):
             raise ValueError(f"{len(frames)} frames, the buffers hold {len(self._slots)}")
-        if self._copied is not None:
-            self._copied.synchronize()
         sizes = {(frame.shape[0], frame.shape[1]) for frame in frames}
         if len(sizes | self._geometries.keys()) > len(self._slots):
             self._geometries = {}  # sizes come and go: start over with those of this batch
-        at = 0
+        at, slots, begins, strides = 0, [], [], []
         for index, frame in enumerate(frames):
             height, width = frame.shape[:2]
             taken = frame.numel()
             slot = self._geometry(height, width) if at + taken <= self.frame_bytes else -1
-            self._host_slots[index] = slot
+            slots.append(slot)
+            begins.append(at)
+            strides.append(width * 3)
             if slot < 0:
-                self._pixels[index].copy_(to_model_input(frame.numpy(), self._size, self._method))
+                send(self._pixels[index], to_model_input(frame.numpy(), self._size, self._method))
                 continue
-            source = frame.reshape(-1)
-            if not source.is_pinned():
-                source = self._host_frames[at : at + taken].copy_(source)
-            self._frames[at : at + taken].copy_(source, non_blocking=True)
-            self._host_places[0, index], self._host_places[1, index] = at, width * 3
+            send(self._frames[at : at + taken], frame.reshape(-1))
             at += taken
-        self._places.copy_(self._host_places, non_blocking=True)
-        self._slots.copy_(self._host_slots, non_blocking=True)
-        if self._frames.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        count = len(frames)
+        send(self._places[0, :count], torch.tensor(begins, dtype=torch.int64))
+        send(self._places[1, :count], torch.tensor(strides, dtype=torch.int64))
+        send(self._slots[:count], torch.tensor(slots, dtype=torch.int32))
 
     def _geometry(self, height: int, width: int) -> int:
         """The slot of a frame size, with its tables copied where it is new; -1 where the tables cannot express it."""
@@ -182,11 +170,8 @@ class CameraBuffers:
         self._geometries[height, width] = slot
         for axis, (length, target) in enumerate(zip((height, width), inner, strict=True)):
             tables = axis_table(length, target, self._size, self._method)
-            for host, table in zip((self._host_starts, self._host_counts, self._host_weights), tables, strict=True):
-                host[slot, axis].copy_(torch.from_numpy(table))
-        self._starts[slot].copy_(self._host_starts[slot], non_blocking=True)
-        self._counts[slot].copy_(self._host_counts[slot], non_blocking=True)
-        self._weights[slot].copy_(self._host_weights[slot], non_blocking=True)
+            for own, table in zip((self._starts, self._counts, self._weights), tables, strict=True):
+                send(own[slot, axis], torch.from_numpy(table))
         return slot
 
     def patches(self, images: int) -> Tensor:
