@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.planning.search import Plan, Problem, search
 from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.shards import RoundSpan, ScoredRound, ShardCall, ShardReply, ShardScorer, drive
@@ -133,3 +134,30 @@ def test_every_round_says_where_its_time_went() -> None:
     drive(Local(2, given), "a", given, observer=spans.append)
     assert len(spans) == SETTINGS.rounds
     assert all(0 <= span.scoring_s <= span.seconds and set(span.scorers) == {"0", "1"} for span in spans)
+
+
+class Silent(Local):
+    """Nobody answers from call `silent_from` on, until the deadline."""
+
+    silent_from = 0
+
+    def score(self, calls: Sequence[ShardCall]) -> list[ShardReply]:
+        if self.calls >= self.silent_from:
+            raise TaktlineError(ErrorCode.DEADLINE_EXPIRED, "no world model answered", "send a larger budget")
+        return super().score(calls)
+
+
+def test_rounds_that_were_scored_answer_where_the_next_one_is_not_in_time() -> None:
+    given = problems()
+    scorers = Silent(2, given)
+    scorers.silent_from = 6
+    found = drive(scorers, "a", given)
+    expected = search(
+        point_world.PointWorld(), [replace(one, settings=replace(one.settings, rounds=3)) for one in given]
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.actions, other.actions)
+        assert torch.equal(one.energies, other.energies)
+        assert (one.rounds, one.stopped) == (3, "budget")
+    with pytest.raises(TaktlineError, match="no world model answered"):
+        drive(Silent(2, given), "b", given)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker.planning.mesh import share
 from taktline_worker.planning.search import Plan, Problem, Searches, late
@@ -92,7 +93,10 @@ class ShardScorer:
 
     def finish(self, plan: str, rounds: Sequence[ScoredRound], problems: Callable[[], Sequence[Problem]]) -> list[Plan]:
         """The plans after their last round, tensors on the CPU."""
-        found = self._at(plan, rounds, problems).plans()
+        searches = self._at(plan, rounds, problems)
+        if rounds:
+            searches.stop(rounds[-1].late)  # a driver that ends after a round it has already told of says it here
+        found = searches.plans()
         return [Plan(one.actions.cpu(), one.poses.cpu(), one.energies.cpu(), one.rounds, one.stopped) for one in found]
 
     def _at(self, plan: str, rounds: Sequence[ScoredRound], problems: Callable[[], Sequence[Problem]]) -> Searches:
@@ -147,17 +151,25 @@ def drive(
 ) -> list[Plan]:
     """Runs one plan to its end. Only this side's clock counts for budgets, as rank 0's does on a mesh.
 
+    Where nobody scores a further round in time, the plan of the rounds so far is the answer.
+
     Args:
         problems: whose settings and deadlines count here; the scorers have their own copies.
 
     Raises:
-        TaktlineError: nobody answered in time.
+        TaktlineError: nobody answered in time, and no round was scored.
     """
     rounds: tuple[ScoredRound, ...] = ()
     ended = [False] * len(problems)
     while not all(ended):
         began = clock()
-        replies = scorers.score([ShardCall(plan, rounds, index, scorers.size) for index in range(scorers.size)])
+        try:
+            replies = scorers.score([ShardCall(plan, rounds, index, scorers.size) for index in range(scorers.size)])
+        except TaktlineError as error:
+            if not rounds or error.code is not ErrorCode.DEADLINE_EXPIRED:
+                raise
+            rounds = (*rounds[:-1], replace(rounds[-1], late=(True,) * len(problems)))
+            break
         if replies[0].units == 0:
             break
         now = clock()

@@ -37,6 +37,8 @@ START_TIMEOUT_S = 900.0
 """Loading and capturing on all replicas."""
 STALL_S = 300.0
 """How long a call may take where no row of the plan has a deadline: only a lost machine is slower."""
+FINISH_S = 5.0
+"""How long the answer of a plan may take whose deadline has come: no round is scored for it."""
 _POLL_S = 0.1
 _SPANS = 1000
 
@@ -70,9 +72,10 @@ class ServeScorers:
         ]
 
     def finish(self, plan: str, rounds: Sequence[ScoredRound]) -> list[Plan]:
-        """See `Scorers`."""
+        """See `Scorers`; it takes a moment, which a plan that ends at its deadline is given besides."""
         call = partial(self._handle.finish.remote, plan, rounds, self._problems)
-        found: list[Plan] = await_reply(call(), call, self._left_s)
+        until = max(self._until, self._clock() + FINISH_S)
+        found: list[Plan] = await_reply(call(), call, lambda: until - self._clock())
         return found
 
     def _left_s(self) -> float:
@@ -132,7 +135,10 @@ class RayPlannerAdapter(PlannerAdapter):
 
     def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan]:
         """See `PlannerAdapter`: latents enter the object store once, then rounds move energies alone."""
-        until = max(math.inf if row.expires_at is None else row.expires_at for row in rows)
+        until = max(
+            min((one for one in (row.expires_at, deadline) if one is not None), default=math.inf)
+            for row, deadline in zip(rows, deadlines, strict=True)
+        )
         encode = partial(self._handle.encode.remote, list(rows), list(deadlines))
         problems = await_reply(encode(), encode, lambda: until - self._clock())
         scorers = ServeScorers(self._handle, self._size, ray.put(problems), until, self._clock)
