@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
@@ -262,8 +263,11 @@ class PiProcessor:
 
 def _pinned(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Memory that a GPU copies from by itself, where there is one; PyTorch keeps it for the next frame."""
-    pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).numpy()
+    pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=_has_gpu()).numpy()
     return pixels
+
+
+_has_gpu = functools.cache(torch.cuda.is_available)  # it asks the driver anew each time, for milliseconds
 
 
 def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -> dict[str, CameraSlot]:
