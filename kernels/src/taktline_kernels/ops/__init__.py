@@ -8,7 +8,13 @@ from taktline_kernels.ops.attention import (
     attention_vision,
 )
 from taktline_kernels.ops.channels import channel_norm
-from taktline_kernels.ops.linear import linear, linear_add_layer_norm, linear_add_rms_norm
+from taktline_kernels.ops.linear import (
+    linear,
+    linear_add_layer_norm,
+    linear_add_rms_norm,
+    linear_on_rows,
+    linear_silu_gate,
+)
 from taktline_kernels.ops.norms import (
     ada_rms_norm,
     add_layer_norm,
@@ -36,6 +42,8 @@ __all__ = [
     "linear",
     "linear_add_layer_norm",
     "linear_add_rms_norm",
+    "linear_on_rows",
+    "linear_silu_gate",
     "norm_rotate",
     "relu2",
     "rms_norm",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels.ops.dispatch import register
+from taktline_kernels.ops.linear import linear
 
 _TRITON = "taktline_kernels.triton_impl.delta"
 _GATES = "taktline_kernels.triton_impl.gates"
@@ -38,6 +39,13 @@ def _conv_silu_split_reference(x: Tensor, weight: Tensor, widths: tuple[int, int
     mixed = functional.conv1d(padded, _wide(weight)[:, None], groups=weight.shape[0])
     parts = torch.split(functional.silu(mixed).transpose(1, 2).to(x.dtype), list(widths), dim=-1)
     return tuple(part.contiguous() for part in parts)
+
+
+def _linear_conv_split_reference(
+    x: Tensor, weight: Tensor, taps: Tensor, widths: tuple[int, int, int]
+) -> tuple[Tensor, ...]:
+    mixed, rest = torch.split(linear(x, weight), [sum(widths), len(weight) - sum(widths)], dim=-1)
+    return *conv_silu_split(mixed, taps, widths), rest
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -78,6 +86,11 @@ def _gated_delta_rule_reference(
 _GATE = register("rms_norm_silu_gate", _rms_norm_silu_gate_reference, {"triton": f"{_GATES}:rms_norm_silu_gate"})
 _SIGMOID = register("sigmoid_gate", _sigmoid_gate_reference, {"triton": f"{_GATES}:sigmoid_gate"})
 _CONV = register("conv_silu_split", _conv_silu_split_reference, {"triton": f"{_TRITON}:conv_silu_split"})
+_PROJECTED = register(
+    "linear_conv_split",
+    _linear_conv_split_reference,
+    {"hopper": "taktline_kernels.cuda.product:linear_conv_split"},
+)
 _RULE = register("gated_delta_rule", _gated_delta_rule_reference, {"triton": f"{_TRITON}:gated_delta_rule"})
 
 
@@ -126,6 +139,27 @@ def conv_silu_split(x: Tensor, weight: Tensor, widths: tuple[int, int, int]) -> 
     """
     shape = {"tokens": x.shape[0] * x.shape[1], "channels": x.shape[2]}
     result: tuple[Tensor, Tensor, Tensor] = _CONV.run(shape, x, x, weight, widths)
+    return result
+
+
+def linear_conv_split(
+    x: Tensor, weight: Tensor, taps: Tensor, widths: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A delta net's first product, with `conv_silu_split` on its first channels.
+
+    Args:
+        x: (B, S, k).
+        weight: (n, k), the dtype of x, a parameter.
+        taps: (sum of widths, taps) of the convolution, likewise.
+        widths: of the three parts, n at most together.
+
+    Returns:
+        three contiguous (B, S, width) in the dtype of x, and the other channels (B, S, n - sum of widths), whose tokens
+        may lie further apart. What is between product and convolution is rounded to the dtype of x. Where no rule names
+        a kernel for both, each runs as its own op.
+    """
+    shape = {"rows": x.shape[0], "tokens": x.shape[1], "n": weight.shape[0], "k": weight.shape[1]}
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _PROJECTED.run(shape, x, x, weight, taps, widths)
     return result
 
 

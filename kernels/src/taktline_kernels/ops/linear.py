@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels.ops import norms
+from taktline_kernels.ops.activations import swiglu
 from taktline_kernels.ops.dispatch import register
 
 Activation = Literal["none", "gelu", "relu", "silu"]
@@ -51,22 +53,45 @@ def _linear_add_rms_norm_reference(
     return norms.add_rms_norm(residual, linear(x, weight), norm_weight, eps)
 
 
+def _linear_on_rows_reference(
+    x: Tensor, weight: Tensor, table: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    first = len(table) - x.shape[1]
+    last = table[first:] + linear(x, weight)
+    rows = torch.cat((table[:first].expand(len(x), -1, -1).to(last.dtype), last), dim=1).to(x.dtype)
+    return rows, norms.layer_norm(rows, norm_weight, norm_bias, eps)
+
+
+def _linear_silu_gate_reference(x: Tensor, weight: Tensor) -> Tensor:
+    return swiglu(linear(x, weight))
+
+
 _SMALL = "taktline_kernels.triton_impl.small_linear"
+_HOPPER = "taktline_kernels.cuda.product"
 _LINEAR = register(
     "linear",
     _linear_reference,
     {
         "epilogue": "taktline_kernels.cuda.epilogue:linear",
         "cublaslt": "taktline_kernels.cuda.epilogue:linear_by_algorithm",
+        "hopper": f"{_HOPPER}:linear",
         "small": f"{_SMALL}:linear",
     },
 )
 _LINEAR_ADD_LAYER_NORM = register(
-    "linear_add_layer_norm", _linear_add_layer_norm_reference, {"small": f"{_SMALL}:linear_add_layer_norm"}
+    "linear_add_layer_norm",
+    _linear_add_layer_norm_reference,
+    {"hopper": f"{_HOPPER}:linear_add_layer_norm", "small": f"{_SMALL}:linear_add_layer_norm"},
 )
 _LINEAR_ADD_RMS_NORM = register(
-    "linear_add_rms_norm", _linear_add_rms_norm_reference, {"small": f"{_SMALL}:linear_add_rms_norm"}
+    "linear_add_rms_norm",
+    _linear_add_rms_norm_reference,
+    {"hopper": f"{_HOPPER}:linear_add_rms_norm", "small": f"{_SMALL}:linear_add_rms_norm"},
 )
+
+
+_LINEAR_ON_ROWS = register("linear_on_rows", _linear_on_rows_reference, {"small": f"{_SMALL}:linear_on_rows"})
+_LINEAR_SILU_GATE = register("linear_silu_gate", _linear_silu_gate_reference, {"hopper": f"{_HOPPER}:linear_silu_gate"})
 
 
 def linear(
@@ -158,4 +183,42 @@ def linear_add_rms_norm(
     """
     shape = {"m": x.numel() // x.shape[-1], "n": weight.shape[0], "k": weight.shape[1]}
     result: tuple[Tensor, Tensor] = _LINEAR_ADD_RMS_NORM.run(shape, x, x, weight, residual, norm_weight, eps)
+    return result
+
+
+def linear_silu_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T).
+
+    Args:
+        x: (..., k).
+        weight: (2n, k), the gates first, the dtype of x; a parameter.
+
+    Returns:
+        (..., n) in the dtype of x. Where no rule names a kernel for all of it, product and gate run as their own ops,
+        and what is between them is rounded.
+    """
+    shape = {"m": x.numel() // x.shape[-1], "n": weight.shape[0] // 2, "k": weight.shape[1]}
+    result: Tensor = _LINEAR_SILU_GATE.run(shape, x, x, weight)
+    return result
+
+
+def linear_on_rows(
+    x: Tensor, weight: Tensor, table: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """A product added to the last of some rows that are the same in every sequence, and the layer norm of all of them.
+
+    Args:
+        x: (B, h, k).
+        weight: (n, k), the dtype of x; a parameter.
+        table: (f + h, n), the rows, any float dtype; likewise.
+        norm_weight: (n,), the norm's multiplier, likewise.
+        norm_bias: (n,), likewise.
+        eps: added to the variance.
+
+    Returns:
+        (s, layer_norm(s)), (B, f + h, n) in the dtype of x: s is the table, plus x @ weight.T in its last h rows.
+    """
+    shape = {"m": x.shape[0] * x.shape[1], "n": weight.shape[0], "k": weight.shape[1]}
+    arguments = (x, weight, table, norm_weight, norm_bias, eps)
+    result: tuple[Tensor, Tensor] = _LINEAR_ON_ROWS.run(shape, x, *arguments)
     return result

@@ -80,11 +80,14 @@ def _sum_norm_kernel(
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
     RMS: tl.constexpr,
+    LONG: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: the parts of a product from the first to the last, its bias, the residual add, and the norm of the sum.
 
     RMS: the RMSNorm with multiplier 1 + weight instead of the layer norm.
+    LONG: rows of a sequence, of which the first FIRST have no product, with one residual for all sequences; or 0.
     """
     row = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
@@ -98,10 +101,15 @@ def _sum_norm_kernel(
         bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    residual = tl.load(residual_ptr + row * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    source, own, held = row, row, inside
+    if LONG > 0:
+        own = row % LONG
+        source = row // LONG * (LONG - FIRST) + own - FIRST
+        held = inside & (own >= FIRST)
+    residual = tl.load(residual_ptr + own * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for part in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + (part * rows + row) * CHANNELS + channel, mask=inside, other=0.0)
+        total += tl.load(parts_ptr + (part * rows + source) * CHANNELS + channel, mask=held, other=0.0)
     if BIAS:
         total += bias
     rounded = (residual + total).to(sum_ptr.dtype.element_ty)
@@ -176,6 +184,44 @@ def add_norm(
         BLOCK=power_of_two(channels),
         BIAS=bias is not None,
         RMS=norm_bias is None,
+        LONG=0,
+        FIRST=0,
         num_warps=num_warps,
+    )
+    return total, out
+
+
+def rows_norm(
+    parts: Tensor, sequences: int, table: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rows of constants, and the sum of parts on the last of them; with their layer norm, both in `dtype`.
+
+    Args:
+        parts: fp32 (parts, sequences * h, n).
+        table: (long, n), a sequence's rows, long at least h.
+    """
+    count, rows, channels = parts.shape
+    long = len(table)
+    total, out = (torch.empty((sequences, long, channels), dtype=dtype, device=parts.device) for _ in range(2))
+    launch(
+        _sum_norm_kernel,
+        (sequences * long,),
+        parts,
+        norm_weight,
+        table,
+        norm_weight,
+        norm_bias,
+        total,
+        out,
+        rows,
+        eps,
+        CHANNELS=channels,
+        SPLIT=count,
+        BLOCK=power_of_two(channels),
+        BIAS=False,
+        RMS=False,
+        LONG=long,
+        FIRST=long - rows // sequences,
+        num_warps=8,
     )
     return total, out

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from taktline_kernels.ops.linear import ACTIVATIONS
 from taktline_kernels.triton_impl.launch import blocks_of, launch, power_of_two
-from taktline_kernels.triton_impl.part_sums import activated, add_norm, sum_parts
+from taktline_kernels.triton_impl.part_sums import activated, add_norm, rows_norm, sum_parts
 
 _MAX_ROWS = 1024
 _ROW_BLOCK = 128
@@ -236,6 +236,24 @@ def linear_add_layer_norm(
         ValueError: too many rows; the table's rule is too wide.
     """
     return _add_norm(x, weight, bias, residual, norm_weight, norm_bias, eps, config)
+
+
+def linear_on_rows(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    config: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    """Run `ops.linear_on_rows` for up to 1024 rows; `config` as `linear` takes it.
+
+    Raises:
+        ValueError: too many rows; the table's rule is too wide.
+    """
+    parts, _ = _product(x, weight, None, "none", None, None, config, keep_parts=True)
+    return rows_norm(parts, len(x), table, norm_weight, norm_bias, eps, x.dtype)
 
 
 def linear_add_rms_norm(
