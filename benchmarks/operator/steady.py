@@ -16,40 +16,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import platform
-import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import yaml
 from taktline_local.cluster import Cluster
 from taktline_local.cluster_demo import MANIFESTS
 from taktline_local.kube_api import ApiError, KubeApi
 from taktline_local.kubectl import wait_until
 from taktline_protocol import metrics
-from taktline_protocol.measurements import Demand, GatewayMeasurements, Outcomes, PolicyMeasurement, PoolTimes
-from taktline_protocol.messages import BucketTime
 
 from benchmarks.operator import audit
+from benchmarks.operator.noisy_gateway import GATEWAY, SYSTEM, NoisyGateway
 from benchmarks.operator.operator_process import Operator, Reading, until
 from benchmarks.operator.simulated_nodes import SimulatedNodes
 
 Json = dict[str, Any]
-NAMESPACE, SYSTEM = "steady", "taktline-system"
+NAMESPACE = "steady"
 ACCOUNT = "taktline-operator"
 USER = f"system:serviceaccount:{SYSTEM}:{ACCOUNT}"
 PDS = f"/apis/taktline.dev/v1alpha1/namespaces/{NAMESPACE}/policydeployments"
-GATEWAY = "taktline-gateway-0"
 RATE = 12.0  # observations a second of the scaled policy
 SAMPLE_S = 30.0
 STILL_S = 60.0  # without a write before the counting begins
@@ -114,85 +109,6 @@ def policies() -> dict[str, Json]:
             "slo": slo,
         },
     }
-
-
-class NoisyGateway:
-    """Answers as a gateway of one policy whose robots ask at a constant rate: Poisson counts, times within 3 %.
-
-    Attributes:
-        rate: observations a second; what it is set to counts from then on.
-    """
-
-    def __init__(self, policy: str, pool: str, seed: int = 0, rate: float = RATE) -> None:
-        self._policy, self._pool, self.rate = policy, pool, rate
-        self._random = random.Random(seed)
-        self._began = self._at = time.monotonic()
-        self._count = 0
-        self._server: asyncio.Server | None = None
-        self.port = 0
-
-    async def start(self) -> None:
-        """Listens on a port of its own."""
-        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def stop(self) -> None:
-        """Listens no more."""
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
-
-    def measurements(self) -> GatewayMeasurements:
-        """The counts by now."""
-        now = time.monotonic()
-        mean = self.rate * (now - self._at)
-        self._count += max(0, round(self._random.gauss(mean, math.sqrt(mean)))) if mean else 0
-        self._at = now
-        times = tuple(self._time(batch, median, p99) for batch, median, p99 in ((1, 100.0, 110.0), (8, 300.0, 360.0)))
-        demand = (Demand(up_to_ms=1000.0, outcomes=Outcomes(on_time=self._count)),)
-        policy = PolicyMeasurement(
-            policy=self._policy, demand=demand, pools=(PoolTimes(pool=self._pool, workers=1, t_sync=times),)
-        )
-        return GatewayMeasurements(instance="steady", seconds=now - self._began, policies=(policy,))
-
-    def _time(self, batch: int, median_ms: float, p99_ms: float) -> BucketTime:
-        noise = self._random.uniform(0.97, 1.03)
-        return BucketTime(batch=batch, median_ms=noise * median_ms, p99_ms=noise * p99_ms)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            content = msgspec.json.encode(self.measurements())
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-            writer.write(head.encode() + content)
-            await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the asker went away; it asks again
-        finally:
-            writer.close()
-
-    def pod(self, node: Mapping[str, str] = OURS) -> Json:
-        """The Pod by which the operator finds it.
-
-        Args:
-            node: labels of the node that gives it the address at which its port answers.
-        """
-        ports = [{"name": "http", "containerPort": self.port}]
-        allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        container = {"name": "gateway", "image": "none", "ports": ports, "securityContext": allowed}
-        user = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
-        labels = {"app.kubernetes.io/name": "taktline-gateway"}
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": GATEWAY, "namespace": SYSTEM, "labels": labels},
-            "spec": {
-                "containers": [container],
-                "securityContext": user,
-                "automountServiceAccountToken": False,
-                "nodeSelector": dict(node),
-            },
-        }
 
 
 def operator_kubeconfig(cluster: Cluster, folder: Path) -> Path:
@@ -356,13 +272,13 @@ async def measure(
         extended={"nvidia.com/gpu": "16"},
         addresses={GATEWAY: "127.0.0.1"},
     )
-    gateway = NoisyGateway("scaled", "line")
+    gateway = NoisyGateway("scaled", "line", rate=RATE)
     lease = ("--lease", "taktline-operator")
     operator = Operator(operator_kubeconfig(cluster, folder), folder, SYSTEM, *lease)
     try:
         await nodes.start()
         await gateway.start()
-        await api.request("POST", f"/api/v1/namespaces/{SYSTEM}/pods", body=gateway.pod())
+        await api.request("POST", f"/api/v1/namespaces/{SYSTEM}/pods", body=gateway.pod(OURS))
         found = Steady(api, operator, audit.AuditLog(cluster.control_plane.audit_log, USER), still_s)
         await until(operator.read, "the operator's metrics", 60)
         await found.apply(names or tuple(policies()))

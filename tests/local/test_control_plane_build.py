@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -143,3 +145,44 @@ def test_two_builds_at_once_are_one(environment: dict[str, str]) -> None:
     assert [process.returncode for process in both] == [0, 0]
     assert len({out for out, _ in replies}) == 1
     assert builds(environment) == len(PROGRAMS)
+
+
+@pytest.fixture
+def recipes() -> ModuleType:
+    """The script as a module."""
+    found = importlib.util.spec_from_file_location("taktline_k8s_build", SCRIPT)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_every_controller_is_pinned_by_a_module_of_its_own(recipes: ModuleType) -> None:
+    assert [recipe.name for recipe in recipes.wanted(None)] == [recipes.CONTROL_PLANE.name]
+    every = recipes.wanted(recipes.ALL)
+    assert len(every) == len({recipes.target_folder(recipe) for recipe in every}) == 3
+    for name, recipe in recipes.CONTROLLERS.items():
+        assert recipes.wanted(name) == (recipe,)
+        assert name in recipe.programs
+        pins = (recipe.module / "go.mod").read_text()
+        assert all(package in pins for package in recipe.programs.values()), "`go mod tidy` would drop it"
+        assert "replace " not in pins
+    reply = subprocess.run([sys.executable, SCRIPT, "--controllers=other"], capture_output=True, text=True)
+    assert reply.returncode == 2
+    assert "invalid choice" in reply.stderr
+
+
+def test_keda_is_built_with_one_scaler(recipes: ModuleType, tmp_path: Path) -> None:
+    scalers = tmp_path / "pkg" / "scalers"
+    scaling = tmp_path / "pkg" / "scaling"
+    scalers.mkdir(parents=True)
+    scaling.mkdir()
+    for name in ("prometheus_scaler.go", "kafka_scaler.go", "scaler.go"):
+        (scalers / name).write_text("package scalers\n")
+    cases = [f'\tcase "{name}":\n\t\treturn scalers.New(config)\n' for name in ("kafka", "prometheus", "redis")]
+    head, tail = "\tswitch triggerType {\n", "\tdefault:\n\t\treturn nil\n\t}\n"
+    (scaling / "scalers_builder.go").write_text(head + "".join(cases) + tail)
+    recipes.only_prometheus(tmp_path)
+    assert sorted(path.name for path in scalers.iterdir()) == ["prometheus_scaler.go", "scaler.go", "shared.go"]
+    assert (scaling / "scalers_builder.go").read_text() == head + cases[1] + tail

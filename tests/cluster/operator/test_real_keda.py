@@ -5,11 +5,9 @@ Opt-in, as KEDA is built from its module once: `make controllers-test`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,13 @@ from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.programs import find_controllers
 from taktline_protocol import metrics
 
-from benchmarks.operator.steady import GATEWAY, NoisyGateway
-from tests.cluster.operator.conftest import NODE
+from benchmarks.operator.noisy_gateway import NoisyGateway
+from tests.cluster.operator.measured_gateway import measured_gateway
 from tests.dashboards.prometheus_run import PrometheusRun
 from tests.ports import free_port
 
 Json = dict[str, Any]
 LIMIT_S = 300.0
-SYSTEM = "taktline-system"
 POLICY = "scaled-by-keda"
 
 
@@ -44,26 +41,9 @@ def controller(kubectl: Kubectl, installed: None, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def robots(kubectl: Kubectl, node: Any) -> Iterator[NoisyGateway]:
-    """A gateway whose robots ask as often as the test says, with the pod by which the operator finds it."""
-    gateway = NoisyGateway(POLICY, "line", rate=2.0)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(gateway.start(), loop).result(30)
-
-    def behave(pod: Json) -> Json:
-        status: Json = node.serving(pod)
-        here = {"podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]}
-        return status | here if pod["metadata"]["name"] == GATEWAY else status
-
-    node.behave = behave
-    kubectl.apply(gateway.pod({"taktline-test": NODE}))
-    yield gateway
-    kubectl("-n", SYSTEM, "delete", "pod", GATEWAY, "--timeout=60s")
-    asyncio.run_coroutine_threadsafe(gateway.stop(), loop).result(30)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
-    loop.close()
+    """A gateway whose robots ask as often as the test says."""
+    with measured_gateway(kubectl, node, POLICY, rate=2.0) as found:
+        yield found
 
 
 @pytest.fixture
@@ -73,8 +53,7 @@ def prometheus(start_operator: Callable[..., Any], tmp_path: Path) -> Iterator[P
     start_operator("recommends", f"--health-listen={here}")
     found = PrometheusRun(programs(), tmp_path / "prometheus", {"operator": [here]}, [])
     yield found
-    found.process.terminate()
-    found.process.wait(30)
+    found.stop()
 
 
 def programs() -> Path:
