@@ -50,13 +50,13 @@ def relative(actual, expected):
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_heads_are_normed_rotated_and_rounded_once(normed):
+@pytest.mark.parametrize(("normed", "adjacent"), [(True, True), (True, False), (False, False)])
+def test_heads_are_normed_rotated_and_rounded_once(normed, adjacent):
     (q, k, v), norms, table, _ = inputs(prefix=(3, 5), tokens=37, heads=6, kv_heads=2, width=32)
     multipliers = multipliers_of(norms)
     asked = (norms, table) if normed else (None, None)
-    got = kernels.heads_fp8(q, k, v, multipliers, *asked, 1e-6, {})
-    expected = REGISTRY["heads_fp8"].reference(q, k, v, multipliers, *asked, 1e-6)
+    got = kernels.heads_fp8(q, k if adjacent else k.clone(), v, multipliers, *asked, 1e-6, adjacent, {})
+    expected = REGISTRY["heads_fp8"].reference(q, k, v, multipliers, *asked, 1e-6, adjacent)
     for name in ("q", "k", "v"):
         one, other = getattr(got, name).float(), getattr(expected, name).float()
         assert one.shape == other.shape

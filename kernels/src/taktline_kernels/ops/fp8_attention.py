@@ -15,7 +15,14 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _heads_reference(
-    q: Tensor, k: Tensor, v: Tensor, multipliers: Tensor, norms: Pair | None, table: Pair | None, eps: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    multipliers: Tensor,
+    norms: Pair | None,
+    table: Pair | None,
+    eps: float,
+    adjacent: bool,
 ) -> Fp8Heads:
     made = []
     for index, x in enumerate((q, k)):
@@ -44,7 +51,11 @@ def _attention_reference(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype) -> Te
 
 
 _HEADS = register("heads_fp8", _heads_reference, {"triton": f"{_TRITON}:heads_fp8"})
-_ATTENTION = register("attention_fp8", _attention_reference, {"triton": f"{_TRITON}:attention_fp8"})
+_ATTENTION = register(
+    "attention_fp8",
+    _attention_reference,
+    {"triton": f"{_TRITON}:attention_fp8", "hopper": "taktline_kernels.cuda.fp8_attention:attention_fp8"},
+)
 
 
 def heads_fp8(
@@ -56,6 +67,7 @@ def heads_fp8(
     norms: Pair | None = None,
     table: Pair | None = None,
     eps: float = 1e-6,
+    adjacent: bool = False,
 ) -> Fp8Heads:
     """RMSNorm of every query and key head, then its rotation, all in fp32; then FP8, rounded once.
 
@@ -66,10 +78,11 @@ def heads_fp8(
         norms: weights (head_dim,) of queries and keys; None leaves the norm out.
         table: cosines and sines (rows, head_dim / 2) fp32, gone through again and again; None leaves the rotation out.
         eps: added to the mean square.
+        adjacent: the caller's word that keys follow the queries in the rows of one tensor, so that both are one pass.
     """
     lanes, tokens, heads, width = k.shape
     shape = {"rows": lanes * tokens, "heads": q.shape[2] + heads, "head_dim": width}
-    found: Fp8Heads = _HEADS.run(shape, q, q, k, v, multipliers, norms, table, eps)
+    found: Fp8Heads = _HEADS.run(shape, q, q, k, v, multipliers, norms, table, eps, adjacent)
     return found
 
 

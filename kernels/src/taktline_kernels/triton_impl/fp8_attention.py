@@ -18,17 +18,21 @@ _LOG2E = 1.4426950408889634
 @triton.jit
 def _heads_kernel(
     x_ptr,
-    weight_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     cos_ptr,
     sin_ptr,
-    multiplier_ptr,
-    out_ptr,
+    multipliers_ptr,
+    q_ptr,
+    k_ptr,
     table_rows,
     tokens,
     lane_stride,
     row_stride,
+    room,
     eps,
     HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
@@ -40,28 +44,42 @@ def _heads_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     half = tl.arange(0, HALF)
-    head = tl.arange(0, BLOCK)
-    inside = (head < HEADS)[:, None] & (half >= 0)[None, :]
-    offsets = head[:, None] * (2 * HALF) + half[None, :]
-    base = x_ptr + (row // tokens) * lane_stride + (row % tokens) * row_stride
-    first = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(base + offsets + HALF, mask=inside, other=0.0).to(tl.float32)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    query = (head < HEADS)[:, None]
+    inside = (head < HEADS + KV_HEADS)[:, None] & (half >= 0)[None, :]
+    lane = row // tokens
+    token = row % tokens
+    base = x_ptr + lane * lane_stride + token * row_stride + head[:, None] * (2 * HALF) + half[None, :]
+    first = tl.load(base, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(base + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         factor = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        first = first * factor * tl.load(weight_ptr + half).to(tl.float32)[None, :]
-        second = second * factor * tl.load(weight_ptr + HALF + half).to(tl.float32)[None, :]
+        low = tl.where(query, tl.load(q_weight_ptr + half)[None, :], tl.load(k_weight_ptr + half)[None, :])
+        high = tl.where(
+            query, tl.load(q_weight_ptr + HALF + half)[None, :], tl.load(k_weight_ptr + HALF + half)[None, :]
+        )
+        first = first * factor * low.to(tl.float32)
+        second = second * factor * high.to(tl.float32)
     if TURN:
         at = (row % table_rows) * HALF + half
         cos = tl.load(cos_ptr + at)[None, :]
         sin = tl.load(sin_ptr + at)[None, :]
-        low = first * cos - second * sin
+        turned = first * cos - second * sin
         second = second * cos + first * sin
-        first = low
-    by = tl.load(multiplier_ptr)
-    target = out_ptr + row * (HEADS * 2 * HALF) + offsets
-    tl.store(target, (first * by).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(target + HALF, (second * by).to(out_ptr.dtype.element_ty), mask=inside)
+        first = turned
+    by = tl.where(query, tl.load(multipliers_ptr), tl.load(multipliers_ptr + 1))
+    first = (first * by).to(q_ptr.dtype.element_ty)
+    second = (second * by).to(q_ptr.dtype.element_ty)
+    if HEADS > 0:
+        target = q_ptr + row * (HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + half[None, :]
+        tl.store(target, first, mask=inside & query)
+        tl.store(target + HALF, second, mask=inside & query)
+    if KV_HEADS > 0:
+        at_k = (lane * room + token) * (KV_HEADS * 2 * HALF)
+        target = k_ptr + at_k + (head - HEADS)[:, None] * (2 * HALF) + half[None, :]
+        tl.store(target, first, mask=inside & (query == 0))
+        tl.store(target + HALF, second, mask=inside & (query == 0))
 
 
 @triton.jit
@@ -119,6 +137,7 @@ def _attention_kernel(
     out_ptr,
     rows,
     tokens,
+    room,
     slots,
     q_lane_stride,
     scale_log2,
@@ -157,11 +176,11 @@ def _attention_kernel(
     factor = scale_log2 / (of_q * of_k)
     whole = (tokens // BLOCK_N) * BLOCK_N
     for start in tl.range(0, whole, BLOCK_N):
-        k = keys.load([lane * tokens + start, kv_head * WIDTH])
+        k = keys.load([lane * room + start, kv_head * WIDTH])
         v = values.load([values_row, start])
         out, top, total = _step(q, k, v, out, top, total, factor, BLOCK_N, BLOCK_N, False)
     if whole < tokens:
-        k = keys.load([lane * tokens + whole, kv_head * WIDTH])
+        k = keys.load([lane * room + whole, kv_head * WIDTH])
         v = values.load([values_row, whole])
         out, top, total = _step(q, k, v, out, top, total, factor, tokens - whole, BLOCK_N, True)
     merged = out / (total * of_v)[:, None]
@@ -182,43 +201,52 @@ def heads_fp8(
     norms: tuple[Tensor, Tensor] | None,
     table: tuple[Tensor, Tensor] | None,
     eps: float,
+    adjacent: bool,
     config: Mapping[str, int],
 ) -> Fp8Heads:
     """Run `ops.fp8_attention.heads_fp8`."""
-    made = []
-    for index, x in enumerate((_laid_out(q), _laid_out(k))):
-        lanes, tokens, heads, width = x.shape
-        out = torch.empty((lanes, tokens, heads, width), dtype=torch.float8_e4m3fn, device=x.device)
-        cos, sin = (multipliers, multipliers) if table is None else table
+    q, k = _laid_out(q), _laid_out(k)
+    lanes, tokens, kv_heads, width = k.shape
+    # Keys of every lane in whole blocks, so that a lane begins where the copy engine can begin.
+    room = filled(tokens)
+    q8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    k8 = torch.empty((lanes, room, kv_heads, width), dtype=torch.float8_e4m3fn, device=q.device)
+    cos, sin = (multipliers, multipliers) if table is None else table
+    q_weight, k_weight = (multipliers, multipliers) if norms is None else norms
+    fits = adjacent and q.stride() == k.stride()
+    for x, heads, keys in ((q, q.shape[2], kv_heads),) if fits else ((q, q.shape[2], 0), (k, 0, kv_heads)):
+        block = config.get("heads", power_of_two(heads + keys))
         launch(
             _heads_kernel,
-            (lanes * tokens,),
+            (x.shape[0] * x.shape[1], triton.cdiv(heads + keys, block)),
             x,
-            multipliers if norms is None else norms[index],
+            q_weight,
+            k_weight,
             cos,
             sin,
-            multipliers[index:],
-            out,
+            multipliers,
+            q8,
+            k8,
             1 if table is None else len(cos),
-            tokens,
+            x.shape[1],
             x.stride(0),
             x.stride(1),
+            room,
             eps,
             HEADS=heads,
+            KV_HEADS=keys,
             HALF=width // 2,
-            BLOCK=power_of_two(heads),
+            BLOCK=block,
             NORM=norms is not None,
             TURN=table is not None,
-            num_warps=4 if heads > 8 else 1,
+            num_warps=config.get("num_warps", 4),
         )
-        made.append(out)
     v = _laid_out(v)
-    lanes, tokens, heads, width = v.shape
-    room, block = filled(tokens), 128
-    turned = torch.empty((lanes, heads, width, room), dtype=torch.float8_e4m3fn, device=v.device)
+    block = 128
+    turned = torch.empty((lanes, kv_heads, width, room), dtype=torch.float8_e4m3fn, device=v.device)
     launch(
         _values_kernel,
-        (room // block, heads, lanes),
+        (room // block, kv_heads, lanes),
         v,
         multipliers,
         turned,
@@ -226,12 +254,12 @@ def heads_fp8(
         room,
         v.stride(0),
         v.stride(1),
-        HEADS=heads,
+        HEADS=kv_heads,
         WIDTH=width,
         BLOCK=block,
         num_warps=4,
     )
-    return Fp8Heads(made[0], made[1], turned, multipliers)
+    return Fp8Heads(q8, k8[:, :tokens], turned, multipliers)
 
 
 def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapping[str, int]) -> Tensor:
@@ -241,7 +269,8 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
         config: block_m, block_n, num_warps, num_stages.
     """
     lanes, rows, heads, width = own.q.shape
-    tokens, kv_heads, room = own.k.shape[1], own.k.shape[2], own.v.shape[3]
+    tokens, kv_heads = own.k.shape[1], own.k.shape[2]
+    room = own.k.stride(0) // own.k.stride(1)
     slots = text.k.shape[1]
     block_m, block_n = config.get("block_m", 128), config.get("block_n", 128)
     if slots % block_n:
@@ -252,8 +281,8 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
         _attention_kernel,
         (triton.cdiv(rows, block_m), heads, lanes),
         q,
-        blocks_of(own.k.view(lanes * tokens, kv_heads * width), (block_n, width)),
-        blocks_of(own.v.view(lanes * kv_heads * width, room), (width, block_n)),
+        blocks_of(own.k.as_strided((lanes * room, kv_heads * width), (kv_heads * width, 1)), (block_n, width)),
+        blocks_of(own.v.view(lanes * kv_heads * width, own.v.shape[3]), (width, block_n)),
         blocks_of(text.k.view(lanes * slots, kv_heads * width), (block_n, width)),
         blocks_of(text.v.view(lanes * kv_heads * width, slots), (width, block_n)),
         text.multipliers,
@@ -262,6 +291,7 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
         out,
         rows,
         tokens,
+        room,
         slots,
         q.stride(0),
         width**-0.5 * _LOG2E,

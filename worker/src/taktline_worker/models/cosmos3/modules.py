@@ -235,6 +235,7 @@ def _fp8_heads(
         norms=(layer.q_norm, layer.k_norm),
         table=(cos.flatten(0, 1), sin.flatten(0, 1)),
         eps=a.norm_eps,
+        adjacent=True,
     )
 
 
