@@ -183,6 +183,8 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
+    cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
+    product = importlib.import_module("taktline_kernels.cuda.product")
 
     def prepare(
         self: Any,
@@ -227,7 +229,8 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc, "tensor_map", lambda tensor, box: None
     yield nvrtc, "processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
-    for module, name in ((geglu, "product_kernel"), (image_attention, "_kernel"), (frame_attention, "_kernel")):
+    others = (image_attention, frame_attention, cached_attention, product)
+    for module, name in ((geglu, "product_kernel"), *((one, "_kernel") for one in others)):
         yield module, name, _fresh(getattr(module, name))
 
 

@@ -242,7 +242,13 @@ def attention_cached(
     Returns:
         (batch, tokens, heads, head_dim).
     """
-    config = _attention_config(q, k_cache)
+    hopper, config = _attention_choice(q, k_cache, v_cache)
+    if hopper:
+        from taktline_kernels.cuda import cached_attention
+
+        return cached_attention.attention_cached(
+            q, k_cache, v_cache, lengths, extra, config=config, first_alone=first_alone
+        )
     return attention.attention_cached(
         q, k_cache, v_cache, lengths, extra, config=config, bounded=False, first_alone=first_alone
     )
@@ -250,26 +256,39 @@ def attention_cached(
 
 def attention_cached_fp8(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, extra: int) -> Fp8Rows:
     """`attention_cached`, with all heads of a token as one FP8 row: (batch, tokens, heads * head_dim)."""
-    config = _attention_config(q, k_cache)
-    if config.get("splits", 1) > 1 or config.get("block_m", 64) % q.shape[2]:
-        attended = attention.attention_cached(q, k_cache, v_cache, lengths, extra, config=config, bounded=False)
-        return quantise_rows(attended.flatten(2))
+    hopper, config = _attention_choice(q, k_cache, v_cache)
+    if config.get("split" if hopper else "splits", 1) > 1 or (not hopper and config.get("block_m", 64) % q.shape[2]):
+        return quantise_rows(attention_cached(q, k_cache, v_cache, lengths, extra).flatten(2))
     scales = torch.empty((q.shape[0] * q.shape[1], 1), dtype=torch.float32, device=q.device)
-    attended = attention.attention_cached(
-        q, k_cache, v_cache, lengths, extra, config=config, bounded=False, scales=scales
-    )
+    if hopper:
+        from taktline_kernels.cuda import cached_attention
+
+        attended = cached_attention.attention_cached(q, k_cache, v_cache, lengths, extra, config=config, scales=scales)
+    else:
+        attended = attention.attention_cached(
+            q, k_cache, v_cache, lengths, extra, config=config, bounded=False, scales=scales
+        )
     return Fp8Rows(attended.flatten(2), scales)
 
 
-def _attention_config(q: Tensor, k_cache: Tensor) -> Mapping[str, int]:
-    shape = {"batch": q.shape[0], "rows": q.shape[1] * q.shape[2], "cache": k_cache.shape[1]}
-    config = default_selector().choose("attention_cached", shape, q.dtype, q.device).config
+def _attention_choice(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[bool, Mapping[str, int]]:
+    """Whether the kernel for Hopper runs, and the settings of the one that does."""
+    batch, tokens, heads, head_dim = q.shape
+    shape = {"batch": batch, "rows": tokens * heads, "cache": k_cache.shape[1], "heads": heads, "head_dim": head_dim}
+    choice = default_selector().choose("attention_cached", shape, q.dtype, q.device)
+    config = choice.config
+    if choice.kernel == "hopper":
+        from taktline_kernels.cuda import cached_attention
+
+        if cached_attention.covers(q, k_cache, v_cache):
+            return True, config
+        config = {}
     if not config and q.is_cuda:
         # The kernel's own settings take 104 KB; a block of an A40, an L40S or an RTX card has 99.
         properties = torch.cuda.get_device_properties(q.device)
         room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # PyTorch's stubs lack it
-        return {} if room >= _ROOM_FOR_WIDE_BLOCKS else {"block_n": 32}
-    return config
+        return False, {} if room >= _ROOM_FOR_WIDE_BLOCKS else {"block_n": 32}
+    return False, config
 
 
 def action_head(

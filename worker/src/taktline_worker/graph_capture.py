@@ -13,6 +13,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2
+Stage = Callable[[int], None]
+"""Something to call with the number of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
 
     @torch.inference_mode()
     def capture(self, compute: Callable[[], object], **shape: int) -> Captured:
@@ -49,7 +52,10 @@ class GraphPool:
         gc.collect()
         torch.cuda.empty_cache()
         started, before = time.monotonic(), torch.cuda.memory_reserved(device)
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # One for all graphs: the matrix libraries keep a workspace for every stream that they have seen.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
@@ -65,3 +71,38 @@ class GraphPool:
             extra={**shape, "capture_s": round(found.capture_s, 3), "pool_bytes": found.pool_bytes},
         )
         return found
+
+
+class Beside:
+    """Two pieces of work on two streams, of which the second follows the first stage by stage; captured or not.
+
+    Args:
+        device: of both streams.
+        first_served: whether the second piece's kernels come first where both have some that are ready.
+    """
+
+    def __init__(self, device: torch.device, *, first_served: bool = True) -> None:
+        self._device, self._priority = device, -1 if first_served else 0
+        self._side: torch.cuda.Stream | None = None
+
+    def run(self, leading: Callable[[Stage], None], following: Callable[[Stage], None]) -> None:
+        """Issues both; what comes after on the current stream waits for both.
+
+        Args:
+            leading: runs on the current stream; it is handed a function that says that a stage is issued.
+            following: runs beside it; it is handed a function that makes it wait for a stage.
+        """
+        main = torch.cuda.current_stream(self._device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+        side, stages = self._side, dict[int, torch.cuda.Event]()
+        side.wait_stream(main)
+
+        def issued(stage: int) -> None:
+            stages[stage] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            stages[stage].record(main)
+
+        leading(issued)
+        with torch.cuda.stream(side):
+            following(lambda stage: side.wait_event(stages[stage]))
+        main.wait_stream(side)

@@ -49,7 +49,9 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _workspace(device: torch.device) -> Tensor:
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    # One a stream: products that run beside each other must not share it.
+    del stream
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -121,7 +123,8 @@ class LtProduct:
         if bias is not None:
             self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        chosen, space = self.algorithms[algorithm], _workspace(self._device)
+        stream = torch.cuda.current_stream().cuda_stream
+        chosen, space = self.algorithms[algorithm], _workspace(self._device, stream)
         pointer = ctypes.c_void_p
         _call(
             "cublasLtMatmul",
@@ -140,7 +143,7 @@ class LtProduct:
             ctypes.byref(chosen.algorithm),
             pointer(space.data_ptr()),
             ctypes.c_size_t(_WORKSPACE_BYTES),
-            pointer(torch.cuda.current_stream().cuda_stream),
+            pointer(stream),
         )
 
 

@@ -59,6 +59,10 @@ DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64 po
                "l"(source), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
 }
+DEVICE void copy_bytes(u32 target, const void* source, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source), "r"(bytes), "r"(bar)
+               : "memory");
+}
 // Where a product looks for element (token, column): [block of 32 columns][16 tokens][8 tokens][lane][8 columns].
 DEVICE int fragment(int token, int column) {
   return ((((column >> 5) * 4 + (token >> 4)) * 2 + ((token >> 3) & 1)) * 32 + (token & 7) * 4 + ((column >> 3) & 3)) * 8 + (column & 7);
@@ -88,6 +92,9 @@ DEVICE float gelu(float x) {
 #define BATCHES (HALF_BLOCKS / BATCH)
 #define WEIGHT_BYTES (N * KB * 2)
 #define GROUPS (N / 16)                // groups of 8 columns that one warpgroup finishes
+#define OWN_ROWS (64 / SPLIT)          // rows that a block of a cluster finishes
+#define PAIRS (GROUPS / 2)
+#define PARTS (EPILOGUE == 0 ? 16 : 32)  // of a row's sum of squares: a tile's columns each
 
 #if N == 64
 #define ACC 32
@@ -128,11 +135,11 @@ DEVICE void load_batch(uint4 (&a)[BATCH][2], const u16* source, bool second) {
 struct Arguments {
   const char* weights;     // [group][slice][chunk][N][64] bf16, swizzled
   const u16* input;        // 64 tokens in fragment order, zeros past the last; bf16
-  const float* squares;    // (128, 64): parts of each token's sum of squares (epilogues 0, 1)
+  const float* squares;    // (PARTS, 64): parts of each token's sum of squares (epilogues 0, 1)
   const float* constants;  // per packed column: shift @ W (epilogues 0, 1)
   u16* output;             // 0: q, query fragments; 1: hidden, fragments; 2: residual stream (64, columns), read and written
   u16* scaled;             // 2: stream * (1 + scale) for the next product, fragments
-  float* squares_out;      // 2: (128, 64)
+  float* squares_out;      // 2: (tiles, 64)
   const float* gate;       // 2: (columns)
   const float* scale;      // 2: (columns), of the next norm
   u16* k_cache;            // 0: (positions, 256)
@@ -144,6 +151,8 @@ struct Arguments {
   int columns;             // 2: width of the stream
   float eps;
   int fresh;               // 2: the sum starts the stream instead of being added to it
+  int ahead_bytes;
+  const char* ahead;       // what a later kernel reads, for L2; or null
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_constant__ Arguments p) {
@@ -153,6 +162,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   __shared__ float factors[64];
   __shared__ __align__(16) float parts[16][64];
   __shared__ __align__(8) float constants[N];
+#else
+  __shared__ float row_squares[N / 8][OWN_ROWS];
 #endif
   const int thread = threadIdx.x, group = thread >> 7, local = thread & 127, warp = local >> 5, lane = thread & 31;
   const int g = lane >> 2, t = lane & 3;
@@ -169,6 +180,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     for (const long long begin = clock64(); clock64() - begin < PAUSE;) {
     }
 #endif
+    for (int at = blockIdx.x * 16384; at < p.ahead_bytes; at += gridDim.x * 16384)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead + at), "r"(16384) : "memory");
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       u32 bar = smem_address(&barriers[half]);
@@ -184,19 +197,28 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   const int row = warp * 16 + g;
   const bool first = row < p.rows, second = row + 8 < p.rows;
 #if EPILOGUE == 0
-  const int pair = tile * 2 + group, head = pair >> 4, column = (pair & 15) * 8 + 2 * t, start = *p.length;
+  // A warpgroup finishes PAIRS groups of eight columns of a head's first half, each with the eight that turn with them.
+  const int first_pair = (tile * 2 + group) * PAIRS, head = first_pair >> 4, start = *p.length;
   if (thread < N) constants[thread] = p.constants[tile * N + thread];
-  float2 cosine[2], sine[2];
+  float2 cosine[PAIRS][2], sine[PAIRS][2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int position = start + min(row + half * 8, p.rows - 1);
-    cosine[half] = *reinterpret_cast<const float2*>(p.cosines + position * 128 + column);
-    sine[half] = *reinterpret_cast<const float2*>(p.sines + position * 128 + column);
+  for (int i = 0; i < PAIRS; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = (start + min(row + half * 8, p.rows - 1)) * 128 + ((first_pair + i) & 15) * 8 + 2 * t;
+      cosine[i][half] = *reinterpret_cast<const float2*>(p.cosines + at);
+      sine[i][half] = *reinterpret_cast<const float2*>(p.sines + at);
+    }
   }
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
 #elif EPILOGUE == 1
   if (thread < N) constants[thread] = p.constants[tile * N + thread];
 #else
-  const int part = tile * (2 * GROUPS) + slice, column = part * 8 + 2 * t;
+  // Each block of the cluster finishes some rows of all its columns: OWN_ROWS of them, 8 columns a warp.
+  const int unit = SPLIT == 8 ? thread >> 5 : warp, own_row = slice * OWN_ROWS + g, column = tile * N + unit * 8 + 2 * t;
+  const bool finishes = SPLIT == 8 || group == 0;
   const float2 gate = *reinterpret_cast<const float2*>(p.gate + column);
   const float2 scale = *reinterpret_cast<const float2*>(p.scale + column);
   // Relaxed: it says only that this block runs; a release would wait for the reads above.
@@ -211,22 +233,17 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 #pragma unroll
   for (int i = 0; i < BUFFERS; ++i) load_batch(a[i], source + i * BATCH * 2048, upper);
 #if EPILOGUE == 2
-  u32 old[2] = {0, 0};
-  if (group == 0 && !p.fresh) {
-    if (first) old[0] = load_l2_word(p.output + (size_t)row * p.columns + column);
-    if (second) old[1] = load_l2_word(p.output + (size_t)(row + 8) * p.columns + column);
+  u32 old[OWN_ROWS / 8];
+#pragma unroll
+  for (int half = 0; half < OWN_ROWS / 8; ++half) {
+    old[half] = 0;
+    if (finishes && !p.fresh && own_row + half * 8 < p.rows) old[half] = load_l2_word(p.output + (size_t)(own_row + half * 8) * p.columns + column);
   }
 #else
-  {
-    // A fixed order of sums: 8 parts a thread here, 16 threads' sums after the product.
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  // A fixed order of sums: some parts a thread here, 16 threads' sums after the product.
+  float4 square_parts[PARTS / 16];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 v = load_l2_float4(p.squares + ((thread >> 4) + i * 16) * 64 + (thread & 15) * 4);
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-    }
-    *reinterpret_cast<float4*>(&parts[thread >> 4][(thread & 15) * 4]) = sum;
-  }
+  for (int i = 0; i < PARTS / 16; ++i) square_parts[i] = load_l2_float4(p.squares + ((thread >> 4) + i * 16) * 64 + (thread & 15) * 4);
 #endif
   float d[ACC];
 #pragma unroll
@@ -253,6 +270,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 
+#if EPILOGUE < 2
+  {
+    float4 sum = square_parts[0];
+#pragma unroll
+    for (int i = 1; i < PARTS / 16; ++i)
+      sum = make_float4(sum.x + square_parts[i].x, sum.y + square_parts[i].y, sum.z + square_parts[i].z, sum.w + square_parts[i].w);
+    *reinterpret_cast<float4*>(&parts[thread >> 4][(thread & 15) * 4]) = sum;
+  }
+#endif
   // The two warpgroups exchange halves, so that each finishes N / 2 columns: group w those from w * N / 2.
   __syncthreads();
 #if EPILOGUE < 2
@@ -283,16 +309,40 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   }
 
 #if EPILOGUE == 0
-  {
-    const float2 c0 = *reinterpret_cast<const float2*>(constants + group * 16 + 2 * t);
-    const float2 c1 = *reinterpret_cast<const float2*>(constants + group * 16 + 8 + 2 * t);
+#if SPLIT > 1
+  // Each of two blocks has half of K; the warpgroup of a block's own number finishes its columns with what the other
+  // block's warpgroup of that number sends.
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  float4* received = reinterpret_cast<float4*>(shared + WEIGHT_BYTES);
+  if (group != slice) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      u32 remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received + i * 128 + local)), "r"(slice ^ 1));
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "f"(sums[i].x), "f"(sums[i].y), "f"(sums[i].z), "f"(sums[i].w) : "memory");
+    }
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (group != slice) return;
+#pragma unroll
+  for (int i = 0; i < GROUPS; ++i) {
+    const float4 v = received[i * 128 + local];
+    sums[i] = make_float4(sums[i].x + v.x, sums[i].y + v.y, sums[i].z + v.z, sums[i].w + v.w);
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const float2 c0 = *reinterpret_cast<const float2*>(constants + (group * PAIRS + i) * 16 + 2 * t);
+    const float2 c1 = *reinterpret_cast<const float2*>(constants + (group * PAIRS + i) * 16 + 8 + 2 * t);
+    const float4 first_half = sums[2 * i], second_half = sums[2 * i + 1];
+    const int column = ((first_pair + i) & 15) * 8 + 2 * t;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = row + half * 8;
       if (token >= p.rows) continue;
       const float f = factors[token];
-      const float x0 = (half ? sums[0].z : sums[0].x) * f + c0.x, x1 = (half ? sums[0].w : sums[0].y) * f + c0.y;
-      const float y0 = (half ? sums[1].z : sums[1].x) * f + c1.x, y1 = (half ? sums[1].w : sums[1].y) * f + c1.y;
+      const float x0 = (half ? first_half.z : first_half.x) * f + c0.x, x1 = (half ? first_half.w : first_half.y) * f + c0.y;
+      const float y0 = (half ? second_half.z : second_half.x) * f + c1.x, y1 = (half ? second_half.w : second_half.y) * f + c1.y;
       const int position = start + token;
       u32 low = pack_bf16(x0, x1), high = pack_bf16(y0, y1);
       if (head == 9) {
@@ -300,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
         *reinterpret_cast<u32*>(target) = low;
         *reinterpret_cast<u32*>(target + 128) = high;
       } else {
-        const float2 c = cosine[half], s = sine[half];
+        const float2 c = cosine[i][half], s = sine[i][half];
         low = pack_bf16(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
         high = pack_bf16(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
         // The second half of a head is four blocks of 32 columns further on.
@@ -330,32 +380,52 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   }
 #else
   {
-    // Each block of the cluster finishes one group of 8 columns: the others push their parts into its shared memory,
-    // past the weights, which it may still be reading.
+    // The others push their parts of this block's rows into its shared memory, past the weights, which it may still be
+    // reading: [block][group of 8 columns][lane].
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    float4* received = reinterpret_cast<float4*>(shared + WEIGHT_BYTES);
-    const u32 target = smem_address(received + slice * 128 + local);
+#if SPLIT == 8
+    float2* received = reinterpret_cast<float2*>(shared + WEIGHT_BYTES);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(target), "r"(group * GROUPS + i));
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "f"(sums[i].x), "f"(sums[i].y), "f"(sums[i].z), "f"(sums[i].w) : "memory");
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    if (group == 0) {
-      float4 sum = received[local];
-#pragma unroll
-      for (int peer = 1; peer < SPLIT; ++peer) {
-        const float4 v = received[peer * 128 + local];
-        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-      }
+      const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * 32 + lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int token = row + half * 8;
+        u32 remote;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(target), "r"(warp * 2 + half));
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote), "f"(half ? sums[i].z : sums[i].x), "f"(half ? sums[i].w : sums[i].y) : "memory");
+      }
+    }
+#else
+    float4* received = reinterpret_cast<float4*>(shared + WEIGHT_BYTES);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * 32 + lane);
+      u32 remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(target), "r"(warp));
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "f"(sums[i].x), "f"(sums[i].y), "f"(sums[i].z), "f"(sums[i].w) : "memory");
+    }
+#endif
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (finishes) {
+      float sum[OWN_ROWS / 4];
+#pragma unroll
+      for (int i = 0; i < OWN_ROWS / 4; ++i) sum[i] = 0.0f;
+#pragma unroll
+      for (int peer = 0; peer < SPLIT; ++peer) {
+#if SPLIT == 8
+        const float2 v = received[(peer * (N / 8) + unit) * 32 + lane];
+        sum[0] += v.x, sum[1] += v.y;
+#else
+        const float4 v = received[(peer * (N / 8) + unit) * 32 + lane];
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+#endif
+      }
+#pragma unroll
+      for (int half = 0; half < OWN_ROWS / 8; ++half) {
+        const int token = own_row + half * 8;
         float square = 0.0f;
         if (token < p.rows) {
-          const u32 fresh =
-              pack_bf16(bf16_low(old[half]) + gate.x * (half ? sum.z : sum.x), bf16_high(old[half]) + gate.y * (half ? sum.w : sum.y));
+          const u32 fresh = pack_bf16(bf16_low(old[half]) + gate.x * sum[2 * half], bf16_high(old[half]) + gate.y * sum[2 * half + 1]);
           const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
           *reinterpret_cast<u32*>(p.output + (size_t)token * p.columns + column) = fresh;
           *reinterpret_cast<u32*>(p.scaled + fragment(token, column)) = pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y));
@@ -363,8 +433,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
         }
         square += __shfl_xor_sync(0xffffffffu, square, 1);
         square += __shfl_xor_sync(0xffffffffu, square, 2);
-        if (t == 0 && token < p.rows) p.squares_out[part * 64 + token] = square;
+        if (t == 0) row_squares[unit][g + half * 8] = square;
       }
+    }
+    __syncthreads();
+    if (thread < OWN_ROWS) {
+      float square = 0.0f;
+#pragma unroll
+      for (int i = 0; i < N / 8; ++i) square += row_squares[i][thread];
+      p.squares_out[tile * 64 + slice * OWN_ROWS + thread] = square;
     }
   }
 #endif
@@ -403,7 +480,7 @@ DEVICE u32 value_offset(int row, int unit) { return row * 512 + ((unit ^ (row & 
 
 DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begin, int from, int to, int count) {
   // Rows from..to - 1 of this block's window; those at or past `count` become zeros.
-  for (int index = threadIdx.x + from * 32; index < to * 32; index += 128) {
+  for (int index = threadIdx.x + from * 32; index < to * 32; index += 256) {
     const int row = index >> 5, unit = index & 31;
     const bool valid = begin + row < count;
     const size_t offset = (size_t)(valid ? begin + row : 0) * 256 + unit * 8;
@@ -413,18 +490,30 @@ DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begi
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
-                                                                   int rows, float scale_log2, const char* ahead, int ahead_bytes, int first_alone) {
+// Eight warps: 16 rows and a quarter of the window's keys each, later 16 rows, all its keys and a quarter of the columns.
+extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
+                                                            int rows, float scale_log2, const char* ahead, int ahead_bytes, int first_alone) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ float tops[2][ROWS], sums[2][ROWS];
+  __shared__ float tops[4][ROWS], sums[4][ROWS];
   const u32 keys = smem_address(shared), values = keys + KEYS * 512;
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int row_group = warp & 1, key_group = warp >> 1;
+  const int row_group = warp & 1, quarter = warp >> 1;
   const int window = blockIdx.x % WINDOWS, block = blockIdx.x / WINDOWS, begin = window * KEYS;
+  if (block * ROWS >= rows) {
+    // A cluster without rows: it keeps its processors' shared memory for a while, so that the next kernel's blocks spread.
+    launch_dependents();
+    wait_predecessor();
+#if IDLE > 0
+    asm volatile("nanosleep.u32 %0;" ::"r"(IDLE));
+#endif
+    return;
+  }
   const int prefix = *length, count = prefix + horizon;
   int early = prefix - begin;
   early = early < 0 ? 0 : (early > KEYS ? KEYS : early);
+#if PAUSE > 0
+  asm volatile("nanosleep.u32 %0;" ::"r"(PAUSE));
+#endif
   copy_rows(keys, values, k, v, begin, 0, early, prefix);
   // The gate and up weights do not fit in shared memory beside this kernel, so their block copies start when it ends,
   // together with the out projection's reads; from L2 they are soon over.
@@ -434,35 +523,33 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   }
   launch_dependents();
   wait_predecessor();
-  copy_rows(keys, values, k, v, begin, early, KEYS, count);
-
-  const u16* query = q + (block * 2 + row_group) * 4096 + lane * 8;
-  uint4 a[8][2];
+  // The block's queries, as they lie in memory, to where the other windows' parts come in the end.
+  uint4* received = reinterpret_cast<uint4*>(shared + KEYS * 1024);              // [window][pair of tiles][lane]
+  float2* received_heads = reinterpret_cast<float2*>(received + WINDOWS * 128);  // [window][16 rows]: top and sum
 #pragma unroll
-  for (int b = 0; b < 8; ++b) {
-    a[b][0] = load_l2(query + b * 512);
-    a[b][1] = load_l2(query + b * 512 + 256);
-  }
+  for (int i = 0; i < 4; ++i) copy16(smem_address(received + threadIdx.x + i * 256), q + (size_t)block * 8192 + (threadIdx.x + i * 256) * 8, true);
+  copy_rows(keys, values, k, v, begin, early, KEYS, count);
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
 
-  constexpr int TILES = KEYS / 2 / 8;
+  constexpr int TILES = KEYS / 4 / 8;
   float s[TILES][4];
 #pragma unroll
   for (int j = 0; j < TILES; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
 #pragma unroll
   for (int b = 0; b < 8; ++b) {
+    const uint4 low = received[(row_group * 16 + b * 2) * 32 + lane], high = received[(row_group * 16 + b * 2 + 1) * 32 + lane];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
-      const int key = key_group * (KEYS / 2) + j * 8 + g;
+      const int key = quarter * (KEYS / 4) + j * 8 + g;
       const uint4 w = *reinterpret_cast<const uint4*>(shared + key_offset(key, b * 4 + t));
-      mma(s[j], a[b][0].x, a[b][1].x, a[b][0].y, a[b][1].y, w.x, w.y);
-      mma(s[j], a[b][0].z, a[b][1].z, a[b][0].w, a[b][1].w, w.z, w.w);
+      mma(s[j], low.x, high.x, low.y, high.y, w.x, w.y);
+      mma(s[j], low.z, high.z, low.w, high.w, w.z, w.w);
     }
   }
   // Keys past the end, in the last windows only: no maximum comes from them, and their weights are zero.
-  const int left = count - begin - key_group * (KEYS / 2);
-  if (left < KEYS / 2) {
+  const int left = count - begin - quarter * (KEYS / 4);
+  if (left < KEYS / 4) {
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -473,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   }
   // The first token, where it is alone, ends with its own key; its heads are rows 0 to 7 of the first block.
   const bool alone = first_alone && block == 0 && row_group == 0;
-  const int seen = prefix + 1 - begin - key_group * (KEYS / 2);
+  const int seen = prefix + 1 - begin - quarter * (KEYS / 4);
   if (alone) {
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
@@ -494,11 +581,16 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 1));
   top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2)) * scale_log2;
   const int own = row_group * 16 + g;
-  if (t == 0) tops[key_group][own] = top0, tops[key_group][own + 8] = top1;
+  if (t == 0) tops[quarter][own] = top0, tops[quarter][own + 8] = top1;
   __syncthreads();
-  // Both halves of the keys use one maximum, so that their weights can be multiplied with the values together.
-  top0 = fmaxf(top0, tops[key_group ^ 1][own]);
-  top1 = fmaxf(top1, tops[key_group ^ 1][own + 8]);
+  // The queries have been read: the other windows may send their parts.
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  // All of the window's keys use one maximum, so that their weights can be multiplied with the values together.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    top0 = fmaxf(top0, tops[i][own]);
+    top1 = fmaxf(top1, tops[i][own + 8]);
+  }
   float total0 = 0.0f, total1 = 0.0f;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
@@ -508,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
       s[j][2 + e] = exp2_fast(fmaf(s[j][2 + e], scale_log2, -top1));
     }
   }
-  if (left < KEYS / 2) {
+  if (left < KEYS / 4) {
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -533,62 +625,57 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
   for (int j = 0; j < TILES; ++j) {
     total0 += s[j][0] + s[j][1];
     total1 += s[j][2] + s[j][3];
-    weights[own * STRIDE + key_group * (KEYS / 4) + j * 4 + t] = pack_bf16(s[j][0], s[j][1]);
-    weights[(own + 8) * STRIDE + key_group * (KEYS / 4) + j * 4 + t] = pack_bf16(s[j][2], s[j][3]);
+    weights[own * STRIDE + quarter * (KEYS / 8) + j * 4 + t] = pack_bf16(s[j][0], s[j][1]);
+    weights[(own + 8) * STRIDE + quarter * (KEYS / 8) + j * 4 + t] = pack_bf16(s[j][2], s[j][3]);
   }
   total0 += __shfl_xor_sync(0xffffffffu, total0, 1);
   total0 += __shfl_xor_sync(0xffffffffu, total0, 2);
   total1 += __shfl_xor_sync(0xffffffffu, total1, 1);
   total1 += __shfl_xor_sync(0xffffffffu, total1, 2);
-  if (t == 0) sums[key_group][own] = total0, sums[key_group][own + 8] = total1;
+  if (t == 0) sums[quarter][own] = total0, sums[quarter][own + 8] = total1;
   __syncthreads();
-  total0 += sums[key_group ^ 1][own];
-  total1 += sums[key_group ^ 1][own + 8];
+  total0 = (sums[0][own] + sums[1][own]) + (sums[2][own] + sums[3][own]);
+  total1 = (sums[0][own + 8] + sums[1][own + 8]) + (sums[2][own + 8] + sums[3][own + 8]);
 
-  // From here a warp has 16 rows, all keys of the window, and one half of the columns.
-  float o[16][4];
+  float o[8][4];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+  for (int i = 0; i < 8; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
 #pragma unroll
   for (int step = 0; step < KEYS / 16; ++step) {
     const u32* at = weights + own * STRIDE + step * 8 + t;
     const u32 a0 = at[0], a1 = at[8 * STRIDE], a2 = at[4], a3 = at[8 * STRIDE + 4];
     const int key = step * 16 + (lane & 15);
 #pragma unroll
-    for (int pair = 0; pair < 8; ++pair) {
+    for (int pair = 0; pair < 4; ++pair) {
       u32 b0, b1, b2, b3;
-      const u32 address = values + value_offset(key, key_group * 16 + pair * 2 + (lane >> 4));
+      const u32 address = values + value_offset(key, quarter * 8 + pair * 2 + (lane >> 4));
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b0), "=r"(b1), "=r"(b2), "=r"(b3) : "r"(address) : "memory");
       mma(o[pair * 2], a0, a1, a2, a3, b0, b1);
       mma(o[pair * 2 + 1], a0, a1, a2, a3, b2, b3);
     }
   }
 
-  // The cluster's blocks are the windows of one 32-row block. Each finishes 16 rows by 64 columns; the others push their
-  // parts there, divided by their own sum and as fp16: what this costs is bytes, and fp16 rounds less than the bf16 result.
-  uint4* received = reinterpret_cast<uint4*>(shared + KEYS * 1024);                     // [window][pair of tiles][lane]
-  float2* received_heads = reinterpret_cast<float2*>(received + WINDOWS * 128);         // [window][16 rows]: top and sum
+  // The cluster's blocks are the windows of one 32-row block. Each finishes 16 rows by 64 columns, a warp's share; the
+  // others push their parts there, divided by their own sum and as fp16: what this costs is bytes, and fp16 rounds less
+  // than the bf16 result.
   const float inverse0 = total0 > 0.0f ? __fdividef(1.0f, total0) : 0.0f, inverse1 = total1 > 0.0f ? __fdividef(1.0f, total1) : 0.0f;
+  const int finisher = row_group * 4 + quarter;
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {
+  for (int pair = 0; pair < 4; ++pair) {
     const float* low = o[pair * 2];
     const float* high = o[pair * 2 + 1];
     u32 remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received + (window * 4 + (pair & 3)) * 32 + lane)), "r"(row_group * 4 + key_group * 2 + (pair >> 2)));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received + (window * 4 + pair) * 32 + lane)), "r"(finisher));
     asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "r"(pack_fp16(low[0] * inverse0, low[1] * inverse0)),
                  "r"(pack_fp16(low[2] * inverse1, low[3] * inverse1)), "r"(pack_fp16(high[0] * inverse0, high[1] * inverse0)),
                  "r"(pack_fp16(high[2] * inverse1, high[3] * inverse1))
                  : "memory");
   }
   if (t < 2) {
-    // Each half of the columns goes to two blocks; lanes 0 and 1 of a row send them its maximum and sum.
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received_heads + window * 16 + half * 8 + g)), "r"(row_group * 4 + key_group * 2 + t));
-      asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote), "f"(half ? top1 : top0), "f"(half ? total1 : total0) : "memory");
-    }
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received_heads + window * 16 + t * 8 + g)), "r"(finisher));
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote), "f"(t ? top1 : top0), "f"(t ? total1 : total0) : "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   float factors[2][WINDOWS];
@@ -606,31 +693,28 @@ extern "C" __global__ void __launch_bounds__(128, 1) attend(const u16* q, const 
 #pragma unroll
     for (int peer = 0; peer < WINDOWS; ++peer) factors[half][peer] = __fdividef(factors[half][peer], total);
   }
-  float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  // A warp finishes one tile of eight columns.
+  const int pair = warp & 3, side = warp >> 2;
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (int peer = 0; peer < WINDOWS; ++peer) {
-    const uint4 v = received[(peer * 4 + warp) * 32 + lane];
+    const uint2 v = reinterpret_cast<const uint2*>(received)[((peer * 4 + pair) * 32 + lane) * 2 + side];
     add_fp16(sum[0], sum[1], v.x, factors[0][peer]);
     add_fp16(sum[2], sum[3], v.y, factors[1][peer]);
-    add_fp16(sum[4], sum[5], v.z, factors[0][peer]);
-    add_fp16(sum[6], sum[7], v.w, factors[1][peer]);
   }
-  const int row = block * ROWS + (window >> 2) * 16 + g, column = (window & 3) * 64 + warp * 16 + 2 * t;
+  const int row = block * ROWS + (window >> 2) * 16 + g, column = (window & 3) * 64 + pair * 16 + side * 8 + 2 * t;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = row + half * 8;
-    if (at < rows) {
-      *reinterpret_cast<u32*>(out + fragment(at >> 3, (at & 7) * 256 + column)) = pack_bf16(sum[half * 2], sum[half * 2 + 1]);
-      *reinterpret_cast<u32*>(out + fragment(at >> 3, (at & 7) * 256 + column + 8)) = pack_bf16(sum[4 + half * 2], sum[5 + half * 2]);
-    }
+    if (at < rows) *reinterpret_cast<u32*>(out + fragment(at >> 3, (at & 7) * 256 + column)) = pack_bf16(sum[half * 2], sum[half * 2 + 1]);
   }
 }
 #endif  // KEYS
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Between two steps, one block a token: final norm, action_out_proj, Euler update, action_in_proj, and then
-// HEAD 1: scaling for the first layer; HEAD 2 (pi0): silu, left in bf16 parts for a product with action_time_mlp_out.
-// Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
+// Between two steps, a cluster of two blocks a token, each with half of the width: final norm, action_out_proj, Euler update,
+// action_in_proj, and then HEAD 1: scaling for the first layer; HEAD 2 (pi0): silu, left in bf16 parts for a product with
+// action_time_mlp_out. Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
 #ifdef HEAD
 DEVICE float block_sum(float value, float* scratch) {
 #pragma unroll
@@ -644,90 +728,115 @@ DEVICE float block_sum(float value, float* scratch) {
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(256) head(
+// Sums of 32 values over the lanes of a warp: at each exchange a lane keeps half of them, in the end that of its own number.
+template <int OFFSET>
+DEVICE void exchange_halves(float (&v)[32], int lane) {
+  const bool upper = lane & OFFSET;
+#pragma unroll
+  for (int i = 0; i < OFFSET; ++i) {
+    const float kept = upper ? v[i + OFFSET] : v[i], given = upper ? v[i] : v[i + OFFSET];
+    v[i] = kept + __shfl_xor_sync(0xffffffffu, given, OFFSET);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) head(
     u16* stream, u16* scaled, float* squares, float* actions, const float* final_scale, const float* final_shift, const float* first_scale,
     const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in, int before, int ahead, u16* timed,
     const float* target, const float* influence, float tau, float guidance) {
-  __shared__ float scratch[8];
-  __shared__ float parts[8][32];
-  __shared__ float fresh[32];
-  const int row = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, column = thread * 4;
-  // Both weights are 1024 lines of 128 bytes; the streamed layers have evicted them from L2.
-  if (thread < 128) {
-    for (int line = row * 128 + thread; line < 2048; line += gridDim.x * 128) {
-      const float* source = line < 1024 ? out_weight + line * 32 : in_weight + (line - 1024) * 32;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+  extern __shared__ __align__(128) char shared[];  // out_weight, then in_weight: (32, 512) of each
+  __shared__ __align__(8) u64 barriers[2];
+  __shared__ float scratch[8], parts[8][32], halves[2][32], fresh[32];
+  const int rank = blockIdx.x & 1, row = blockIdx.x >> 1, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int column = rank * 512 + thread * 2;
+  // What no predecessor writes is here before it ends.
+  if (thread == 0) {
+    barrier_init(smem_address(&barriers[0]), 1);
+    barrier_init(smem_address(&barriers[1]), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    for (int i = 0; i < 2; ++i) {
+      if (!(i ? has_in : has_out)) continue;
+      const u32 bar = smem_address(&barriers[i]);
+      barrier_expect(bar, 65536);
+      const float* source = (i ? in_weight : out_weight) + rank * 512;
+      for (int d = 0; d < 32; ++d) copy_bytes(smem_address(shared) + i * 65536 + d * 2048, source + d * 1024, 2048, bar);
     }
   }
-  const float4 scale_out = *reinterpret_cast<const float4*>(final_scale + column), shift_out = *reinterpret_cast<const float4*>(final_shift + column);
-  const float4 scale_in = *reinterpret_cast<const float4*>(first_scale + column);
+  const float2 scale_out = *reinterpret_cast<const float2*>(final_scale + column), shift_out = *reinterpret_cast<const float2*>(final_shift + column);
+  const float2 scale_in = *reinterpret_cast<const float2*>(first_scale + column), bias = *reinterpret_cast<const float2*>(in_bias + column);
+  const float offset = out_bias[lane];
+  if (has_out) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   launch_dependents();
+  __syncthreads();
   wait_predecessor();
+  const float old = __uint_as_float(load_l2_word(actions + row * 32 + lane));
   if (has_out) {
-    const u32* source = reinterpret_cast<const u32*>(stream + (size_t)(row + before) * 1024 + column);
-    const u32 low = load_l2_word(source), high = load_l2_word(source + 1);
-    float x[4] = {bf16_low(low), bf16_high(low), bf16_low(high), bf16_high(high)};
-    const float factor = rsqrtf(block_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3], scratch) / 1024.0f + eps);
-    const float4 scale = scale_out, shift = shift_out;
-    const u32 n0 = pack_bf16(x[0] * factor * (1.0f + scale.x) + shift.x, x[1] * factor * (1.0f + scale.y) + shift.y);
-    const u32 n1 = pack_bf16(x[2] * factor * (1.0f + scale.z) + shift.z, x[3] * factor * (1.0f + scale.w) + shift.w);
-    const float y0 = bf16_low(n0), y1 = bf16_high(n0), y2 = bf16_low(n1), y3 = bf16_high(n1);
-    float mine = 0.0f;
+    const u16* source = stream + (size_t)(row + before) * 1024;
+    const u32 low = load_l2_word(source + thread * 4), high = load_l2_word(source + thread * 4 + 2), own = load_l2_word(source + column);
+    const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);
+    const float factor = rsqrtf(block_sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, scratch) / 1024.0f + eps);
+    const u32 normed = pack_bf16(bf16_low(own) * factor * (1.0f + scale_out.x) + shift_out.x, bf16_high(own) * factor * (1.0f + scale_out.y) + shift_out.y);
+    const float y0 = bf16_low(normed), y1 = bf16_high(normed);
+    barrier_wait(smem_address(&barriers[0]), 0);
+    float v[32];
 #pragma unroll
     for (int d = 0; d < 32; ++d) {
-      const float4 w = *reinterpret_cast<const float4*>(out_weight + d * 1024 + column);
-      float v = w.x * y0 + w.y * y1 + w.z * y2 + w.w * y3;
-#pragma unroll
-      for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(0xffffffffu, v, offset);
-      if (lane == d) mine = v;
+      const float2 w = *reinterpret_cast<const float2*>(shared + d * 2048 + thread * 8);
+      v[d] = w.x * y0 + w.y * y1;
     }
-    parts[warp][lane] = mine;
+    exchange_halves<16>(v, lane);
+    exchange_halves<8>(v, lane);
+    exchange_halves<4>(v, lane);
+    exchange_halves<2>(v, lane);
+    exchange_halves<1>(v, lane);
+    parts[warp][lane] = v[0];
     __syncthreads();
-    if (thread < 32) {
-      float v = out_bias[lane];
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (warp == 0) {
+      float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v += parts[i][lane];
-      const float x = actions[row * 32 + lane];
-      if (target) v -= guidance * ((target[row * 32 + lane] - (x - tau * v)) * influence[row]);
-      const float next = x + dt * v;
-      actions[row * 32 + lane] = next;
+      for (int i = 0; i < 8; ++i) sum += parts[i][lane];
+      halves[rank][lane] = sum;
+      u32 remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(&halves[rank][lane])), "r"(rank ^ 1));
+      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(sum) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (warp == 0) {
+      float velocity = offset + halves[0][lane] + halves[1][lane];
+      if (target) velocity -= guidance * ((target[row * 32 + lane] - (old - tau * velocity)) * influence[row]);
+      const float next = old + dt * velocity;
+      if (rank == 0) actions[row * 32 + lane] = next;
       fresh[lane] = next;
     }
-  } else if (thread < 32) {
-    fresh[lane] = actions[row * 32 + lane];
+  } else if (warp == 0) {
+    fresh[lane] = old;
   }
   __syncthreads();
   if (!has_in) return;
-  const float4 bias = *reinterpret_cast<const float4*>(in_bias + column);
-  float y[4] = {bias.x, bias.y, bias.z, bias.w};
+  barrier_wait(smem_address(&barriers[1]), 0);
+  float y[2] = {bias.x, bias.y};
 #pragma unroll
   for (int d = 0; d < 32; ++d) {
-    const float4 w = *reinterpret_cast<const float4*>(in_weight + d * 1024 + column);
+    const float2 w = *reinterpret_cast<const float2*>(shared + 65536 + d * 2048 + thread * 8);
     y[0] = fmaf(w.x, fresh[d], y[0]), y[1] = fmaf(w.y, fresh[d], y[1]);
-    y[2] = fmaf(w.z, fresh[d], y[2]), y[3] = fmaf(w.w, fresh[d], y[3]);
   }
 #if HEAD == 2
   // Both parts of silu(y), and the first once more: against both parts of the weight, all but the product of the small
   // parts is there, which is less than fp32 rounds.
-  u32 large[2], small[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float a = y[2 * i] / (1.0f + __expf(-y[2 * i])), b = y[2 * i + 1] / (1.0f + __expf(-y[2 * i + 1]));
-    large[i] = pack_bf16(a, b);
-    small[i] = pack_bf16(a - bf16_low(large[i]), b - bf16_high(large[i]));
-  }
-  *reinterpret_cast<uint2*>(timed + fragment(row + ahead, column)) = make_uint2(large[0], large[1]);
-  *reinterpret_cast<uint2*>(timed + fragment(row + ahead, 1024 + column)) = make_uint2(large[0], large[1]);
-  *reinterpret_cast<uint2*>(timed + fragment(row + ahead, 2048 + column)) = make_uint2(small[0], small[1]);
+  const float a = y[0] / (1.0f + __expf(-y[0])), b = y[1] / (1.0f + __expf(-y[1]));
+  const u32 large = pack_bf16(a, b), small = pack_bf16(a - bf16_low(large), b - bf16_high(large));
+  *reinterpret_cast<u32*>(timed + fragment(row + ahead, column)) = large;
+  *reinterpret_cast<u32*>(timed + fragment(row + ahead, 1024 + column)) = large;
+  *reinterpret_cast<u32*>(timed + fragment(row + ahead, 2048 + column)) = small;
 #else
-  const u32 low = pack_bf16(y[0], y[1]), high = pack_bf16(y[2], y[3]);
-  const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);
-  const float4 scale = scale_in;
-  *reinterpret_cast<uint2*>(stream + (size_t)row * 1024 + column) = make_uint2(low, high);
-  *reinterpret_cast<uint2*>(scaled + fragment(row, column)) =
-      make_uint2(pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y)), pack_bf16(x2 * (1.0f + scale.z), x3 * (1.0f + scale.w)));
-  const float sum = block_sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, scratch);
-  if (thread < 128) squares[thread * 64 + row] = thread == 0 ? sum : 0.0f;
+  const u32 rounded = pack_bf16(y[0], y[1]);
+  const float x0 = bf16_low(rounded), x1 = bf16_high(rounded);
+  *reinterpret_cast<u32*>(stream + (size_t)row * 1024 + column) = rounded;
+  *reinterpret_cast<u32*>(scaled + fragment(row, column)) = pack_bf16(x0 * (1.0f + scale_in.x), x1 * (1.0f + scale_in.y));
+  const float sum = block_sum(x0 * x0 + x1 * x1, scratch);
+  if (thread == 0) squares[rank * 64 + row] = sum;
+  if (rank == 0 && thread > 1 && thread < 16) squares[thread * 64 + row] = 0.0f;
 #endif
 }
 #endif  // HEAD

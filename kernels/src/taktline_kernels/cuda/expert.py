@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +48,15 @@ _WINDOWS = 8
 _LOG2E = 1.4426950408889634
 
 
-# Cycles for which the gate and up product holds its weight copies back (see expert.cu).
-_PAUSE_CYCLES = 4000
+# Parts of a token's sum of squares, one a tile of columns of the kernel that writes them: at most the out projection's.
+_SQUARES = 32
 
 # What the windows of a row block send each other: fp16 parts of 16 rows by 64 columns, and each row's maximum and sum.
 _PARTS_BYTES = _WINDOWS * (2048 + 128)
+
+
+# The kernel between two steps keeps half of both projections' weights, (32, 512) fp32 each.
+_HEAD_BYTES = 32 * WIDTH * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +67,19 @@ class _Product:
     depth: int
     split: int
     epilogue: int
+    pause: int = 0
+    room: int = 0
 
     @property
     def weight_bytes(self) -> int:
         return self.columns * self.depth * 2
 
 
-_QKV = _Product(columns=32, depth=1024, split=1, epilogue=0)
+AHEAD = 0
+CLUSTERS = 0
+_QKV = _Product(columns=32, depth=1024, split=1, epilogue=0, pause=3000)
 _OUT = _Product(columns=32, depth=512, split=4, epilogue=2)
-_GATE_UP = _Product(columns=64, depth=1024, split=1, epilogue=1)
+_GATE_UP = _Product(columns=64, depth=1024, split=1, epilogue=1, pause=4000)
 _DOWN = _Product(columns=64, depth=512, split=8, epilogue=2)
 
 
@@ -84,6 +93,8 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("eps", ctypes.c_float),
         ("fresh", ctypes.c_int),
+        ("ahead_bytes", ctypes.c_int),
+        ("ahead", ctypes.c_void_p),
     )
 
 
@@ -135,7 +146,7 @@ class ExpertChain:
         device, bf16 = scale.device, torch.bfloat16
         self.stream = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
         self._scaled = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
-        self._squares = torch.zeros(128, MAX_ROWS, device=device)
+        self._squares = torch.zeros(_SQUARES, MAX_ROWS, device=device)
         self._query = torch.zeros(MAX_ROWS, HEADS * HEAD_DIM, dtype=bf16, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(MAX_ROWS, HIDDEN, dtype=bf16, device=device)
@@ -144,14 +155,16 @@ class ExpertChain:
             "expert.cu",
             "attend",
             {"KEYS": window},
-            threads=128,
+            threads=256,
             shared_bytes=window * 1024 + _PARTS_BYTES,
             cluster=_WINDOWS,
         )
-        self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=0)
+        self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=_HEAD_BYTES, cluster=2)
         self._after = torch.zeros(1, dtype=torch.int32, device=device)
         if p.time_weight is not None and p.time_bias is not None and p.state_weight is not None:
-            self._timed_head = CudaKernel("expert.cu", "head", {"HEAD": 2}, threads=256, shared_bytes=0)
+            self._timed_head = CudaKernel(
+                "expert.cu", "head", {"HEAD": 2}, threads=256, shared_bytes=_HEAD_BYTES, cluster=2
+            )
             self._timed_weight = weight_image(timed_weight(p.time_weight, p.time_bias), _DOWN.columns, _DOWN.depth)
             self._timed = timed_input(device)
             self._one = torch.ones(WIDTH, device=device)
@@ -167,6 +180,7 @@ class ExpertChain:
         cos: Tensor,
         sin: Tensor,
         guidance: Sequence[Guidance] | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> None:
         """Run every step, in place.
 
@@ -179,6 +193,7 @@ class ExpertChain:
             cos: (positions, 128) fp32.
             sin: likewise.
             guidance: the correction of each step's velocity, or None.
+            before_layer: called before each layer of the first step, which reads that layer's keys and values.
         """
         # π0's state is the first token of the first step; the later steps find its keys and values in the cache.
         before, after = int(state is not None), length
@@ -200,7 +215,22 @@ class ExpertChain:
         for step in range(self._steps):
             rows, first = actions.shape[0] + before, before
             for layer in range(len(self._images)):
-                self.layer(rows, step, layer, length, keys[layer], values[layer], cos, sin, first_alone=first > 0)
+                # What the hook makes this stream wait for is complete when the layer starts.
+                joins = step == 0 and before_layer is not None
+                if step == 0 and before_layer is not None:
+                    before_layer(layer)
+                self.layer(
+                    rows,
+                    step,
+                    layer,
+                    length,
+                    keys[layer],
+                    values[layer],
+                    cos,
+                    sin,
+                    first_alone=first > 0,
+                    overlap=not joins,
+                )
             length, before = after, 0
             self.head(actions, step, before=first, guidance=None if guidance is None else guidance[step])
 
@@ -216,6 +246,7 @@ class ExpertChain:
         sin: Tensor,
         *,
         first_alone: bool = False,
+        overlap: bool = True,
     ) -> None:
         """Run one layer of one step on the chain's stream."""
         qkv, out, gate_up, down = self._images[layer]
@@ -226,6 +257,7 @@ class ExpertChain:
             _QKV,
             WIDTH * 5 // 2 // _QKV.columns,
             rows,
+            overlap=overlap,
             weights=qkv,
             input=scaled,
             squares=squares,
@@ -238,7 +270,7 @@ class ExpertChain:
             length=length,
         )
         self.attention(rows, length, keys, values, ahead=gate_up, first_alone=first_alone)
-        residual: dict[str, Tensor | int] = {
+        residual: dict[str, Any] = {
             "output": stream,
             "scaled": scaled,
             "squares_out": squares,
@@ -254,6 +286,7 @@ class ExpertChain:
             scale=scale[2 * layer + 1],
             **residual,
         )
+        later: dict[str, Any] = {"ahead": down, "ahead_bytes": down.numel() * 2} if AHEAD else {}
         self._product(
             _GATE_UP,
             2 * HIDDEN // _GATE_UP.columns,
@@ -263,6 +296,7 @@ class ExpertChain:
             squares=squares,
             constants=for_mlp,
             output=self._hidden,
+            **later,
         )
         self._product(
             _DOWN,
@@ -280,7 +314,7 @@ class ExpertChain:
     ) -> None:
         """Attend from the chain's queries over length + rows cache rows, and prefetch the weights `ahead` to L2."""
         self._attend.launch(
-            (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
+            (max(-(-rows * HEADS // 32), CLUSTERS) * _WINDOWS, 1, 1),
             [
                 self._query,
                 keys,
@@ -370,7 +404,7 @@ class ExpertChain:
     ) -> None:
         p = self._projections
         kernel.launch(
-            (tokens, 1, 1),
+            (2 * tokens, 1, 1),
             [
                 self.stream,
                 self._scaled,
@@ -397,17 +431,19 @@ class ExpertChain:
             overlap=overlap,
         )
 
-    def _product(self, product: _Product, tiles: int, rows: int, **fields: Tensor | int) -> None:
+    def _product(
+        self, product: _Product, tiles: int, rows: int, *, overlap: bool = True, **fields: Tensor | int
+    ) -> None:
         arguments = _Arguments(rows=rows, eps=self._eps)
         for name, value in fields.items():
             setattr(arguments, name, value.data_ptr() if isinstance(value, Tensor) else value)
-        self._products[product].launch((tiles * product.split, 1, 1), [arguments], overlap=True)
+        self._products[product].launch((tiles * product.split, 1, 1), [arguments], overlap=overlap)
 
 
 def _kernel(product: _Product) -> CudaKernel:
     defines = {"N": product.columns, "KB": product.depth, "SPLIT": product.split, "EPILOGUE": product.epilogue}
-    defines["PAUSE"] = _PAUSE_CYCLES if product.epilogue == 1 else 0
-    # Parts that the other blocks of a cluster send: 2 KB from each.
-    received = product.split * 2048 if product.epilogue == 2 else 0
-    shared = product.weight_bytes + received
+    defines["PAUSE"] = product.pause
+    # Parts that the other blocks of a cluster send.
+    received = 0 if product.split == 1 else product.split * 2048 if product.epilogue == 2 else product.columns * 128
+    shared = max(product.weight_bytes + received, product.room)
     return CudaKernel("expert.cu", "product", defines, threads=256, shared_bytes=shared, cluster=product.split)

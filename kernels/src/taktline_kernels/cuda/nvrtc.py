@@ -136,25 +136,23 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tensor_map(tensor: Tensor, box: tuple[int, int]) -> Any:
-    """Describe a row-major bf16 matrix to the bulk tensor copy engine: 128-byte swizzle, zeros outside.
+def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
+    """Describe a bf16 tensor to the bulk tensor copy engine: 128-byte swizzle, zeros outside.
 
     Args:
-        tensor: (rows, columns) bf16, contiguous columns.
-        box: (rows, columns) of one copy; columns * 2 bytes must be 128.
+        tensor: bf16 of two dimensions or more, the last one contiguous.
+        box: shape of one copy; its last dimension times 2 bytes must be 128.
     """
-    rows, columns = tensor.shape
-    dtype = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     unsigned, small = driver.cuuint64_t, driver.cuuint32_t
     return _check(
         driver.cuTensorMapEncodeTiled(
-            dtype,
-            2,
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            tensor.dim(),
             tensor.data_ptr(),
-            [unsigned(columns), unsigned(rows)],
-            [unsigned(tensor.stride(0) * 2)],
-            [small(box[1]), small(box[0])],
-            [small(1), small(1)],
+            [unsigned(size) for size in reversed(tensor.shape)],
+            [unsigned(stride * 2) for stride in reversed(tensor.stride()[:-1])],
+            [small(size) for size in reversed(box)],
+            [small(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from taktline_worker import graph_capture
+from taktline_worker import branches, graph_capture
 from taktline_worker.profiling.kernels import packaged_table, selecting_by
 from taktline_worker.profiling.subject import Request
 
@@ -203,6 +203,8 @@ def pretended_gpu(
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch, "Generator", _on_cpu(torch.Generator)))
         stack.enter_context(mock.patch.object(graph_capture.GraphPool, "capture", _watched_capture(watch)))
+        stack.enter_context(mock.patch.object(graph_capture.Beside, "run", _one_after_the_other))
+        stack.enter_context(mock.patch.object(branches, "_side", lambda device: None))
         stack.enter_context(selecting_by(selector))
         stack.enter_context(mode)
         stack.enter_context(watch)
@@ -215,6 +217,16 @@ def _on_cpu(made: type[torch.Generator]) -> Callable[..., torch.Generator]:
         return made()
 
     return generator
+
+
+def _one_after_the_other(
+    self: graph_capture.Beside,
+    leading: Callable[[graph_capture.Stage], None],
+    following: Callable[[graph_capture.Stage], None],
+) -> None:
+    del self
+    leading(lambda stage: None)
+    following(lambda stage: None)
 
 
 def _watched_capture(watch: _Watch) -> Callable[..., graph_capture.Captured]:

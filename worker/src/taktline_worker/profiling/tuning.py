@@ -24,17 +24,23 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 # A candidate must be faster by this share to replace what runs now: below it is noise.
 _WORTH = 0.02
 # Settings that are tried besides those which any shipped table uses.
-_GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
-    "attention_cached": {
+_GRIDS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
+    ("attention_cached", "hopper"): {"wide": (0, 1), "keys": (48, 64, 80), "split": (1, 2, 4, 8)},
+    ("attention_cached", "triton"): {
         "block_m": (64, 128),
         "block_n": (32, 64),
         "splits": (1, 2, 4, 7, 13),
         "num_warps": (4, 8),
         "num_stages": (2, 3),
     },
-    "conv_silu_split": {"block": (256, 512), "rows": (2, 4, 8), "num_warps": (4, 8)},
-    "gated_delta_rule": {"chunk": (16, 32, 64), "value_block": (16, 32), "num_warps": (4, 8), "round_inside": (0, 1)},
-    "rms_norm_silu_gate": {"heads": (1, 4, 8, 16), "num_warps": (1, 4, 8)},
+    ("conv_silu_split", "triton"): {"block": (256, 512), "rows": (2, 4, 8), "num_warps": (4, 8)},
+    ("gated_delta_rule", "triton"): {
+        "chunk": (16, 32, 64),
+        "value_block": (16, 32),
+        "num_warps": (4, 8),
+        "round_inside": (0, 1),
+    },
+    ("rms_norm_silu_gate", "triton"): {"heads": (1, 4, 8, 16), "num_warps": (1, 4, 8)},
 }
 
 
@@ -115,7 +121,7 @@ def candidates(call: Recorded) -> Iterator[tuple[str, dict[str, int]]]:
     options: list[tuple[str, Mapping[str, int]]] = [(call.choice.kernel, call.choice.config)]
     for kernel in implementations(call.name):
         settings: list[Mapping[str, int]] = [rule.config for rule in shipped if rule.kernel == kernel]
-        grid = _GRIDS.get(call.name, {})
+        grid = _GRIDS.get((call.name, kernel), {})
         settings += (
             [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
         )

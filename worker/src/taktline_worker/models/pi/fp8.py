@@ -14,8 +14,9 @@ from taktline_kernels.gpu import Fp8Rows
 from torch import Tensor
 from torch.nn import functional
 
+from taktline_worker.graph_capture import Stage
 from taktline_worker.models.pi.config import LAYER_NORM_EPS, RMS_EPS
-from taktline_worker.models.pi.fused import assemble, embed_patches
+from taktline_worker.models.pi.fused import assemble, embed_patches, tell
 from taktline_worker.models.pi.weights import GemmaLayer, PiWeights, VisionLayer, VisionWeights
 
 # The product of the second vision layer is 15 % faster where its depth is a multiple of 128.
@@ -126,6 +127,7 @@ def prefix_pass(
     cos: Tensor,
     sin: Tensor,
     heads: int,
+    written: Stage | None = None,
 ) -> None:
     """Run the prefix and write its rotated keys and its values; see `fused.prefix_pass`."""
     layers, d = towers.prefix, keys.shape[-1]
@@ -135,9 +137,11 @@ def prefix_pass(
         if index + 1 == len(layers):
             key_value = gpu.linear_fp8(hidden, layer.qkv.from_row(heads * d))
             gpu.rope_cache(key_value, keys[index], values[index], cos, sin, lengths, heads=0, suffix=False)
+            tell(written, index)
             return
         qkv = gpu.linear_fp8(hidden, layer.qkv)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=False)
+        tell(written, index)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         quantised = gpu.attention_cached_fp8(query, keys[index], values[index], lengths, 0)
         attended = gpu.linear_fp8(quantised, layer.out)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from taktline_worker.graph_capture import Stage
 from taktline_worker.models.pi.byte_expert import ByteLayer, quantise
 from taktline_worker.models.pi.chain import make_chain
 from taktline_worker.models.pi.config import LAYER_NORM_EPS, RMS_EPS, PiArchitecture
@@ -173,6 +174,7 @@ def prefix_pass(
     cos: Tensor,
     sin: Tensor,
     heads: int,
+    written: Stage | None = None,
 ) -> None:
     """Run the prefix and write its rotated keys and its values; the last layer stops there.
 
@@ -186,6 +188,7 @@ def prefix_pass(
         cos: (positions, d / 2) fp32.
         sin: likewise.
         heads: query heads.
+        written: called with each layer once its keys and values are on their way.
     """
     layers, d = weights.prefix, keys.shape[-1]
     x = assemble(weights, images, tokens, source)
@@ -194,9 +197,11 @@ def prefix_pass(
         if index + 1 == len(layers):
             key_value = gpu.linear(hidden, layer.qkv_weight[heads * d :])
             gpu.rope_cache(key_value, keys[index], values[index], cos, sin, lengths, heads=0, suffix=False)
+            tell(written, index)
             return
         qkv = gpu.linear(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=False)
+        tell(written, index)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(query, keys[index], values[index], lengths, 0).flatten(2)
         attended = gpu.linear(attended, layer.out_weight)
@@ -216,6 +221,7 @@ def solve(
     sin: Tensor,
     heads: int,
     guidance: Sequence[Guidance] | None = None,
+    before_layer: Stage | None = None,
 ) -> None:
     """The Euler loop, in place on `actions`.
 
@@ -232,13 +238,14 @@ def solve(
         sin: likewise.
         heads: query heads.
         guidance: the correction of each step's velocity, rows B * H; None for none.
+        before_layer: called before each layer of the first step, which reads that layer's keys and values.
     """
     weights, chain = fused.packed, fused.chain
     batch, horizon, dim = actions.shape
     layers = fused.expert(batch)
     _note_expert(fused, batch, horizon)
     if batch == 1 and chain is not None:
-        chain.solve(actions[0], state, lengths, keys[:, 0], values[:, 0], cos, sin, guidance)
+        chain.solve(actions[0], state, lengths, keys[:, 0], values[:, 0], cos, sin, guidance, before_layer)
         return
     norms, steps = fused.norms, int(weights.times.shape[0])
     flat, before = actions.view(batch * horizon, dim), 0
@@ -248,7 +255,18 @@ def solve(
         x, before = torch.cat((token.to(x.dtype)[:, None], x), dim=1), 1
     for step in range(steps):
         hidden, update, gate, final = _step(
-            layers, norms, step, x, lengths, keys, values, cos, sin, heads, first_alone=before > 0
+            layers,
+            norms,
+            step,
+            x,
+            lengths,
+            keys,
+            values,
+            cos,
+            sin,
+            heads,
+            first_alone=before > 0,
+            before_layer=before_layer if step == 0 else None,
         )
         correction = None if guidance is None else guidance[step]
         x = _suffix(
@@ -324,6 +342,7 @@ def _step(
     heads: int,
     *,
     first_alone: bool,
+    before_layer: Stage | None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """All layers of one step; returns stream, last update, its gate, and the final norm's scale and shift."""
     scale, shift, gate = norms.scale[step], norms.shift[step], norms.gate[step]
@@ -331,6 +350,7 @@ def _step(
     hidden = ops.ada_rms_norm(x, scale[0], shift[0], RMS_EPS)
     for index, layer in enumerate(layers):
         first, second, following = 2 * index, 2 * index + 1, 2 * index + 2
+        tell(before_layer, index)
         qkv = _product(hidden, layer.qkv_weight)
         gpu.rope_cache(qkv, keys[index], values[index], cos, sin, lengths, heads=heads, suffix=True)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
@@ -353,6 +373,12 @@ def _product(x: Tensor, weight: Tensor | ByteWeight) -> Tensor:
 def _gated(x: Tensor, gate_up: Tensor | ByteWeight) -> Tensor:
     """The gated feed-forward's first half; bf16 gates and ups alternate by eights, stored ones lie apart."""
     return gpu.linear_geglu_bytes(x, gate_up) if isinstance(gate_up, ByteWeight) else gpu.linear_geglu(x, gate_up)
+
+
+def tell(hook: Stage | None, layer: int) -> None:
+    """Call `hook`, if there is one."""
+    if hook is not None:
+        hook(layer)
 
 
 def given(tensor: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +13,8 @@ from taktline_kernels.guidance import Guidance
 from taktline_protocol.deployment import QuantisationOptions
 from torch import Tensor
 
-from taktline_worker.graph_capture import Captured, GraphPool
+from taktline_worker.devices import Running, send
+from taktline_worker.graph_capture import Beside, Captured, GraphPool, Stage
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
 from taktline_worker.models.pi.config import PiArchitecture
@@ -44,8 +46,9 @@ class Bucket:
 class GraphRunner:
     """Replays one graph a batch, from patches to robot units, with no allocation after `capture`.
 
-    One call at a time: every bucket uses the same buffers, sized for the largest. A batch is padded to the smallest
-    captured bucket that holds it; padded rows have one valid slot and no influence on the others.
+    One call at a time, and batches run in the order of their calls: every bucket uses the same buffers, sized for the
+    largest. A batch is padded to the smallest captured bucket that holds it; padded rows have one valid slot and no
+    influence on the others.
 
     Args:
         weights: packed bf16 weights, on a CUDA device.
@@ -107,6 +110,7 @@ class GraphRunner:
         self.weights = self.fused.packed
         self._cos, self._sin = ops.rope_table(torch.arange(slots + self._suffix, device=device), a.head_dim)
         self._pool = GraphPool(device)
+        self.beside: Beside | None = Beside(device, first_served=False)
         self._images = torch.empty(0, device=device)
 
     def slots(self, bucket: Bucket) -> int:
@@ -130,8 +134,12 @@ class GraphRunner:
     def compute(self, bucket: Bucket) -> None:
         """The whole request over the static buffers, noise in and actions out."""
         self.encode_images(bucket)
-        self.encode_prefix(bucket)
-        self.solve(bucket)
+        if self.beside is not None:
+            # A layer of the first step needs that layer's cache, not the whole prefix.
+            self.beside.run(partial(self.encode_prefix, bucket), partial(self.solve, bucket))
+        else:
+            self.encode_prefix(bucket)
+            self.solve(bucket)
         if self._unnormalise is not None:
             self._answers[: bucket.rows].copy_(self._unnormalise(self._actions[: bucket.rows]))
 
@@ -144,20 +152,20 @@ class GraphRunner:
         else:
             self._images = fp8.image_features(self.towers, vision, patches, heads)
 
-    def encode_prefix(self, bucket: Bucket) -> None:
-        """Prefix of the images that `encode_images` left and of the prompt."""
+    def encode_prefix(self, bucket: Bucket, written: Stage | None = None) -> None:
+        """Prefix of the images that `encode_images` left and of the prompt; `written` as `fused.prefix_pass` has it."""
         tokens = self._tokens[: bucket.rows * bucket.prompt].view(bucket.rows, bucket.prompt)
         slots = self.slots(bucket)
         source = self._source[: bucket.rows * slots].view(bucket.rows, slots)
         lengths, heads = self._lengths[: bucket.rows], self.architecture.heads
         rest = (self.weights, self._images, tokens, source, lengths, *self.caches(bucket), self._cos, self._sin, heads)
         if self.towers is None:
-            fused.prefix_pass(*rest)
+            fused.prefix_pass(*rest, written)
         else:
-            fp8.prefix_pass(self.towers, *rest)
+            fp8.prefix_pass(self.towers, *rest, written)
 
-    def solve(self, bucket: Bucket) -> None:
-        """All solver steps."""
+    def solve(self, bucket: Bucket, before: Stage | None = None) -> None:
+        """All solver steps; `before` as `fused.solve` has it."""
         keys, values = self.caches(bucket)
         fused.solve(
             self.fused,
@@ -170,6 +178,7 @@ class GraphRunner:
             self._sin,
             self.architecture.heads,
             self._guidance(bucket),
+            before,
         )
 
     def _guidance(self, bucket: Bucket) -> list[Guidance] | None:
@@ -208,40 +217,52 @@ class GraphRunner:
             self.camera.load_pixels(batch.pixels)
         else:
             self.camera.load_frames(batch.raw)
-        tokens = self._tokens[: bucket.rows * bucket.prompt].view(bucket.rows, bucket.prompt)
-        tokens[:rows, :prompt].copy_(batch.tokens, non_blocking=True)
+        tokens = torch.zeros(rows, bucket.prompt, dtype=torch.int64)
+        tokens[:, :prompt] = batch.tokens
+        send(self._tokens[: rows * bucket.prompt], tokens.view(-1))
         # The batch numbers its sources for its own image and prompt counts; the bucket has more of both.
         tokens_per_image = self.architecture.tokens_per_image
         text = images * tokens_per_image
         index = batch.source[:, :slots]
         moved = index - text
         moved = moved // prompt * bucket.prompt + moved % prompt + bucket.rows * bucket.views * tokens_per_image
-        source = self._source[: bucket.rows * slots].view(bucket.rows, slots)
-        source.zero_()
-        source[:rows, : index.shape[1]].copy_(torch.where(index < text, index, moved), non_blocking=True)
-        self._lengths[:rows].copy_(batch.lengths, non_blocking=True)
-        self._lengths[rows : bucket.rows] = 1
-        self._actions[:rows].copy_(batch.noise, non_blocking=True)
+        source = torch.zeros(bucket.rows, slots, dtype=torch.int64)
+        source[:rows, : index.shape[1]] = torch.where(index < text, index, moved)
+        send(self._source[: bucket.rows * slots], source.view(-1))
+        lengths = torch.ones(bucket.rows, dtype=torch.int32)
+        lengths[:rows] = batch.lengths
+        send(self._lengths[: bucket.rows], lengths)
+        send(self._actions[:rows], batch.noise)
         if self._state is not None and batch.state is not None:
-            self._state[:rows].copy_(batch.state, non_blocking=True)
+            send(self._state[:rows], batch.state)
         if self._bound is None:
             return
         self._influence.zero_()
         if batch.rtc is not None:
-            self._target[:rows].copy_(batch.rtc.target, non_blocking=True)
-            self._influence[:rows].copy_(batch.rtc.weights[..., 0], non_blocking=True)
+            send(self._target[:rows], batch.rtc.target)
+            send(self._influence[:rows], batch.rtc.weights[..., 0].contiguous())
 
-    @torch.inference_mode()
     def run(self, batch: PiBatch) -> Tensor:
         """Actions of each row on the CPU: fp32 (B, H, action width), or (B, H, D) where it `unnormalises`.
 
         Raises:
             ValueError: the batch fits no bucket.
         """
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: PiBatch) -> Running:
+        """As `run`, without waiting: the GPU begins when it has ended what was launched before.
+
+        Raises:
+            ValueError: the batch fits no bucket.
+        """
         bucket = self.bucket_for(batch)
         self.load(batch, bucket)
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began.record()
         self.captured[bucket].graph.replay()
-        return self._answers[: batch.tokens.shape[0]].cpu()
+        return Running(began, self._answers[: batch.tokens.shape[0]])
 
 
 class _tf32:
