@@ -1,10 +1,12 @@
 """MiniCPM-RobotManip on one GPU: the engine's whole request in a graph against its floor and a plain peer, by views.
 
     python benchmarks/engine_minicpm.py [--quick] [--fp8] [--out DIR]
+    python benchmarks/engine_minicpm.py --compiled [--out DIR]
 
 Random weights of the published size; frames are cut into patches and the prompt tokenised before. Times are CUDA events
-around one replay, 10 warm-ups, 50 runs. The peer is benchmarks/plain_minicpm.py with its backbone in bf16, eager, at
-batch 1.
+around one replay, 10 warm-ups, 50 runs. The peer is benchmarks/plain_minicpm.py with its backbone in bf16 at batch 1,
+eager, and with --compiled every block through torch.compile: that peer alone is measured then, and set beside the rows
+that the file has.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,10 +31,12 @@ from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
 from taktline_worker.models.minicpm_robot.synthetic import IMAGE_TOKEN, PUBLISHED, random_row, random_tensors
 from taktline_worker.models.minicpm_robot.weights import pack_weights
 from taktline_worker.models.minicpm_robot.work import phase_work
+from torch import Tensor
 
 VIEWS, TEXT = (1, 2, 3), 28
 COMPARED = 4
 """Robots whose actions are compared with fp32: one distance alone scatters by a third."""
+COMPILED = "plain PyTorch, torch.compile"
 BATCHES = {1: (1,), 2: (1, 2, 4, 8, 16, 32), 3: (1,)}
 
 
@@ -45,13 +50,48 @@ def on_device(row: MiniCpmRow, device: torch.device) -> MiniCpmRow:
     return replace(row, patches=row.patches.to(device), state=row.state.to(device), noise=row.noise.to(device))
 
 
+def plain_peer(tensors: dict[str, Tensor], *, compiled: bool = False) -> PlainMiniCpm:
+    """The peer with its backbone in bf16."""
+    model = backbone(tensors, PUBLISHED, published_config(PUBLISHED, IMAGE_TOKEN), torch.bfloat16)
+    head = PlainHead(head_tensors(tensors), PUBLISHED.head.heads, PUBLISHED.head.horizon)
+    return PlainMiniCpm(model, head, compiled=compiled)
+
+
+def compiled_peer(target: Path) -> None:
+    """The compiled peer beside the bf16 rows of batch 1 that the file has, and again in it."""
+    device = torch.device("cuda")
+    plain = plain_peer(random_tensors(PUBLISHED, device), compiled=True)
+    for views in VIEWS:
+        here = on_device(random_row(PUBLISHED, views, TEXT), device)
+        times = event_times(lambda here=here: plain(here), 3, 10)
+        say(f"{views} views, batch 1: plain PyTorch, compiled {quantile(times, 0.5):.1f} ms")
+        # Read again: a run of the engine may have written it meanwhile.
+        rows = [Row(**row) for row in json.loads(target.read_text(encoding="utf-8"))]
+        of = [row for row in rows if (row.shape["views"], row.batch, row.dtype) == (views, 1, "bf16")]
+        second = replace(of[0])
+        add_peer(second, COMPILED, times)
+        kept = [row for row in rows if row.peer != COMPILED or row.shape["views"] != views]
+        save(target, [*kept, second])
+
+
+def save(target: Path, rows: Sequence[Row]) -> None:
+    """Write the rows."""
+    target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--quick", action="store_true", help="batch 1 only")
     parser.add_argument("--fp8", action="store_true", help="two views at batch 1 with FP8 in the backbone too")
+    parser.add_argument("--compiled", action="store_true", help="nothing but the compiled peer")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "engine_minicpm.json"
+    if options.compiled:
+        compiled_peer(target)
+        return
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     tensors = random_tensors(PUBLISHED, device)
@@ -59,16 +99,8 @@ def main() -> None:
         MiniCpmRunner(pack_weights(tensors, PUBLISHED, [0], dtype, device), PUBLISHED, IMAGE_TOKEN)
         for dtype in (torch.bfloat16, torch.float32)
     )
-    plain = PlainMiniCpm(
-        backbone(tensors, PUBLISHED, published_config(PUBLISHED, IMAGE_TOKEN), torch.bfloat16),
-        PlainHead(head_tensors(tensors), PUBLISHED.head.heads, PUBLISHED.head.horizon),
-    )
+    plain = plain_peer(tensors)
     rows: list[Row] = []
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / "engine_minicpm.json"
-
-    def save() -> None:
-        target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
     def measure(runner: MiniCpmRunner, precision: str, views: int, sizes: tuple[int, ...]) -> None:
         row = random_row(PUBLISHED, views, TEXT)
@@ -106,14 +138,14 @@ def main() -> None:
             say(f"{views} views, batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
             if batch == 1 and precision == "bf16":
                 add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda: plain(here), 2, 10))
-            save()
+            save(target, rows)
         for one in rows_of(views, COMPARED):  # the rows above hold the same mapping
             reference = exact.run([one])[0]
             for name, found in (("ours", graphs.run([one])[0]), ("plain", plain(on_device(one, device)).cpu())):
                 distance = float((found - reference).norm() / reference.norm())
                 accuracy[name] = accuracy.get(name, 0.0) + distance / COMPARED
         say(f"{views} views: mean distance of {precision} (plain: bf16) from fp32 over {COMPARED} robots {accuracy}")
-        save()
+        save(target, rows)
 
     for views in VIEWS:
         measure(eager, "bf16", views, BATCHES[views][:1] if options.quick else BATCHES[views])

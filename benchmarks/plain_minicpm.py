@@ -144,10 +144,14 @@ class PlainHead:
 
 
 class PlainMiniCpm:
-    """Backbone and head, one row at a time."""
+    """Backbone and head, one row at a time; `compiled` puts every block, and the head, through torch.compile."""
 
-    def __init__(self, model: Any, head: PlainHead) -> None:
+    def __init__(self, model: Any, head: PlainHead, *, compiled: bool = False) -> None:
         self._model, self._head = model, head
+        if compiled:
+            for block in (*model.vision_tower.encoder.layers, *model.language_model.layers):
+                block.forward = torch.compile(block.forward)
+            head.predict = torch.compile(head.predict)  # type: ignore[method-assign]
 
     @torch.inference_mode()
     def __call__(self, row: MiniCpmRow) -> Tensor:

@@ -68,15 +68,11 @@ def quantised(layer: _Layer, *names: str) -> _Layer:
     return changed
 
 
-def swiglu_for(down: Any, gate_up: Tensor) -> Any:
-    """silu(gate) * up of (..., 2k), the gates first, as `down` reads it: in FP8, made in the same pass, or as it is."""
-    return functions().swiglu_fp8(gate_up) if isinstance(down, Fp8Linear) else ops.swiglu(gate_up)
-
-
-def after_swiglu(down: Any, gate_up: Tensor) -> Tensor:
-    """`down` of silu(gate) * up of (..., 2k), the gates first; rows become FP8 in the same pass where it reads them."""
-    out: Tensor = down(swiglu_for(down, gate_up))
-    return out
+def gated(gate_up: Any, down: Any, x: Tensor) -> Any:
+    """silu(gate) * up of the products of x, as `down` reads it: in FP8, made in the same pass, or as it is."""
+    if isinstance(down, Fp8Linear):
+        return functions().swiglu_fp8(gate_up(x))
+    return ops.swiglu(gate_up(x)) if isinstance(gate_up, Fp8Linear) else ops.linear_silu_gate(x, gate_up.weight)
 
 
 def check_device(device: torch.device) -> None:

@@ -37,7 +37,7 @@ class MiniCpmBatch:
     Attributes:
         patches: fp32 (images of all rows, P, patch values), in the order of rows.
         tokens: int64 (B, S), zeros behind a row's end.
-        image_slots: int64 (image tokens,), where in the flattened (B * S) they stand, in that order.
+        image_rows: int64 (B, S), which of the images' tokens, counted through all rows, stands there, or -1.
         valid: bool (B, 1, 1, S), the slots that are a row's own.
         state: fp32 (B, state width).
         noise: fp32 (B, H, action width).
@@ -46,7 +46,7 @@ class MiniCpmBatch:
 
     patches: Tensor
     tokens: Tensor
-    image_slots: Tensor
+    image_rows: Tensor
     valid: Tensor
     state: Tensor
     noise: Tensor
@@ -54,7 +54,7 @@ class MiniCpmBatch:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor of it, in a fixed order."""
-        return self.patches, self.tokens, self.image_slots, self.valid, self.state, self.noise
+        return self.patches, self.tokens, self.image_rows, self.valid, self.state, self.noise
 
 
 def lay_out(rows: Sequence[MiniCpmRow], image_token: int, device: torch.device, slots: int = 0) -> MiniCpmBatch:
@@ -68,10 +68,11 @@ def lay_out(rows: Sequence[MiniCpmRow], image_token: int, device: torch.device, 
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)] = torch.from_numpy(row.tokens)
         valid[index, : len(row.tokens)] = True
+    images = (tokens == image_token) & valid
     return MiniCpmBatch(
         patches=torch.cat([row.patches for row in rows]).to(device),
         tokens=tokens.to(device),
-        image_slots=((tokens == image_token) & valid).flatten().nonzero()[:, 0].to(device),
+        image_rows=torch.where(images, images.flatten().cumsum(0).view_as(tokens) - 1, -1).to(device),
         valid=valid[:, None, None].to(device),
         state=torch.stack([row.state for row in rows]).to(device),
         noise=torch.stack([row.noise for row in rows]).to(device),

@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 from taktline_kernels import ops
-from taktline_kernels.ops.delta import conv_silu_split, gated_delta_rule, rms_norm_silu_gate, sigmoid_gate
-from taktline_kernels.ops.norms import add_rms_norm, rms_norm
+from taktline_kernels.ops.delta import (
+    conv_silu_split,
+    gated_delta_rule,
+    linear_conv_split,
+    rms_norm_silu_gate,
+    sigmoid_gate,
+)
+from taktline_kernels.ops.gather import embed_rms_norm, reorder_rows
+from taktline_kernels.ops.norms import add_rms_norm
 from taktline_kernels.ops.solver import clean_actions
 from torch import Tensor
 from torch.nn import functional
 
-from taktline_worker.fp8_layers import Fp8Linear, swiglu_for
+from taktline_worker.fp8_layers import Fp8Linear, gated
 from taktline_worker.layers import Linear, Norm
 from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
 from taktline_worker.models.minicpm_robot.weights import (
@@ -38,7 +45,9 @@ Memory = tuple[Tensor, Tensor]
 
 def encode_images(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
     """Text tokens (N, image tokens, text width) of patches (N, P, 3 * patch^2), channel first, row by row."""
-    x, y = weights.positions.expand(len(patches), -1, -1), weights.patch(_by_window(weights, v, patches))
+    held = weights.patch.weight
+    patches = reorder_rows(patches, weights.order, held.shape[1], held.dtype)
+    x, y = weights.positions.expand(len(patches), -1, -1), weights.patch(patches)
     x, n = weights.blocks[0].norm1.after(x, y)
     following = [block.norm1 for block in weights.blocks[1:]] + [weights.norm]
     for index, (block, norm) in enumerate(zip(weights.blocks, following, strict=True)):
@@ -49,20 +58,6 @@ def encode_images(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> T
             x, n = _vision_block(block, norm, v.heads, x, n)
     n = weights.merge_norm(_windows(n).flatten(2))
     return weights.merge2(functional.gelu(weights.merge1(n)))  # the exact GELU, here alone
-
-
-def _by_window(weights: VisionWeights, v: VisionConfig, patches: Tensor) -> Tensor:
-    """Patches in the order of `orders.window_order` and the tower's dtype, with zeros up to the width of its matrix.
-
-    So both mergers find what they join side by side; attention inside an image asks for no order.
-    """
-    n, count, values = patches.shape
-    side = v.grid // 4
-    held = weights.patch.weight
-    out = torch.empty(n, side, side, 2, 2, 2, 2, held.shape[1], dtype=held.dtype, device=held.device)
-    out[..., :values] = patches.view(n, side, 2, 2, side, 2, 2, values).permute(0, 1, 4, 2, 5, 3, 6, 7)
-    out[..., values:] = 0.0
-    return out.view(n, count, -1)
 
 
 def _vision_block(block: VisionBlock, following: Norm, heads: int, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,24 +99,22 @@ def rope_tables(t: TextConfig, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def encode_text(
-    weights: TextWeights, t: TextConfig, tokens: Tensor, image_slots: Tensor, images: Tensor, cos: Tensor, sin: Tensor
+    weights: TextWeights, t: TextConfig, tokens: Tensor, image_rows: Tensor, images: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Features (B, S, width) after the final norm; slots behind a row's end hold values that nothing reads.
 
     Args:
         tokens: int64 (B, S).
-        image_slots: int64 (image tokens,), where in the flattened (B * S) each image token stands.
-        images: (image tokens, width), in that order.
+        image_rows: int64 (B, S), which row of `images` stands there, or -1.
+        images: (image tokens, width).
         cos: (S, head_dim / 2) fp32; `sin` likewise.
     """
-    x = functional.embedding(tokens, weights.embedding)
-    x.view(-1, x.shape[-1])[image_slots] = images.to(x.dtype)
-    n = rms_norm(x, weights.layers[0].norm1, t.eps)
-    x = x.float()  # the stream; terms and norms keep the dtype
+    # The stream is fp32; terms and norms keep the dtype.
+    x, n = embed_rms_norm(tokens, weights.embedding, image_rows, images, weights.layers[0].norm1, t.eps)
     following = [layer.norm1 for layer in weights.layers[1:]] + [weights.norm]
     for layer, norm in zip(weights.layers, following, strict=True):
         x, n = _add_norm(x, layer.mixer.out, _mixed(layer, t, n, cos, sin), layer.norm2, t.eps)
-        x, n = _add_norm(x, layer.down, swiglu_for(layer.down, layer.gate_up(n)), norm, t.eps)
+        x, n = _add_norm(x, layer.down, gated(layer.gate_up, layer.down, n), norm, t.eps)
     return n
 
 
@@ -148,12 +141,16 @@ def _full_attention(mixer: FullAttention, t: TextConfig, x: Tensor, cos: Tensor,
 
 
 def _delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
-    widths = t.delta_widths
-    mixed, z, a, b = torch.split(mixer.inputs(x), [sum(widths), widths[2], t.delta_heads, t.delta_heads], dim=-1)
-    q, k, v = (part.view(*x.shape[:2], t.delta_heads, -1) for part in conv_silu_split(mixed, mixer.conv, widths))
+    widths, heads = t.delta_widths, t.delta_heads
+    if isinstance(mixer.inputs, Fp8Linear):
+        mixed, rest = torch.split(mixer.inputs(x), [sum(widths), widths[2] + 2 * heads], dim=-1)
+        parts = conv_silu_split(mixed, mixer.conv, widths)
+    else:
+        *parts, rest = linear_conv_split(x, mixer.inputs.weight, mixer.conv, widths)
+    q, k, v = (part.view(*x.shape[:2], heads, -1) for part in parts)
+    z, a, b = torch.split(rest, [widths[2], heads, heads], dim=-1)
     seen = gated_delta_rule(q, k, v, a, b, mixer.rate, mixer.dt_bias)
-    z = z.view(*x.shape[:2], t.delta_heads, -1)
-    return rms_norm_silu_gate(seen, mixer.norm, z, t.eps).flatten(2)
+    return rms_norm_silu_gate(seen, mixer.norm, z.view(*x.shape[:2], heads, -1), t.eps).flatten(2)
 
 
 def memories(weights: HeadWeights, h: HeadConfig, features: Tensor) -> list[Memory | None]:
@@ -164,39 +161,63 @@ def memories(weights: HeadWeights, h: HeadConfig, features: Tensor) -> list[Memo
     return [None if index % 2 else own[index // 2] for index in range(len(weights.blocks))]
 
 
-def predict(
+Tokens = tuple[Tensor, Tensor]
+"""The head's stream (B, F + H, width), and its norm for the first block."""
+
+
+def begin(
     weights: HeadWeights,
     h: HeadConfig,
     banks: list[tuple[Tensor | slice, Bank]],
     states: list[Tensor],
     x: Tensor,
+    step: int,
+) -> Tokens:
+    """The tokens that the head's first block reads at a solver step.
+
+    Args:
+        banks: (rows of the batch, bank) by embodiment.
+        states: for each of them (its rows, 1, width), the state's part of the first projection.
+        x: (B, H, action width), noisy, in the head's dtype.
+    """
+    norm, found = weights.blocks[0].norms[step], []
+    for (rows, bank), state in zip(banks, states, strict=True):
+        hidden = ops.linear(x[rows], bank.action.weight, bank.action.bias, residual=state.expand(-1, h.horizon, -1))
+        hidden = ops.linear(hidden, bank.second.weight, bank.time[step], activation="silu")
+        found.append(ops.linear_on_rows(hidden, bank.third.weight, bank.rows, norm.weight, norm.bias, norm.eps))
+    if len(banks) == 1:
+        return found[0]
+    stream = x.new_empty(len(x), h.future + h.horizon, h.width)
+    n = torch.empty_like(stream)
+    for (rows, _), parts in zip(banks, found, strict=True):
+        stream[rows], n[rows] = parts
+    return stream, n
+
+
+def predict(
+    weights: HeadWeights,
+    h: HeadConfig,
+    banks: list[tuple[Tensor | slice, Bank]],
+    tokens: Tokens,
     noise: Tensor,
     step: int,
     share: float,
     seen: list[Memory | None],
     valid: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The clean actions that the head expects behind the noisy x at one solver step, and what the next step reads.
+    """The clean actions that the head expects behind a solver step's noisy ones, and what the next step reads.
 
     Shapes are (B, H, action width); clean actions are fp32, x and what the next step reads in the head's dtype.
 
     Args:
+        banks: (rows of the batch, bank) by embodiment.
+        tokens: what `begin` made of the noisy actions.
         noise: fp32.
         share: of the noise at the next step.
-        banks: (rows of the batch, bank) by embodiment.
-        states: for each of them (its rows, 1, width), the state's part of the first projection.
         seen: for each block what `memories` gave.
         valid: bool (B, S), which features are a row's own.
     """
-    stream = weights.future.new_empty(len(x), h.future + h.horizon, h.width)
-    stream[:, : h.future] = weights.future
-    for (rows, bank), state in zip(banks, states, strict=True):
-        state = state.expand(-1, h.horizon, -1)
-        hidden = ops.linear(x[rows], bank.action.weight, bank.action.bias, residual=state)
-        hidden = ops.linear(hidden, bank.second.weight, bank.time[step], activation="silu")
-        offset = bank.offset.expand(len(hidden), -1, -1)
-        stream[rows, h.future :] = ops.linear(hidden, bank.third.weight, bank.third.bias, residual=offset)
-    n = weights.blocks[0].norms[step](stream)
+    stream, n = tokens
     following = [block.norms[step] for block in weights.blocks[1:]] + [weights.tail_norms[step]]
     for index, (block, memory, norm) in enumerate(zip(weights.blocks, seen, following, strict=True)):
         first = h.future if index == len(weights.blocks) - 1 else 0  # the last one's future tokens are never read
@@ -208,7 +229,7 @@ def predict(
     ]
     if len(banks) == 1:
         return found[0]
-    clean, mixed = torch.empty_like(noise), torch.empty_like(x)
+    clean, mixed = torch.empty_like(noise), torch.empty_like(noise, dtype=n.dtype)
     for (rows, _), parts in zip(banks, found, strict=True):
         clean[rows], mixed[rows] = parts
     return clean, mixed

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from taktline_worker.branches import Branch
 from taktline_worker.models.minicpm_robot import modules
 from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
 from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture
@@ -14,6 +17,16 @@ from taktline_worker.models.minicpm_robot.weights import Bank, MiniCpmWeights, s
 
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, noisy input, prediction), for tests that compare step by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What the head knows before the backbone has answered: banks and states by embodiment, its first step's tokens."""
+
+    banks: list[tuple[Tensor | slice, Bank]]
+    states: list[Tensor]
+    x: Tensor
+    tokens: modules.Tokens
 
 
 class MiniCpmRunner:
@@ -36,8 +49,12 @@ class MiniCpmRunner:
 
     @torch.inference_mode()
     def compute(self, batch: MiniCpmBatch, observer: StepObserver | None = None) -> Tensor:
-        """fp32 (B, H, action width) of a batch on the device; reads nothing back from it."""
-        return self.solve(batch, self.encode(batch), observer)
+        """fp32 (B, H, action width) of a batch on the device; reads nothing back from it.
+
+        What the head does before it reads the backbone's features runs beside the backbone.
+        """
+        branch = Branch(self.device, partial(self._begin, batch))
+        return self.solve(batch, self.encode(batch), observer, branch)
 
     @torch.inference_mode()
     def encode(self, batch: MiniCpmBatch) -> Tensor:
@@ -46,7 +63,7 @@ class MiniCpmRunner:
 
     @torch.inference_mode()
     def encode_images(self, batch: MiniCpmBatch) -> Tensor:
-        """(image tokens, text width) in the order of `image_slots`."""
+        """(image tokens, text width) as `image_rows` counts them."""
         return modules.encode_images(self.weights.vision, self.architecture.vision, batch.patches).flatten(0, 1)
 
     @torch.inference_mode()
@@ -57,28 +74,44 @@ class MiniCpmRunner:
         if slots > len(self._tables[0]):
             self._tables = self._rope(slots)
         cos, sin = (table[:slots] for table in self._tables)
-        return modules.encode_text(weights.text, a.text, batch.tokens, batch.image_slots, images, cos, sin)
+        return modules.encode_text(weights.text, a.text, batch.tokens, batch.image_rows, images, cos, sin)
 
     @torch.inference_mode()
-    def solve(self, batch: MiniCpmBatch, features: Tensor, observer: StepObserver | None = None) -> Tensor:
+    def solve(
+        self,
+        batch: MiniCpmBatch,
+        features: Tensor,
+        observer: StepObserver | None = None,
+        branch: Branch[_Begun] | None = None,
+    ) -> Tensor:
         """Actions (B, H, action width) from features (B, S, text width), which the head reads in its own dtype.
 
         Each step mixes the noise with the last prediction and predicts the clean actions anew; no velocity is followed.
+
+        Args:
+            branch: of what `_begin` gives, where it runs elsewhere.
         """
         head, h = self.weights.head, self.architecture.head
-        seen = modules.memories(head, h, features.to(head.future.dtype))
+        seen = modules.memories(head, h, features.to(self.weights.dtype))
         valid = batch.valid[:, 0, 0]
-        banks = self._banks(batch)
-        states = [bank.state(batch.state[rows])[:, None] for rows, bank in banks]
-        found = batch.noise
-        x = found.to(head.future.dtype)
+        begun = self._begin(batch) if branch is None else branch.join()
+        found, x, tokens = batch.noise, begun.x, begun.tokens
         shares = [share for share, _ in steps()[1:]] + [0.0]
         for step, share in enumerate(shares):
             noisy = x
-            found, x = modules.predict(head, h, banks, states, noisy, batch.noise, step, share, seen, valid)
+            if step:
+                tokens = modules.begin(head, h, begun.banks, begun.states, noisy, step)
+            found, x = modules.predict(head, h, begun.banks, tokens, batch.noise, step, share, seen, valid)
             if observer is not None:
                 observer(step, noisy, found)
         return found
+
+    def _begin(self, batch: MiniCpmBatch) -> _Begun:
+        banks = self._banks(batch)
+        states = [bank.state(batch.state[rows])[:, None] for rows, bank in banks]
+        x = batch.noise.to(self.weights.dtype)
+        tokens = modules.begin(self.weights.head, self.architecture.head, banks, states, x, 0)
+        return _Begun(banks, states, x, tokens)
 
     def _rope(self, slots: int) -> tuple[Tensor, Tensor]:
         cos, sin = modules.rope_tables(self.architecture.text, slots)

@@ -56,10 +56,12 @@ class VisionWeights:
 
     Attributes:
         patch: its depth is padded by zeros to a multiple of 8, without which no matrix unit takes whole words of it.
-        positions: fp32 (P, width), those of this checkpoint's grid in the order of `orders.window_order`.
+        order: int64 (P,), `orders.window_order`: both mergers find what they join side by side.
+        positions: fp32 (P, width), those of this checkpoint's grid in that order.
     """
 
     patch: Linear
+    order: Tensor
     positions: Tensor
     blocks: tuple[VisionBlock, ...]
     window: WindowMerger
@@ -142,7 +144,7 @@ class Bank:
     Attributes:
         state: the state's half of the first matrix; its bias is `action`'s.
         time: (steps, width), what the time of each solver step adds before the nonlinearity.
-        offset: (horizon, width), the last bias and the position embedding.
+        rows: (future + horizon, width), each token's constants: those for the future, then bias and position embedding.
     """
 
     action: Linear
@@ -150,7 +152,7 @@ class Bank:
     second: Linear
     time: Tensor
     third: Linear
-    offset: Tensor
+    rows: Tensor
     decode1: Linear
     decode2: Linear
 
@@ -165,7 +167,6 @@ class HeadWeights:
         tail_norms: the last norm at each solver step.
     """
 
-    future: Tensor
     memory: Linear
     blocks: tuple[ActionBlock, ...]
     plain: Norm
@@ -241,11 +242,13 @@ class _Packer(Packer):
 
         conv = self.tensors[f"{tower}embeddings.patch_embedding.weight"].flatten(1)
         conv = functional.pad(conv, (0, -conv.shape[1] % 8))
-        places = nearest_positions(v.grid, round(v.positions**0.5))[window_order(v.grid)]
+        order = window_order(v.grid)
+        places = nearest_positions(v.grid, round(v.positions**0.5))[order]
         table = self.tensors[f"{tower}embeddings.position_embedding.weight"]
         merger = f"{self._a.prefix}merger.mlp.0."
         return VisionWeights(
             patch=Linear(self.place(conv), self.place(self.tensors[f"{tower}embeddings.patch_embedding.bias"])),
+            order=self.place(order, torch.int64),
             positions=self.place(table[places], torch.float32),
             blocks=tuple(block(index) for index in range(v.depth)),
             window=WindowMerger(
@@ -334,7 +337,6 @@ class _Packer(Packer):
         ones = torch.ones(self._a.head.width, dtype=wide, device=self.device)
         crossing = range(0, self._a.head.layers, 2)
         return HeadWeights(
-            future=self.place(self.tensors[f"{HEAD}future_tokens.weight"]),
             memory=self.linear(
                 *(f"{HEAD}model.transformer_blocks.{index}.attn1.to_{part}" for index in crossing for part in "kv")
             ),
@@ -378,13 +380,14 @@ class _Packer(Packer):
         waves = _waves(half, half)
         time = torch.cat((waves.sin(), waves.cos()), dim=1).float()  # sines first, unlike the embedder's
         positions = self.tensors[f"{HEAD}position_embedding.weight"][: h.horizon].float()
+        future = self.tensors[f"{HEAD}future_tokens.weight"].float()
         return Bank(
             action=Linear(self.place(first[:, : h.action_width]), self.place(first_bias)),
             state=Linear(self.place(first[:, h.action_width :], wide), None),
             second=Linear(self.place(second[:, : h.width]), None),
             time=self.place(time.to(second.device) @ second[:, h.width :].t() + second_bias, wide),
             third=Linear(self.place(third), None),
-            offset=self.place(positions + third_bias, wide),
+            rows=self.place(torch.cat((future, positions + third_bias)), wide),
             decode1=linear("action_decoder.layer1"),
             decode2=linear("action_decoder.layer2", wide),
         )
