@@ -72,7 +72,7 @@ def plan_seconds(
 
 
 class PowerMeter:
-    """Mean watts of GPU 0 while inside, as the driver reports them."""
+    """Mean watts of the GPU while inside, as the driver reports them."""
 
     def __enter__(self) -> PowerMeter:
         self._watts: list[float] = []
@@ -94,7 +94,8 @@ class PowerMeter:
         if shutil.which("nvidia-smi") is None:
             say("no nvidia-smi here: no watts")
             return
-        query = ["nvidia-smi", "-i", "0", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
+        which = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # the machine may have others
+        query = ["nvidia-smi", "-i", which, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
         while not self._end.wait(0.2):
             answer = subprocess.run(query, capture_output=True, text=True, check=False)
             if answer.returncode == 0:
@@ -164,6 +165,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
     bias, vector = torch.randn(mlp, device=device).bfloat16(), torch.randn(width, device=device)
     cos = torch.randn(a.frame_tokens, a.head_dim, device=device)
     angles = torch.randn(2, 2, a.tokens, a.head_dim, device=device)
+    paired, wide_bias = ops.pair_rows(weight["qkv"]), torch.randn(3 * width, device=device)
     quantised = {name: ops.quantise_rows(value) for name, value in weight.items()}
     x8, hidden8 = ops.quantise_rows(x), ops.quantise_rows(hidden)
     fp32 = torch.float32
@@ -190,8 +192,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "norm": lambda: ops.frame_norm(stream, (), vector, vector, vector, 1e-6, torch.bfloat16),
         "rotate": lambda: ops.frame_rotate(wide, cos, cos, m),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
-        "attention that turns, 1 frame": lambda: ops.frame_turned_attention(frames[:1], angles, m, a.heads),
-        "attention that turns, 2 frames": lambda: ops.frame_turned_attention(frames, angles, m, a.heads),
+        "qkv turned": lambda: ops.frame_turned_product(x, paired, wide_bias, angles[1], m, wide),
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
     }
@@ -204,7 +205,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
     ):  # fmt: skip
         config = {"block_m": block_m, "block_n": block_n, "num_warps": warps, "num_stages": stages}
         calls[f"attention {block_m}x{block_n}, {warps} warps, {stages} stages"] = (
-            lambda config=config: frame_attention.attention(frames, m, a.heads, config)  # type: ignore[misc]
+            lambda config=config: frame_attention.attention(frames, m, a.heads, None, config)  # type: ignore[misc]
         )
     for together, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
         config = {"rows": together, "num_warps": warps}

@@ -89,7 +89,11 @@ def test_attention(count: int, patches: int, heads: int, dtype: torch.dtype) -> 
     candidates, width = 2, 64
     frames = rand(count, candidates * (patches + 2), 3 * heads * width, dtype=dtype)
     expected = REGISTRY["frame_attention"].reference(frames, candidates, heads)
-    close(attention(frames, candidates, heads, config={"block_m": 32, "block_n": 16}), expected)
+    close(attention(frames, candidates, heads, None, config={"block_m": 32, "block_n": 16}), expected)
+    unit = 2.0**-6
+    eight = attention(frames, candidates, heads, unit, config={"block_m": 32, "block_n": 16})
+    assert eight.dtype == ops.FP8
+    close(eight.float() * unit, expected.float(), 0.04)
 
 
 @pytest.mark.gpu
@@ -120,33 +124,56 @@ def factored_angles(frames: int) -> Tensor:
     return torch.stack((whole.cos(), whole.sin() * sign), dim=1).to(DEVICE)
 
 
-def test_turned_attention_turns_as_the_pass_of_its_own_does() -> None:
-    candidates, heads = 2, 1
-    frames, angles = rand(3, candidates * 258, 3 * heads * 64), factored_angles(3)
-    given, turned = frames.clone(), frames.clone()
-    for frame, (cos, sin) in zip(turned, angles, strict=True):
-        tables = [torch.cat((table, table[:1], table[:1])) for table in (cos, sin)]
-        REGISTRY["frame_rotate"].reference(frame, *tables, candidates)
-    found = REGISTRY["frame_turned_attention"].reference(frames, angles, candidates, heads, None)
-    close(found, REGISTRY["frame_attention"].reference(turned, candidates, heads))
-    assert torch.equal(frames, given)
+def turned_inputs(candidates: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight (3 heads 64, 128), bias and the angles of a frame."""
+    x, weight = rand(candidates * 258, 128).bfloat16(), (rand(3 * heads * 64, 128) / 128**0.5).bfloat16()
+    return x, weight, rand(3 * heads * 64), factored_angles(2)[1]
+
+
+def test_a_product_that_turns_is_a_product_and_the_pass_that_turns() -> None:
+    candidates, heads = 2, 4
+    x, weight, bias, angles = turned_inputs(candidates, heads)
+    found = torch.empty(len(x), len(weight), dtype=torch.float32, device=DEVICE)
+    REGISTRY["frame_turned_product"].reference(x, ops.pair_rows(weight), bias, angles, candidates, found)
+    expected = x.float() @ weight.float().t() + bias
+    cos, sin = (torch.cat((table, table[:1], table[:1])) for table in angles)
+    REGISTRY["frame_rotate"].reference(expected, cos, sin, candidates)
+    close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+@pytest.mark.parametrize(("candidates", "heads"), [(1, 4), (3, 16), (100, 16)])
+def test_a_product_that_turns_on_hopper(candidates: int, heads: int) -> None:
+    hopper = importlib.import_module("taktline_kernels.cuda.turned_product").turned_product
+    x, weight, bias, angles = turned_inputs(candidates, heads)
+    given = x, ops.pair_rows(weight), bias, angles, candidates
+    found = torch.empty(len(x), len(weight), dtype=torch.bfloat16, device=DEVICE)
+    expected, again = torch.empty_like(found), torch.empty_like(found)
+    REGISTRY["frame_turned_product"].reference(*given, expected)
+    hopper(*given, found, config={})
+    hopper(*given, again, config={})
+    for part in range(3):
+        columns = slice(part * heads * 64, (part + 1) * heads * 64)
+        close(found[:, columns], expected[:, columns])
+    assert torch.equal(found, again)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize(("candidates", "heads"), [(1, 1), (6, 16), (30, 16)])
-def test_turned_attention_on_hopper(count: int, candidates: int, heads: int) -> None:
+def test_attention_on_hopper(count: int, candidates: int, heads: int) -> None:
+    hopper = importlib.import_module("taktline_kernels.cuda.frame_attention").attention
     frames = rand(count, candidates * 258, 3 * heads * 64, dtype=torch.bfloat16)
-    angles = factored_angles(8)
-    found = ops.frame_turned_attention(frames, angles, candidates, heads)
-    expected = REGISTRY["frame_turned_attention"].reference(frames, angles, candidates, heads, None)
+    found = hopper(frames, candidates, heads, None, config={})
+    expected = REGISTRY["frame_attention"].reference(frames, candidates, heads)
     boundary = candidates * 256
     close(found[:boundary], expected[:boundary])
     close(found[boundary:], expected[boundary:])
-    assert torch.equal(found, ops.frame_turned_attention(frames, angles, candidates, heads))
+    assert torch.equal(found, hopper(frames, candidates, heads, None, config={}))
     unit = 2.0**-7
-    eight = ops.frame_turned_attention(frames, angles, candidates, heads, unit)
+    eight = hopper(frames, candidates, heads, unit, config={})
     assert eight.dtype == ops.FP8
     close(eight.float() * unit, expected.float(), 0.04)
 

@@ -1,4 +1,4 @@
-"""Attention over a world model's frames with the rotations inside, as one Hopper kernel (frame_attention.cu)."""
+"""Attention over a world model's frames as one Hopper kernel (frame_attention.cu)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from taktline_kernels.ops.frames import FP8
 PATCHES, HEAD_DIM = 256, 64
 _STAGES = 8
 _LOG2E = 1.4426950408889634
-_TABLE_BYTES = ((8 + 2 * 16) * 22 + 4) * 8
-_SHARED_BYTES = _STAGES * 16384 + PATCHES * 128 + 4 * 2048 + _TABLE_BYTES
+# Stages of keys and values, two sets of queries, two of the conditioning keys and values.
+_SHARED_BYTES = _STAGES * 16384 + 2 * PATCHES * 128 + 4 * 2048
 
 
-def _wgmma(name: str, columns: int, transposed: bool) -> str:
+def wgmma_registers(name: str, columns: int, transposed: bool) -> str:
     """CUDA text of name(d, a, b, accumulate): 64 x `columns` += A in registers (64 x 16) times B in shared memory."""
     count = columns // 2
     registers = ",".join(f"%{i}" for i in range(count))
@@ -36,10 +36,29 @@ DEVICE void {name}(float (&d)[{count}], const u32* a, u64 b, int accumulate) {{
 """
 
 
+def _wgmma_shared(name: str, columns: int) -> str:
+    """CUDA text of name(d, a, b, accumulate): 64 x `columns` += A (64 x 16) times B, both in shared memory."""
+    count = columns // 2
+    registers = ",".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""
+DEVICE void {name}(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+    "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+    : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
+
+
 def prologue() -> str:
     """What goes before the file: what Hopper's kernels share, and the matrix instructions it uses."""
-    products = (("wgmma_keys", 64, False), ("wgmma_few", 16, False), ("wgmma_values", 64, True))
-    return '#include "hopper.cuh"\n' + "".join(_wgmma(*product) for product in products)
+    products = (
+        _wgmma_shared("wgmma_keys", 64),
+        _wgmma_shared("wgmma_few", 16),
+        wgmma_registers("wgmma_values", 64, True),
+    )
+    return '#include "hopper.cuh"\n' + "".join(products)
 
 
 @functools.cache
@@ -54,10 +73,8 @@ def _kernel(eight: bool) -> CudaKernel:
     )
 
 
-def attention(
-    frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None, config: Mapping[str, int]
-) -> Tensor:
-    """Run `ops.frames.frame_turned_attention` for bf16, 256 patches and heads of 64; `frames` must be contiguous."""
+def attention(frames: Tensor, candidates: int, heads: int, unit: float | None, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.frames.frame_attention` for bf16, 256 patches and heads of 64; `frames` must be contiguous."""
     del config
     count, rows, width = frames.shape
     dtype = frames.dtype if unit is None else FP8
@@ -67,7 +84,6 @@ def attention(
         [
             nvrtc.tensor_map(frames.view(count * rows, width), (64, 64)),
             frames,
-            angles,
             out,
             ctypes.c_int(count),
             ctypes.c_int(candidates),

@@ -21,7 +21,8 @@ _SLAB = 16
 """Rows of a tile that one warp of a matrix instruction has."""
 _TRITON = "taktline_kernels.triton_impl.frames"
 _ATTEND = "taktline_kernels.triton_impl.frame_attention"
-_TURN_AND_ATTEND = "taktline_kernels.cuda.frame_attention"
+_ATTEND_ON_HOPPER = "taktline_kernels.cuda.frame_attention"
+_TURNED_PRODUCT_CODE = "taktline_kernels.cuda.turned_product"
 _GELU_PRODUCT_CODE = "taktline_kernels.cuda.gelu_fp8"
 
 
@@ -82,30 +83,19 @@ def as_rows(tokens: Tensor) -> Tensor:
     return torch.cat((patches.flatten(0, 1), others.flatten(0, 1)))
 
 
-def _attention_reference(frames: Tensor, candidates: int, heads: int) -> Tensor:
+def _attention_reference(frames: Tensor, candidates: int, heads: int, unit: float | None = None) -> Tensor:
     tokens = frames.shape[1] // candidates
     split = [by_candidate(frame, candidates).view(candidates, tokens, 3, heads, -1).unbind(2) for frame in frames]
     q = split[-1][0].transpose(1, 2)
     k = torch.cat([one[1] for one in split], dim=1).transpose(1, 2)
     v = torch.cat([one[2] for one in split], dim=1).transpose(1, 2)
-    return as_rows(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    attended = as_rows(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    return attended if unit is None else quantise_by(attended, unit)
 
 
 def quantise_by(x: Tensor, unit: float) -> Tensor:
     """e4m3 of x / unit."""
     return (x.float() / unit).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-
-
-def _turned_attention_reference(
-    frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None
-) -> Tensor:
-    turned = frames.clone()
-    for frame, (cos, sin) in zip(turned, angles, strict=False):
-        # Conditioning tokens have the angles of the patch in row 0, column 0.
-        whole = [torch.cat((table, table[:1].expand(CONDITIONING, -1))) for table in (cos, sin)]
-        _rotate_reference(frame, whole[0], whole[1], candidates)
-    attended = _attention_reference(turned, candidates, heads)
-    return attended if unit is None else quantise_by(attended, unit)
 
 
 def pair_rows(weight: Tensor) -> Tensor:
@@ -114,12 +104,26 @@ def pair_rows(weight: Tensor) -> Tensor:
     return weight.view(n // _SLAB, _SLAB // 2, 2, k).transpose(1, 2).reshape(n, k).contiguous()
 
 
+def unpaired(paired: Tensor) -> Tensor:
+    """The inverse of `pair_rows`."""
+    n, k = paired.shape
+    return paired.view(n // _SLAB, 2, _SLAB // 2, k).transpose(1, 2).reshape(n, k)
+
+
+def _turned_product_reference(
+    x: Tensor, paired: Tensor, bias: Tensor, angles: Tensor, candidates: int, out: Tensor
+) -> None:
+    product = x.float() @ unpaired(paired).float().t() + bias
+    # Conditioning tokens have the angles of the patch in row 0, column 0.
+    cos, sin = (torch.cat((table, table[:1].expand(CONDITIONING, -1))) for table in angles)
+    _rotate_reference(product, cos, sin, candidates)
+    out.copy_(product)
+
+
 def _gelu_product_reference(
     x: Tensor, x_scales: Tensor, paired: Tensor, weight_scales: Tensor, bias: Tensor, unit: float
 ) -> Tensor:
-    n, k = paired.shape
-    weight = paired.view(n // _SLAB, 2, _SLAB // 2, k).transpose(1, 2).reshape(n, k)
-    product = (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t()
+    product = (x.float() * x_scales) @ (unpaired(paired).float() * weight_scales[:, None]).t()
     return quantise_by(functional.gelu(product + bias, approximate="tanh"), unit)
 
 
@@ -135,9 +139,13 @@ def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int
 
 _NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm"})
 _ROTATE = register("frame_rotate", _rotate_reference, {"triton": f"{_TRITON}:rotate"})
-_ATTENTION = register("frame_attention", _attention_reference, {"triton": f"{_ATTEND}:attention"})
-_TURNED_ATTENTION = register(
-    "frame_turned_attention", _turned_attention_reference, {"cuda": f"{_TURN_AND_ATTEND}:attention"}
+_ATTENTION = register(
+    "frame_attention",
+    _attention_reference,
+    {"triton": f"{_ATTEND}:attention", "cuda": f"{_ATTEND_ON_HOPPER}:attention"},
+)
+_TURNED_PRODUCT = register(
+    "frame_turned_product", _turned_product_reference, {"cuda": f"{_TURNED_PRODUCT_CODE}:turned_product"}
 )
 _GELU_PRODUCT = register("frame_gelu_product", _gelu_product_reference, {"cuda": f"{_GELU_PRODUCT_CODE}:gelu_product"})
 _GELU = register("frame_gelu", _gelu_reference, {"triton": f"{_TRITON}:gelu"})
@@ -189,43 +197,11 @@ def frame_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None
     _ROTATE.run(shape, qkv, qkv, cos, sin, candidates)
 
 
-def frame_attention(frames: Tensor, candidates: int, heads: int) -> Tensor:
+def frame_attention(frames: Tensor, candidates: int, heads: int, unit: float | None = None) -> Tensor:
     """Attention of the last frame's tokens over all tokens of their candidate in all frames.
 
     Args:
         frames: (F, m (T + 2), 3 heads d) with queries and keys turned; F at most 8.
-        candidates: m.
-        heads: of each of q, k and v.
-
-    Returns:
-        (m (T + 2), heads d), scores scaled by d^-0.5.
-    """
-    shape = {
-        "frames": frames.shape[0],
-        "patches": frames.shape[1] // candidates - CONDITIONING,
-        "heads": heads,
-        "head_dim": frames.shape[2] // 3 // heads,
-    }
-    result: Tensor = _ATTENTION.run(shape, frames, frames, candidates, heads)
-    return result
-
-
-def turns_while_attending(dtype: torch.dtype, device: torch.device, patches: int, heads: int, head_dim: int) -> bool:
-    """Whether `frame_turned_attention` is one kernel here, so that no pass of its own need turn queries and keys."""
-    shape = {"patches": patches, "heads": heads, "head_dim": head_dim}
-    return default_selector().choose(_TURNED_ATTENTION.name, shape, dtype, device).kernel != REFERENCE
-
-
-def frame_turned_attention(
-    frames: Tensor, angles: Tensor, candidates: int, heads: int, unit: float | None = None
-) -> Tensor:
-    """`frame_attention` of queries and keys that are not turned yet, nor afterwards.
-
-    Args:
-        frames: (F, m (T + 2), 3 heads d), contiguous; F at most 8.
-        angles: (at least F, 2, T, d) fp32, cosine and signed sine of each frame's patches. The fused kernel, for d = 64
-            and 16 x 16 patches, takes elements 0..19 to turn by the frame, 20..39 by the row, 40..59 by the column,
-            and the others not at all; conditioning tokens lie in row 0 and column 0.
         candidates: m.
         heads: of each of q, k and v.
         unit: None, or the value that becomes 1 in e4m3; a sum of values weighted by a softmax is no larger than the
@@ -234,10 +210,39 @@ def frame_turned_attention(
     Returns:
         (m (T + 2), heads d), scores scaled by d^-0.5; e4m3 with a unit.
     """
-    patches, head_dim = frames.shape[1] // candidates - CONDITIONING, frames.shape[2] // 3 // heads
-    shape = {"patches": patches, "heads": heads, "head_dim": head_dim}
-    result: Tensor = _TURNED_ATTENTION.run(shape, frames, frames, angles, candidates, heads, unit)
+    shape = {
+        "frames": frames.shape[0],
+        "patches": frames.shape[1] // candidates - CONDITIONING,
+        "heads": heads,
+        "head_dim": frames.shape[2] // 3 // heads,
+    }
+    result: Tensor = _ATTENTION.run(shape, frames, frames, candidates, heads, unit)
     return result
+
+
+def turns_in_product(
+    dtype: torch.dtype, device: torch.device, rows: int, width: int, patches: int, head_dim: int
+) -> bool:
+    """Whether `frame_turned_product` of operands of `dtype`, with `width` numbers a row, is one kernel here."""
+    shape = {"rows": rows, "width": width, "patches": patches, "head_dim": head_dim}
+    return default_selector().choose(_TURNED_PRODUCT.name, shape, dtype, device).kernel != REFERENCE
+
+
+def frame_turned_product(x: Tensor, paired: Tensor, bias: Tensor, angles: Tensor, candidates: int, out: Tensor) -> None:
+    """Queries, keys and values of one frame's rows; the first two turn as in `frame_rotate`, before they are rounded.
+
+    Args:
+        x: (m (T + 2), k) bf16, k a multiple of 64.
+        paired: (3 heads d, k) bf16 from `pair_rows`, a multiple of 256 rows for each of q, k and v.
+        bias: (3 heads d,) fp32.
+        angles: (2, T, d) fp32, cosine and signed sine of the frame's patches; conditioning tokens lie in row 0 and
+            column 0. The fused kernel, for d = 64 and 16 x 16 patches, takes elements 0..19 to turn by the frame,
+            20..39 by the row, 40..59 by the column, and the others not at all.
+        candidates: m.
+        out: (m (T + 2), 3 heads d) bf16, overwritten.
+    """
+    shape = {"rows": x.shape[0], "width": out.shape[1], "patches": angles.shape[1], "head_dim": angles.shape[2]}
+    _TURNED_PRODUCT.run(shape, x, x, paired, bias, angles, candidates, out)
 
 
 def gelu_in_product(device: torch.device, rows: int, n: int, k: int) -> bool:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from taktline_kernels.ops.frames import CONDITIONING
+from taktline_kernels.ops.frames import CONDITIONING, quantise_by
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
 _LOG2E = 1.4426950408889634
@@ -120,7 +120,7 @@ def _attention_kernel(
         )  # fmt: skip
 
 
-def attention(frames: Tensor, candidates: int, heads: int, config: Mapping[str, int]) -> Tensor:
+def attention(frames: Tensor, candidates: int, heads: int, unit: float | None, config: Mapping[str, int]) -> Tensor:
     """Run `ops.frames.frame_attention`; frames must be contiguous but for the first dimension."""
     count, rows, width = frames.shape
     patches = rows // candidates - CONDITIONING
@@ -151,4 +151,4 @@ def attention(frames: Tensor, candidates: int, heads: int, config: Mapping[str, 
         num_warps=warps,
         num_stages=config.get("num_stages", 3),
     )
-    return out
+    return out if unit is None else quantise_by(out, unit)

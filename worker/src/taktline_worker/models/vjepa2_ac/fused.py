@@ -97,6 +97,23 @@ class GeluProduct:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnedProduct:
+    """Queries, keys and values in one kernel that turns the first two.
+
+    Attributes:
+        paired: (3 W, W) in the layout of `ops.frame_turned_product`.
+        bias: (3 W,) fp32.
+    """
+
+    paired: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor, angles: Tensor, candidates: int, out: Tensor) -> None:
+        """Writes `out` (rows, 3 W) of x (rows, W) and the angles (2, T, d) of its frame."""
+        ops.frame_turned_product(x, self.paired, self.bias, angles, candidates, out)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     block: Block
     qkv: Matrix
@@ -110,6 +127,8 @@ class _Layer:
     """What the attention's output is counted in where it is quantised: no value is larger than 448 of it."""
     gelu_product: GeluProduct | None
     """fc1 and its GELU where they are one kernel on quantised operands."""
+    turned: TurnedProduct | None
+    """qkv and the rotation where they are one kernel."""
 
     def hidden(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """gelu(fc1 x) (rows, F) and its scales by rows, ready for fc2; in the product's epilogue where there is one."""
@@ -123,7 +142,7 @@ class _Layer:
         return ops.frame_gelu(self.fc1.times(x, scales), self.block.fc1_bias, self.fc2.input_dtype)
 
 
-def _layer(block: Block, quantised: bool, rows: int) -> _Layer:
+def _layer(block: Block, quantised: bool, rows: int, turns: bool) -> _Layer:
     width = block.norm1_weight.numel()
     unit: float | None = None
     gelu_product: GeluProduct | None = None
@@ -147,6 +166,7 @@ def _layer(block: Block, quantised: bool, rows: int) -> _Layer:
         block.out_bias.float() + block.fc2_bias.float(),
         unit,
         gelu_product,
+        TurnedProduct(ops.pair_rows(block.qkv_weight), block.qkv_bias.float()) if turns else None,
     )
 
 
@@ -187,12 +207,11 @@ class FusedPredictor:
         self._patch_rows = m * a.tokens
         rows = m * a.frame_tokens
         device, dtype = weights.out_weight.device, weights.out_weight.dtype
-        self._layers = tuple(_layer(block, quantised, rows) for block in weights.blocks)
+        turns = not quantised and ops.turns_in_product(dtype, device, rows, 3 * a.width, a.tokens, a.head_dim)
+        self._layers = tuple(_layer(block, quantised, rows, turns) for block in weights.blocks)
         self._ones = torch.ones(rows, 1, device=device) if quantised else None
         self._frames = torch.zeros(a.depth, max_horizon, rows, 3 * a.width, device=device, dtype=dtype)
         self._stream = torch.zeros(rows, a.width, device=device, dtype=torch.float32)
-        # In bf16 a rotation of its own and Triton's attention take no longer; this one writes e4m3 besides.
-        self._turns_late = quantised and ops.turns_while_attending(dtype, device, a.tokens, a.heads, a.head_dim)
         self._tables = []
         order = torch.arange(a.frame_tokens).roll(-modules.CONDITIONING)
         for frame in range(max_horizon):
@@ -260,13 +279,12 @@ class FusedPredictor:
                 keep=bool(updates),
             )
             frames = self._frames[index, : step + 1]
-            layer.qkv.times(x, scales, bias=block.qkv_bias, out=frames[step])
-            if self._turns_late:
-                attended = ops.frame_turned_attention(frames, self._angles, m, heads, layer.unit)
+            if layer.turned is not None:
+                layer.turned(x, self._angles[step], m, frames[step])
             else:
+                layer.qkv.times(x, scales, bias=block.qkv_bias, out=frames[step])
                 ops.frame_rotate(frames[step], cos, sin, m)
-                attended = ops.frame_attention(frames, m, heads)
-                attended = attended if layer.unit is None else ops.quantise_by(attended, layer.unit)
+            attended = ops.frame_attention(frames, m, heads, layer.unit)
             attended = layer.out.times(attended, self._ones)
             x, scales = ops.frame_norm(
                 stream,
