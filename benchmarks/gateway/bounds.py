@@ -29,7 +29,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from benchmarks.gateway.times import BUCKETS, Engine
+from benchmarks.gateway.times import Engine
 from benchmarks.gateway.traces import Job
 
 SLOT_S = 0.0005
@@ -64,8 +64,9 @@ class _Search:
         nudge = _EPSILON if favourable else -_EPSILON
         rows = sorted((late(job.deadline / slot_s - nudge), early(job.arrival / slot_s + nudge)) for job in jobs)
         self._favourable = favourable
+        self._buckets = engine.buckets
         self._due = [due for due, _ in rows]
-        self._lengths = [max(1, early(engine.median_s(bucket) / slot_s + nudge)) for bucket in BUCKETS]
+        self._lengths = [max(1, early(engine.median_s(bucket) / slot_s + nudge)) for bucket in engine.buckets]
         by_arrival = sorted(range(len(rows)), key=lambda index: rows[index][1])
         self._arrivals = [rows[index][1] for index in by_arrival]
         self._come = [0]  # bit sets of the first 0, 1, 2, ... that come
@@ -86,7 +87,7 @@ class _Search:
                 if coming < len(self._arrivals):
                     self._reach(self._arrivals[coming], served, waiting, come)
                 used = 0
-                for bucket, length in zip(BUCKETS, self._lengths, strict=True):
+                for bucket, length in zip(self._buckets, self._lengths, strict=True):
                     eligible = _from(waiting, bisect_left(self._due, slot + length))
                     count = eligible.bit_count()
                     if count <= used:
@@ -177,7 +178,7 @@ def optimum(jobs: Sequence[Job], engine: Engine) -> int:
         here = sorted(index for index in alive if ordered[index].arrival <= now + 1e-9)
         later = [ordered[index].arrival for index in alive if ordered[index].arrival > now + 1e-9]
         found = best(min(later), alive) if later else 0
-        for size in range(1, min(len(here), BUCKETS[-1]) + 1):
+        for size in range(1, min(len(here), engine.buckets[-1]) + 1):
             end = round(now + engine.median_s(size), 9)
             fitting = [index for index in here if ordered[index].deadline >= end - 1e-9]
             if len(fitting) >= size:

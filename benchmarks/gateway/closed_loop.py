@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.phases import PhasePlanner
-from taktline_gateway.scheduler import Batch, Scheduler
+from taktline_gateway.scheduler import Batch, Plan, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 
 from benchmarks.gateway.peers import Policy
@@ -110,13 +110,21 @@ class Taktline:
 
     def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
         """One poll of the scheduler."""
-        plan = self.scheduler.poll(now)
-        for refused in plan.refused:
-            del self._jobs[refused.ticket]
+        plan = self._polled(now)
         if not plan.batches:
             return (), plan.wake_at
         self._running = plan.batches[0]
         return [self._jobs.pop(ticket) for ticket in self._running.tickets], None
+
+    def refuse(self, now: float) -> float | None:
+        """One poll of the scheduler while its worker is busy: it refuses by timers."""
+        return self._polled(now).wake_at
+
+    def _polled(self, now: float) -> Plan:
+        plan = self.scheduler.poll(now)
+        for refused in plan.refused:
+            del self._jobs[refused.ticket]
+        return plan
 
     def finished(self, size: int, seconds: float) -> None:
         """Updates the measured times."""
@@ -156,7 +164,7 @@ def run(
         moments = [coming[0][0]] if coming else []
         if running:
             moments.append(free_at)
-        elif ask_at is not None:
+        if ask_at is not None:
             moments.append(ask_at)
         if not moments or min(moments) > end + 5.0:
             return outcome
@@ -195,9 +203,11 @@ def run(
             policy.arrive(Job(index, turn, at, at + robot.period_s if dry else covered[index]), now)
         if not running:
             batch, ask_at = policy.next_batch(now)
-            if ask_at is not None and ask_at <= now:
-                ask_at = now + 1e-6
             if batch:
                 running, started = list(batch), now
                 outcome.batches += 1
                 free_at = now + engine.draw_s(len(batch), rng)
+        if running:
+            ask_at = policy.refuse(now)
+        if ask_at is not None and ask_at <= now:
+            ask_at = now + 1e-6

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from taktline_gateway.deadline_queue import Ticket
-from taktline_gateway.scheduler import Batch, Scheduler
+from taktline_gateway.scheduler import Batch, Plan, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 
-from benchmarks.gateway.times import BUCKETS, Engine
+from benchmarks.gateway.times import Engine
 from benchmarks.gateway.traces import Job
 
-MAX_BATCH = BUCKETS[-1]
+PATIENCE = 0.6
+"""Triton's queue timeout as a share of the usual largest budget."""
 
 
 class Policy(Protocol):
-    """One worker's queue. `next_batch` is asked when the worker is free; it may say when to ask again."""
+    """One worker's queue. `next_batch` is asked when the worker is free; it may say when to ask again.
+
+    `refuse` is asked after arrivals and when it says so while the worker runs: whoever has timers of their own refuses
+    then whom no batch can make any more.
+    """
 
     name: str
 
@@ -26,6 +31,9 @@ class Policy(Protocol):
 
     def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
         """(the batch to start now or nothing, when to ask again if nothing)."""
+
+    def refuse(self, now: float) -> float | None:
+        """Refuses whom it has to while the worker runs; when to ask again."""
 
     def finished(self, size: int, seconds: float) -> None:
         """The batch is done."""
@@ -36,6 +44,7 @@ class Fifo:
 
     def __init__(self, engine: Engine, window_s: float = 0.020) -> None:
         self.name = f"FIFO + {1e3 * window_s:g} ms"
+        self._most = engine.most
         self._window_s = window_s
         self._queue: deque[Job] = deque()
 
@@ -48,9 +57,13 @@ class Fifo:
         if not self._queue:
             return (), None
         ready = self._queue[0].arrival + self._window_s
-        if len(self._queue) < MAX_BATCH and now < ready:
+        if len(self._queue) < self._most and now < ready:
             return (), ready
-        return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))], None
+        return [self._queue.popleft() for _ in range(min(self._most, len(self._queue)))], None
+
+    def refuse(self, now: float) -> float | None:
+        """Refuses nobody in between."""
+        return None
 
     def finished(self, size: int, seconds: float) -> None:
         """Learns nothing."""
@@ -59,10 +72,11 @@ class Fifo:
 class TritonLike(Fifo):
     """Dynamic batching with preferred sizes, a queue delay, and a queue timeout that rejects when a batch is formed."""
 
-    def __init__(self, engine: Engine, delay_s: float = 0.005, timeout_s: float = 0.300) -> None:
+    def __init__(self, engine: Engine, delay_s: float = 0.005, timeout_s: float | None = None) -> None:
         super().__init__(engine, delay_s)
         self.name = "Triton-like"
-        self._timeout_s = timeout_s
+        self._timeout_s = PATIENCE * engine.pace.high_ms / 1e3 if timeout_s is None else timeout_s
+        self._preferred = [bucket for bucket in engine.buckets if bucket <= engine.most][-4:]
 
     def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
         """The largest preferred size that is there, else what is there after the delay."""
@@ -71,7 +85,7 @@ class TritonLike(Fifo):
         if not self._queue:
             return (), None
         ready = self._queue[0].arrival + self._window_s
-        preferred = max((size for size in (4, 8, 16, 32) if size <= len(self._queue)), default=0)
+        preferred = max((size for size in self._preferred if size <= len(self._queue)), default=0)
         if not preferred and now < ready:
             return (), ready
         return [self._queue.popleft() for _ in range(preferred or len(self._queue))], None
@@ -92,10 +106,10 @@ class RayLike(Fifo):
             return (), None
         if self._formed_at is None:
             self._formed_at = now
-        if len(self._queue) < MAX_BATCH and now < self._formed_at + self._window_s:
+        if len(self._queue) < self._most and now < self._formed_at + self._window_s:
             return (), self._formed_at + self._window_s
         self._formed_at = None
-        return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))], None
+        return [self._queue.popleft() for _ in range(min(self._most, len(self._queue)))], None
 
 
 class ClockworkLike:
@@ -119,11 +133,15 @@ class ClockworkLike:
         if not self._queue:
             return (), None
         size = 1
-        for bucket in BUCKETS:
+        for bucket in self._engine.buckets:
             if bucket <= len(self._queue) and now + self._engine.median_s(bucket) <= self._queue[0].deadline:
                 size = bucket
         batch, self._queue = self._queue[:size], self._queue[size:]
         return batch, None
+
+    def refuse(self, now: float) -> float | None:
+        """Drops when it forms a batch, which finds the same ones hopeless."""
+        return None
 
     def finished(self, size: int, seconds: float) -> None:
         """Its times are fixed."""
@@ -135,8 +153,9 @@ class Ours:
     name = "Taktline"
 
     def __init__(self, engine: Engine, max_wait_s: float = 0.005) -> None:
-        self.scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=max_wait_s)
-        self.scheduler.add_worker("worker", ServiceTimes(engine.table(), MAX_BATCH))
+        most = engine.buckets[-1]
+        self.scheduler = Scheduler(max_batch=most, max_wait_s=max_wait_s)
+        self.scheduler.add_worker("worker", ServiceTimes(engine.table(), most))
         self._jobs: dict[Ticket, Job] = {}
         self._running: Batch | None = None
         self.refused = 0
@@ -154,14 +173,22 @@ class Ours:
 
     def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
         """One poll of the scheduler."""
-        plan = self.scheduler.poll(now)
-        for refused in plan.refused:
-            del self._jobs[refused.ticket]
-            self.refused += 1
+        plan = self._polled(now)
         if not plan.batches:
             return (), plan.wake_at
         self._running = plan.batches[0]
         return [self._jobs.pop(ticket) for ticket in self._running.tickets], None
+
+    def refuse(self, now: float) -> float | None:
+        """One poll of the scheduler while its worker is busy: it refuses by timers."""
+        return self._polled(now).wake_at
+
+    def _polled(self, now: float) -> Plan:
+        plan = self.scheduler.poll(now)
+        for refused in plan.refused:
+            del self._jobs[refused.ticket]
+            self.refused += 1
+        return plan
 
     def finished(self, size: int, seconds: float) -> None:
         """Updates the measured times."""

@@ -29,7 +29,7 @@ from benchmarks.gateway.peers import POLICIES, Fifo, Ours
 from benchmarks.gateway.results import write_rows
 from benchmarks.gateway.simulator import Result, simulate, upper_bound
 from benchmarks.gateway.times import ENGINES, Engine
-from benchmarks.gateway.traces import HELD_OUT_SEEDS, all_traces, bursty, even, fleet, mixed, poisson
+from benchmarks.gateway.traces import HELD_OUT_SEEDS, all_traces, bursty, even, fleet, poisson
 
 BOUND_S = 10.0
 OVERLOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0)
@@ -42,7 +42,7 @@ def policies(engines: Sequence[Engine], seeds: Sequence[int]) -> list[dict[str, 
         names = [make(engine).name for make in POLICIES]
         print(f"\n{engine.name}: best {engine.capacity_hz:.1f}/s ({engine.source}); seeds {', '.join(map(str, seeds))}")
         print(f"{'on-time %':<28}{'load':>5}" + "".join(f"{name:>16}" for name in names) + f"{'bound':>8}")
-        for days in zip(*(all_traces(engine.capacity_hz, seed) for seed in seeds), strict=True):
+        for days in zip(*(all_traces(engine, seed) for seed in seeds), strict=True):
             total = sum(len(trace.jobs) for trace in days)
             results = [
                 [simulate(trace, make(engine), engine, seed) for trace, seed in zip(days, seeds, strict=True)]
@@ -146,7 +146,7 @@ def _short_traces(engine: Engine, load: float) -> list[Any]:
     return [
         random(poisson, "poisson, 150-500 ms", even(150, 500)),
         random(poisson, "poisson, 300-800 ms", even(300, 800)),
-        random(poisson, "poisson, mixed", mixed),
+        random(poisson, "poisson, mixed", engine.pace.mixed),
         random(bursty, "bursty, 150-500 ms", even(150, 500)),
         robots(32, 2.0),
         robots(32, None),
@@ -154,17 +154,18 @@ def _short_traces(engine: Engine, load: float) -> list[Any]:
 
 
 def overload(engine: Engine, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Goodput while the offered load grows, with budgets of 150 to 500 ms."""
-    rows = []
+    """Goodput while the offered load grows, with the engine's usual budgets."""
+    rows, pace = [], engine.pace
+    name = f"poisson, {pace.label}"
     print(f"\n{engine.name}: on-time requests a second under growing load (capacity {engine.capacity_hz:.1f}/s)")
     makers = (Ours, Fifo)
     goodput: dict[str, list[float]] = {make(engine).name: [] for make in makers}
     for load in OVERLOADS:
-        days = [poisson("poisson, 150-500 ms", load, engine.capacity_hz, even(150, 500), seed) for seed in seeds]
+        days = [poisson(name, load, engine.capacity_hz, pace.even, seed, pace.duration_s) for seed in seeds]
         for make in makers:
             played = zip(days, seeds, strict=True)
             served = sum(simulate(trace, make(engine), engine, seed).on_time for trace, seed in played)
-            goodput[make(engine).name].append(served / len(days) / 30.0)
+            goodput[make(engine).name].append(served / len(days) / pace.duration_s)
     print(f"{'load':<16}" + "".join(f"{load:>8.1f}" for load in OVERLOADS) + f"{'at 3x / peak':>14}")
     for name, values in goodput.items():
         print(f"{name:<16}" + "".join(f"{value:>8.1f}" for value in values) + f"{values[-1] / max(values):>14.3f}")

@@ -8,7 +8,7 @@ import random
 import time
 
 from benchmarks.gateway.peers import Policy
-from benchmarks.gateway.times import BUCKETS, Engine
+from benchmarks.gateway.times import Engine
 from benchmarks.gateway.traces import Job, Trace
 
 
@@ -49,7 +49,7 @@ def simulate(trace: Trace, policy: Policy, engine: Engine, seed: int = 11) -> Re
         moments = [coming.arrival] if coming is not None else []
         if running:
             moments.append(free_at)
-        elif ask_at is not None:
+        if ask_at is not None:
             moments.append(ask_at)
         if not moments:
             return result
@@ -73,12 +73,14 @@ def simulate(trace: Trace, policy: Policy, engine: Engine, seed: int = 11) -> Re
             began = time.thread_time()
             batch, ask_at = policy.next_batch(now)
             result.decisions_us.append(1e6 * (time.thread_time() - began))
-            if ask_at is not None and ask_at <= now:
-                ask_at = now + 1e-6
             if batch:
                 running, started = list(batch), now
                 result.batches.append(len(batch))
                 free_at = now + engine.draw_s(len(batch), rng)
+        if running:
+            ask_at = policy.refuse(now)
+        if ask_at is not None and ask_at <= now:
+            ask_at = now + 1e-6
 
 
 def upper_bound(trace: Trace, engine: Engine) -> float:
@@ -92,7 +94,7 @@ def upper_bound(trace: Trace, engine: Engine) -> float:
     costs = [
         min(
             engine.median_s(bucket) / bucket
-            for bucket in BUCKETS
+            for bucket in engine.buckets
             if engine.median_s(bucket) <= job.deadline - job.arrival + 1e-9
         )
         for job in trace.jobs

@@ -1,4 +1,4 @@
-"""T_sync(B) of published engines, for the scheduling benchmark: measured points, linear between them."""
+"""T_sync(B) of published and measured engines, for the scheduling benchmark: measured points, linear between them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from taktline_protocol.messages import BucketTime
+
+from benchmarks.gateway.pace import MANIPULATION, Pace, imagined_chunks
 
 BUCKETS = (1, 2, 4, 8, 16, 32)
 TAIL_SIGMA = 0.03
@@ -17,16 +21,24 @@ TAIL_SIGMA = 0.03
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """An engine's batch times: (batch, ms) points as published or measured; `sigma` is the spread of a batch."""
+    """An engine's batch times: (batch, ms) points as published or measured.
+
+    Attributes:
+        sigma: the spread of a batch's duration.
+        buckets: the batch sizes that it is built for.
+        pace: how its robots ask.
+    """
 
     name: str
     points: tuple[tuple[int, float], ...]
     source: str
     sigma: float = TAIL_SIGMA
+    buckets: tuple[int, ...] = BUCKETS
+    pace: Pace = MANIPULATION
 
     def median_s(self, batch: int) -> float:
         """Duration of a batch of this size, padded to its bucket."""
-        size = next(bucket for bucket in BUCKETS if bucket >= batch)
+        size = next(bucket for bucket in self.buckets if bucket >= batch)
         for (low, low_ms), (high, high_ms) in zip(self.points, self.points[1:], strict=False):
             if size <= high:
                 return (low_ms + (high_ms - low_ms) * (size - low) / (high - low)) / 1e3
@@ -41,24 +53,32 @@ class Engine:
         tail = math.exp(2.326 * self.sigma)
         return [
             BucketTime(batch=batch, median_ms=1e3 * self.median_s(batch), p99_ms=1e3 * tail * self.median_s(batch))
-            for batch in BUCKETS
+            for batch in self.buckets
         ]
 
     @property
     def capacity_hz(self) -> float:
         """Best throughput over the buckets."""
-        return max(batch / self.median_s(batch) for batch in BUCKETS)
+        return max(batch / self.median_s(batch) for batch in self.buckets)
+
+    @property
+    def most(self) -> int:
+        """The largest bucket that a request with the usual largest budget can be served in."""
+        return max(batch for batch in self.buckets if batch == 1 or 1e3 * self.median_s(batch) <= self.pace.high_ms)
 
 
-MEASURED = Path(__file__).resolve().parent.parent / "results" / "h200" / "engine_pi05.json"
+MEASURED = Path(__file__).resolve().parent.parent / "results" / "h200"
 
 
-def measured_pi05() -> Engine:
-    """Our own π0.5 on an H200: three views, a prompt of one token, as the committed run has it."""
-    shape = {"views": 3, "prompt_tokens": 1, "horizon": 50, "steps": 10}
-    rows = [row for row in json.loads(MEASURED.read_text()) if row["shape"] == shape and row["bench"] == "engine"]
+def measured(name: str, file: str, shape: Mapping[str, Any], **about: Any) -> Engine:
+    """Our own engine on an H200 in bf16, as the committed run has it: rows of which `shape` is part of the shape."""
+    rows = [
+        row
+        for row in json.loads((MEASURED / file).read_text())
+        if row["bench"] == "engine" and row["dtype"] == "bf16" and shape.items() <= row["shape"].items()
+    ]
     points = {row["batch"]: row["median_ms"] for row in reversed(rows)}
-    return Engine("pi05-h200", tuple(sorted(points.items())), "benchmarks/results/h200/engine_pi05.json, 3 views")
+    return Engine(name, tuple(sorted(points.items())), f"benchmarks/results/h200/{file}", **about)
 
 
 ENGINES = (
@@ -68,5 +88,18 @@ ENGINES = (
         ((1, 20.49), (8, 62.5), (32, 230.50)),
         "PhyAI paper, section 5.3, RTX 5090, bf16: B=1, B=32, and B=8 at 92.2% of B=32's throughput",
     ),
-    measured_pi05(),
+    measured("pi05-h200", "engine_pi05.json", {"views": 3, "prompt_tokens": 1, "horizon": 50, "steps": 10}),
+    measured(
+        "gr00t-n1.7-h200",
+        "engine_groot.json",
+        {"images": 2, "tokens": 156, "horizon": 40, "steps": 4},
+        pace=dataclasses.replace(MANIPULATION, duration_s=10.0),
+    ),
+    measured(
+        "cosmos3-nano-h200",
+        "engine_cosmos3_nano_batches.json",
+        {"steps": 4, "passes": 8, "preset": "official"},
+        buckets=(1, 2, 4, 8, 16),
+        pace=imagined_chunks(32, 15.0, robots=(2, 4, 8, 32, 128, 512), duration_s=1800.0),
+    ),
 )

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from taktline_gateway.overload import IDLE_FREE, LOSS_FROM, LOSS_FULL, WORTH, Busyness, price_hz
+from taktline_gateway.arrivals import Arrivals
+from taktline_gateway.batching import weigh_batch
+from taktline_gateway.overload import (
+    IDLE_FREE,
+    LOSS_FROM,
+    LOSS_FULL,
+    LOSS_FULL_ALIKE,
+    UNLIKE,
+    WORTH,
+    WORTH_ALIKE,
+    Busyness,
+    price_hz,
+)
 
 from benchmarks.gateway.paired import difference
 from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
@@ -13,27 +25,41 @@ from tests.gateway.simulated_clock import Simulation, scheduler, service_times, 
 shares = st.floats(0.0, 1.0)
 
 
-@given(shares, shares, st.floats(0.0, 1.0), st.integers(1, 8))
-def test_a_second_is_worth_at_most_what_the_budgets_allow(lost, busy, budget_s, limit):
+@given(shares, shares, st.floats(0.0, 1.0), shares, st.integers(1, 8))
+def test_a_second_is_worth_at_most_what_the_budgets_allow(lost, busy, budget_s, spread_s, limit):
     times = service_times()
-    price = price_hz(lost, busy, budget_s, times, limit)
+    price = price_hz(lost, busy, budget_s, spread_s, times, limit)
     allowed = [size for size in (1, 2, 4, 8) if size == 1 or (size <= limit and 2 * times.median_s(size) <= budget_s)]
-    assert 0.0 <= price <= WORTH * max(size / times.median_s(size) for size in allowed) + 1e-9
+    assert 0.0 <= price <= WORTH_ALIKE * max(size / times.median_s(size) for size in allowed) + 1e-9
 
 
-@given(shares, shares, st.floats(0.0, 1.0))
-def test_without_loss_or_with_idle_time_it_is_worth_nothing(lost, busy, budget_s):
+@given(shares, shares, st.floats(0.0, 1.0), shares)
+def test_without_loss_or_with_idle_time_it_is_worth_nothing(lost, busy, budget_s, spread_s):
     times = service_times()
-    assert price_hz(LOSS_FROM, busy, budget_s, times, 8) == 0.0
-    assert price_hz(lost, 1.0 - IDLE_FREE, budget_s, times, 8) == pytest.approx(0.0, abs=1e-9)
-    assert price_hz(lost, busy, budget_s, times, 8) <= price_hz(1.0, 1.0, budget_s, times, 8)
+    assert price_hz(LOSS_FROM, busy, budget_s, spread_s, times, 8) == 0.0
+    assert price_hz(lost, 1.0 - IDLE_FREE, budget_s, spread_s, times, 8) == pytest.approx(0.0, abs=1e-9)
+    assert price_hz(lost, busy, budget_s, spread_s, times, 8) <= price_hz(1.0, 1.0, budget_s, spread_s, times, 8)
 
 
-def test_it_is_worth_more_where_the_budgets_allow_larger_batches():
+@given(st.lists(shares, min_size=2, max_size=2), shares)
+def test_the_more_alike_the_budgets_the_more_a_second_is_worth(spreads, lost):
     times = service_times()
-    tight, loose = (price_hz(LOSS_FULL, 1.0, budget_s, times, 8) for budget_s in (0.020, 0.048))
-    assert tight == pytest.approx(WORTH * 1 / 0.010)
-    assert loose == pytest.approx(WORTH * 8 / 0.024)
+    closer, wider = (price_hz(lost, 1.0, 0.048, 0.048 * spread, times, 8) for spread in sorted(spreads))
+    assert closer >= wider - 1e-9
+    assert price_hz(LOSS_FULL_ALIKE, 1.0, 0.048, 0.0, times, 8) == pytest.approx(WORTH_ALIKE * 8 / 0.024)
+    assert price_hz(LOSS_FULL, 1.0, 0.048, UNLIKE * 0.048, times, 8) == pytest.approx(WORTH * 8 / 0.024)
+
+
+def test_where_time_is_short_no_chance_is_taken_with_a_place_that_somebody_sure_could_have():
+    times = service_times({4: 16.0}, 4, tail=1.2)
+    unsure, sure = [0.0165, 0.017], [0.060, 0.061, 0.062, 0.063]
+
+    def chosen(deadlines: list[float], price: float) -> tuple[int, int]:
+        return weigh_batch(deadlines, 0.0, times, 4, 0.0, 0, price)[:2]
+
+    assert chosen([*unsure, *sure], 0.0) == (0, 4), "with time to spare the heads are tried"
+    assert chosen([*unsure, *sure], 60.0) == (2, 4)
+    assert chosen([*unsure, *sure[1:]], 60.0) == (0, 4), "nobody sure is there for their places"
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.001, 1.0)), min_size=1, max_size=30))
@@ -66,6 +92,15 @@ def test_the_scheduler_knows_how_busy_its_worker_was():
     share = simulation.scheduler.fleet.get("w0").busyness.share(9.91)
     assert share == pytest.approx(0.1, abs=0.03), "10 ms of each 100"
     assert simulation.scheduler.arrivals.usual_budget_s == pytest.approx(0.05)
+    assert simulation.scheduler.arrivals.budget_spread_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_spread_of_budgets_is_how_far_they_are_from_the_usual_one():
+    arrivals = Arrivals()
+    for turn in range(2000):
+        arrivals.note_budget(0.1 if turn % 2 else 0.3, 0.001 * turn)
+    assert arrivals.usual_budget_s == pytest.approx(0.2, rel=0.02)
+    assert arrivals.budget_spread_s == pytest.approx(0.1, rel=0.02)
 
 
 def test_policies_are_ahead_tied_or_behind_by_their_paired_differences():

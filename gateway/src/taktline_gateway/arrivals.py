@@ -12,7 +12,7 @@ RATE_MEMORY_S = 1.0
 COMPANY_WEIGHT = 1 / 32
 """Weight of the newest gap in the running share of arrivals that follow another within the wait."""
 BUDGET_WEIGHT = 1 / 64
-"""Weight of the newest budget in their running mean."""
+"""Weight of the newest budget in their running mean, and in their running distance from it."""
 TIGHT_MEMORY_S = 2.0
 """The tightest budget is remembered for one to two times so long."""
 
@@ -23,6 +23,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.company = 0.0
         self.usual_budget_s = 0.0
+        self.budget_spread_s = 0.0
         self._last: float | None = None
         self._rate = 0.0
         self._robots: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -44,7 +45,12 @@ class Arrivals:
     def note_budget(self, budget_s: float, now: float) -> None:
         """A ticket with a real deadline came with so much time left."""
         self._turn(now)
-        self.usual_budget_s += (BUDGET_WEIGHT if self.usual_budget_s else 1.0) * (budget_s - self.usual_budget_s)
+        off = budget_s - self.usual_budget_s
+        if self.usual_budget_s:
+            self.usual_budget_s += BUDGET_WEIGHT * off
+            self.budget_spread_s += BUDGET_WEIGHT * (abs(off) - self.budget_spread_s)
+        else:
+            self.usual_budget_s = budget_s
         if budget_s < self._tight:
             self._tight = budget_s
 

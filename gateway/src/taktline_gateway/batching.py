@@ -57,7 +57,8 @@ def weigh_batch(
     equals the one with the least total waiting wins: of those in sight, and of those expected to arrive meanwhile. So a
     large batch is formed where the load needs its throughput and a small one where it would only delay. Under lasting
     overload the worker's time has a price, as others could be served in it: then tight heads give way to fuller
-    batches.
+    batches, and no chance is taken with a place in a batch that can be filled with tickets that have the tail: each
+    place is somebody's; and a plan is worth what its best beginning is, as nobody has to be served at a loss.
 
     With k tickets in sight, b buckets and batches of B: O(b * (log k + k / B)) steps.
     """
@@ -69,15 +70,19 @@ def weigh_batch(
         return (0, 1, int(deadlines[0] >= now + median[1]))
     bold = bold and tail[-1] > median[-1]
     candidates = {(0, head), (0, times.thrifty(head))}
-    if bold:
+    scarce = price_hz > 0.0
+    if bold and not (scarce and count - bisect_left(deadlines, now + tail[limit], 0, count) >= limit):
         candidates.add((0, bisect_right(median, deadlines[0] - now, 1, min(limit, count) + 1) - 1 or 1))
     for bucket in times.buckets:
         size = min(bucket, limit)
         if size < head:
             candidates.add((0, size))
         elif size > head:
-            for durations in (tail, median) if bold else (tail,):
-                start = bisect_left(deadlines, now + durations[size], 0, count)
+            start = bisect_left(deadlines, now + tail[size], 0, count)
+            chances = bold and not (scarce and count - start >= size)
+            for durations in (tail, median) if chances else (tail,):
+                if durations is median:
+                    start = bisect_left(deadlines, now + median[size], 0, count)
                 if 0 < start < count:
                     most = min(limit, count - start)
                     candidates.add((start, bisect_right(durations, deadlines[start] - now, 1, most + 1) - 1 or 1))
@@ -92,8 +97,8 @@ def weigh_batch(
                 continue
             if best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
                 continue
-        on_time, elapsed, waited = _follow(start, size, deadlines, now, times, limit)
-        worth = round((on_time - price_hz * elapsed) / GRAIN)
+        on_time, elapsed, waited, value = _follow(start, size, deadlines, now, times, limit, price_hz)
+        worth = round(value / GRAIN)
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
         # then for its own batch, which is about as long again where the load is high.
         cost = elapsed if beyond else waited + rate_hz * elapsed * elapsed
@@ -143,11 +148,12 @@ def _least_cost(size: int, count: int, times: ServiceTimes, rate_hz: float, beyo
 
 
 def _follow(
-    start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int
-) -> tuple[float, float, float]:
-    """(tickets on time, total duration, their summed waits in s) when a candidate goes first and the rest follows.
+    start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int, price_hz: float
+) -> tuple[float, float, float, float]:
+    """(tickets on time, duration, their summed waits in s, worth) when a candidate goes first and the rest follows.
 
-    The heads before a candidate count as lost: they stood in its way because they could not wait.
+    The heads before a candidate count as lost: they stood in its way because they could not wait. Its worth is that of
+    the best beginning of this plan: where time has a price, a batch that is not worth it need not follow.
     """
     median, tail, thrifty, sqrt = times.median, times.tail, times.thrifty_table, math.sqrt
     variance = times.variance
@@ -155,6 +161,7 @@ def _follow(
     on_time: float = size
     if deadlines[start] < now + tail[size]:
         on_time = _expected(start, size, deadlines, now, times)
+    worth = on_time - price_hz * elapsed
     waited = size * elapsed
     index = start + size
     total = len(deadlines)
@@ -171,6 +178,8 @@ def _follow(
                 on_time -= _missing(deadlines, index, index + size, now + elapsed, sqrt(spread))
             waited += size * elapsed
             index += size
+            if on_time - price_hz * elapsed > worth:
+                worth = on_time - price_hz * elapsed
         else:
             index = bisect_left(deadlines, shortest + elapsed, index + 1, total)
-    return on_time, elapsed, waited
+    return on_time, elapsed, waited, worth

@@ -296,7 +296,7 @@ class Fleet:
                 moment = worker.open_at
         return moment
 
-    def predicted_completion(self, ahead: int, now: float, without: str = "") -> float:
+    def predicted_completion(self, ahead: float, now: float, without: str = "") -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it.
 
         The work ahead drains at every worker's best throughput from the moment it is free; no ticket is done before

@@ -9,10 +9,16 @@ from taktline_gateway.service_times import ServiceTimes
 LOSS_WEIGHT = 1 / 64
 """Weight of the newest ticket in the running share of lost ones."""
 LOSS_FROM = 0.05
-LOSS_FULL = 0.3
+LOSS_FULL, LOSS_FULL_ALIKE = 0.3, 0.25
 """Shares of lost tickets from which a second of a worker is worth something, and at which it is worth the most."""
-WORTH = 0.9
-"""What it is worth at most, in units of the throughput that the budgets allow."""
+WORTH, WORTH_ALIKE = 0.9, 1.0
+"""What it is worth at most, in units of the throughput that the budgets allow.
+
+Where all budgets are alike, whoever is lost is lost for want of time, and a second serves others in full. Where they
+differ, tight ones are lost that no second would have saved, and loose ones wait for the same second.
+"""
+UNLIKE = 0.2
+"""Budgets that are off the usual one by this share of it, on average, are not alike at all."""
 IDLE_FREE = 0.2
 """A worker that idles for this share of its time has time to give away: what is lost is not lost for want of it."""
 BUSY_MEMORY_S = 2.0
@@ -40,7 +46,7 @@ class Busyness:
         return self._share * math.exp((self._at - now) / BUSY_MEMORY_S)
 
 
-def price_hz(lost: float, busy: float, budget_s: float, times: ServiceTimes, limit: int) -> float:
+def price_hz(lost: float, busy: float, budget_s: float, spread_s: float, times: ServiceTimes, limit: int) -> float:
     """Tickets that a second of a worker is worth, 0 without lasting loss.
 
     Where each ticket waits for one batch and then runs in the next, a budget allows batches of half its length: the
@@ -51,14 +57,20 @@ def price_hz(lost: float, busy: float, budget_s: float, times: ServiceTimes, lim
         lost: share of recent tickets that were refused.
         busy: share of its recent time that the worker was busy.
         budget_s: the usual time between a ticket's arrival and its deadline.
+        spread_s: how far a budget is from the usual one, on average.
         limit: most members of a batch.
     """
-    pressure = min(1.0, (lost - LOSS_FROM) / (LOSS_FULL - LOSS_FROM)) * (1.0 - (1.0 - busy) / IDLE_FREE)
-    if lost <= LOSS_FROM or pressure <= 0.0:
+    if lost <= LOSS_FROM:
+        return 0.0
+    differing = UNLIKE * budget_s
+    alike = 1.0 - spread_s / differing if spread_s < differing else 0.0
+    full = LOSS_FULL + alike * (LOSS_FULL_ALIKE - LOSS_FULL)
+    pressure = min(1.0, (lost - LOSS_FROM) / (full - LOSS_FROM)) * (1.0 - (1.0 - busy) / IDLE_FREE)
+    if pressure <= 0.0:
         return 0.0
     sustained = 1.0 / times.median[1]
     for bucket in times.buckets:
         if bucket > min(limit, times.max_batch) or 2.0 * times.median[bucket] > budget_s:
             break
         sustained = max(sustained, bucket / times.median[bucket])
-    return pressure * WORTH * sustained
+    return pressure * (WORTH + alike * (WORTH_ALIKE - WORTH)) * sustained

@@ -23,6 +23,8 @@ from taktline_gateway.service_times import ServiceTimes
 
 __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
 
+AHEAD_SERVED = 0.25
+"""So much of the work ahead of a ticket counts when it is admitted: of those ahead many may be lost, and leave."""
 DROPS_A_POLL = 4
 """Tickets refused in one decision; the next one follows at once, and batches do not wait for refusals."""
 
@@ -176,8 +178,9 @@ class Scheduler:
     def submit(self, ticket: Ticket, now: float) -> tuple[Refused | None, Ticket | None]:
         """Admits a ticket or refuses it at once.
 
-        A ticket is refused only where no schedule that keeps the tickets ahead of it could meet its deadline, by the
-        median times; whoever is admitted and fails to get a slot is refused by `poll` when its last start passes.
+        A ticket is refused only where no worker could meet its deadline, by the median times, if it served no more than
+        `AHEAD_SERVED` of those ahead of it first; whoever is admitted and fails to get a slot is refused by `poll` when
+        its last start passes.
         One in `TRIAL_AFTER_S` is admitted against the table where a worker sits idle: a table that refuses everything
         is never measured again, and may be wrong (calibrated on a busy machine, say). It is launched by the next
         `poll`; until then a newer one of the same robot takes its place like any other's.
@@ -195,7 +198,7 @@ class Scheduler:
         ahead = self.queue.ahead_of(ticket.due, rank)
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
-        completion = self.fleet.predicted_completion(ahead, now)
+        completion = self.fleet.predicted_completion(AHEAD_SERVED * ahead, now)
         tried = self._trial if self._trial is not None and self._trial.source == ticket.source else None
         if completion > ticket.deadline:
             open_to_trial = self._trial is None or tried is not None
@@ -224,7 +227,7 @@ class Scheduler:
             return False
         rank = self._rank(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
-        if self.fleet.predicted_completion(ahead, now, without=avoid) > ticket.deadline:
+        if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, without=avoid) > ticket.deadline:
             return False
         ticket.attempts += 1
         self._add(ticket, rank)
@@ -310,7 +313,12 @@ class Scheduler:
             limit,
             rate_hz=self.arrivals.rate_hz(now) / workers,
             price_hz=price_hz(
-                self._lost, worker.busyness.share(now), self.arrivals.usual_budget_s, worker.times, limit
+                self._lost,
+                worker.busyness.share(now),
+                self.arrivals.usual_budget_s,
+                self.arrivals.budget_spread_s,
+                worker.times,
+                limit,
             ),
             tightest_s=self.arrivals.tightest_s(now),
             worth_waiting=lambda dues, rank, position: self._worth_waiting(dues, rank, position, worker.times, now),
