@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 from taktline_kernels.ops.dispatch import REGISTRY
-from taktline_kernels.ops.gather import embed_rms_norm, reorder_rows
+from taktline_kernels.ops.gather import embed_rms_norm, mean_rows, reorder_rows
 from torch import Tensor
 
 gather = importlib.import_module("taktline_kernels.triton_impl.gather")
@@ -55,6 +55,14 @@ def test_rows_in_another_order_with_zeros_behind(dtype: torch.dtype) -> None:
         expected[:, place, :21] = x[:, source].to(dtype)
     assert torch.equal(reorder_rows(x, order, 24, dtype), expected)
     assert torch.equal(gather.reorder_rows(x, order, 24, dtype, config={}), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_neighbours(dtype: torch.dtype) -> None:
+    x = rand(2, 12, 21, seed=1, dtype=dtype)
+    expected = torch.stack([x[:, 4 * place : 4 * place + 4].float().mean(dim=1) for place in range(3)], dim=1)
+    for actual in (mean_rows(x, 4), gather.mean_rows(x, 4, config={})):
+        assert distance(actual, expected.to(dtype)) < (5e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
 def test_rows_of_which_the_last_have_a_product() -> None:

@@ -113,6 +113,16 @@ def test_attention(queries: int, keys: int, heads: int, width: int, causal: bool
     assert distance(actual, expected) < BAR
 
 
+def test_a_gate_behind_attention() -> None:
+    q, wide = rand(2, 41, 4, 16, seed=1), rand(2, 41, 100, seed=3)
+    k, v = rand(2, 41, 2, 2, 16, seed=2).unbind(2)
+    gate = wide[..., 8:72]  # tokens lie further apart than what they hold
+    expected = REGISTRY["attention"].reference(q, k, v, None, True) * torch.sigmoid(gate.float()).view(q.shape)
+    reference = REGISTRY["attention"].reference(q, k, v, None, True, gate)
+    assert distance(reference, expected.to(DTYPE)) < BAR
+    assert distance(masked.attention(q, k, v, None, True, gate, config={"block_m": 16}), expected.to(DTYPE)) < BAR
+
+
 def test_a_row_without_any_key_is_finite_and_changes_no_other() -> None:
     q, k, v = (rand(2, 4, 2, 16, seed=seed) for seed in (1, 2, 3))
     valid = torch.tensor([[True, True, False, True], [False] * 4], device=DEVICE)

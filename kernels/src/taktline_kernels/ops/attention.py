@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from taktline_kernels.ops.delta import sigmoid_gate
 from taktline_kernels.ops.dispatch import register
 
 _TRITON = "taktline_kernels.triton_impl.attention"
@@ -60,7 +61,9 @@ def _suffix_reference(
     return _attend(q, torch.cat((prefix_k, suffix_k), dim=1), torch.cat((prefix_v, suffix_v), dim=1), valid)
 
 
-def _masked_reference(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
+def _masked_reference(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, gate: Tensor | None = None
+) -> Tensor:
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -68,8 +71,8 @@ def _masked_reference(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, cau
         attn_mask=None if valid is None else valid[:, None, None, :],
         is_causal=causal,
         enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
+    ).transpose(1, 2)
+    return out if gate is None else sigmoid_gate(out.flatten(2), gate).view(out.shape)
 
 
 _MASKED = register(
@@ -95,7 +98,15 @@ _SUFFIX = register(
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *, causal: bool = False) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None = None,
+    *,
+    causal: bool = False,
+    gate: Tensor | None = None,
+) -> Tensor:
     """Attention of every head for itself, with keys left out by row or causally.
 
     Args:
@@ -104,6 +115,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *, c
         v: likewise.
         valid: bool (batch, keys), the keys that are seen, or None for all. A row that sees none gets any values.
         causal: query i sees keys up to i; without `valid`, and with as many keys as queries.
+        gate: (batch, queries, heads * head_dim), whose sigmoid multiplies the answer, or None; tokens may lie further
+            apart.
 
     Returns:
         (batch, queries, heads, head_dim) in the dtype of q.
@@ -123,7 +136,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *, c
         "masked": int(valid is not None),
         "causal": int(causal),
     }
-    result: Tensor = _MASKED.run(shape, q, q, k, v, valid, causal)
+    result: Tensor = _MASKED.run(shape, q, q, k, v, valid, causal, *(() if gate is None else (gate,)))
     return result
 
 

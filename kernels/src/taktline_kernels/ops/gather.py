@@ -1,4 +1,4 @@
-"""Rows gathered from two tables, or in another order, with what their first reader wants of them."""
+"""Rows gathered from two tables, in another order, or several into one, with what their first reader wants of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ def _reorder_reference(x: Tensor, order: Tensor, width: int, dtype: torch.dtype)
     return functional.pad(x[:, order].to(dtype), (0, width - x.shape[-1]))
 
 
+def _mean_reference(x: Tensor, count: int) -> Tensor:
+    return x.unflatten(1, (-1, count)).mean(dim=2)
+
+
 _EMBED = register("embed_rms_norm", _embed_reference, {"triton": f"{_TRITON}:embed_rms_norm"})
 _REORDER = register("reorder_rows", _reorder_reference, {"triton": f"{_TRITON}:reorder_rows"})
+_MEAN = register("mean_rows", _mean_reference, {"triton": f"{_TRITON}:mean_rows"})
 
 
 def embed_rms_norm(
@@ -67,4 +72,11 @@ def reorder_rows(x: Tensor, order: Tensor, width: int, dtype: torch.dtype) -> Te
     """
     shape = {"rows": x.shape[0] * x.shape[1], "width": width}
     result: Tensor = _REORDER.run(shape, x, x, order, width, dtype)
+    return result
+
+
+def mean_rows(x: Tensor, count: int) -> Tensor:
+    """(N, P, width) -> (N, P / count, width): the mean of each `count` neighbours, in the dtype of x."""
+    shape = {"rows": x.shape[0] * x.shape[1] // count, "width": x.shape[2], "count": count}
+    result: Tensor = _MEAN.run(shape, x, x, count)
     return result

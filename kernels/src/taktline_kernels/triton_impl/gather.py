@@ -114,3 +114,35 @@ def reorder_rows(x: Tensor, order: Tensor, width: int, dtype: torch.dtype, confi
         num_warps=config.get("num_warps", 2),
     )
     return out
+
+
+@triton.jit
+def _mean_kernel(x_ptr, out_ptr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for one in tl.static_range(COUNT):
+        total += tl.load(x_ptr + (row * COUNT + one) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + column, (total / COUNT).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def mean_rows(x: Tensor, count: int, config: Mapping[str, int]) -> Tensor:
+    """Run `ops.gather.mean_rows`; `config` may hold num_warps."""
+    x = x.contiguous()
+    images, rows, width = x.shape
+    out = torch.empty((images, rows // count, width), dtype=x.dtype, device=x.device)
+    launch(
+        _mean_kernel,
+        (images * rows // count,),
+        x,
+        out,
+        COUNT=count,
+        WIDTH=width,
+        BLOCK=power_of_two(width),
+        num_warps=config.get("num_warps", 4),
+    )
+    return out

@@ -20,6 +20,7 @@ def _attention_kernel(
     k_ptr,
     v_ptr,
     valid_ptr,
+    gate_ptr,
     out_ptr,
     queries,
     keys,
@@ -33,6 +34,8 @@ def _attention_kernel(
     v_token,
     v_head,
     valid_batch,
+    gate_batch,
+    gate_token,
     scale_log2,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -40,6 +43,7 @@ def _attention_kernel(
     PADDED: tl.constexpr,
     VALID: tl.constexpr,
     CAUSAL: tl.constexpr,
+    GATE: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -88,11 +92,28 @@ def _attention_kernel(
         out = out * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
     at = ((batch * queries + query)[:, None] * HEADS + head) * WIDTH + width[None, :]
-    tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None] & wide[None, :])
+    kept = inside[:, None] & wide[None, :]
+    out = out / total[:, None]
+    if GATE:
+        places = batch * gate_batch + query.to(tl.int64)[:, None] * gate_token + head * WIDTH + width[None, :]
+        # Rounded as attention's own answer, as if the gate were a kernel of its own.
+        out = out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        out *= tl.sigmoid(tl.load(gate_ptr + places, mask=kept, other=0.0).to(tl.float32))
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=kept)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, config: Mapping[str, int]) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    causal: bool,
+    gate: Tensor | None = None,
+    *,
+    config: Mapping[str, int],
+) -> Tensor:
     """Run `ops.attention`; `config` may hold block_m, block_n, num_warps and num_stages."""
+    gate = gate if gate is None or gate.stride(-1) == 1 else gate.contiguous()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, queries, heads, width = q.shape
     keys = k.shape[1]
@@ -107,6 +128,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: boo
         k,
         v,
         q if seen is None else seen,
+        q if gate is None else gate,
         out,
         queries,
         keys,
@@ -114,6 +136,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: boo
         *k.stride()[:3],
         *v.stride()[:3],
         0 if seen is None else seen.stride(0),
+        *((0, 0) if gate is None else gate.stride()[:2]),
         width**-0.5 * _LOG2E,
         HEADS=heads,
         SHARED=heads // k.shape[2],
@@ -121,6 +144,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: boo
         PADDED=max(16, power_of_two(width)),
         VALID=seen is not None,
         CAUSAL=causal,
+        GATE=gate is not None,
         EVEN=keys % block_n == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

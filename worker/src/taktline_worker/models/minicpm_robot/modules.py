@@ -15,9 +15,8 @@ from taktline_kernels.ops.delta import (
     gated_delta_rule,
     linear_conv_split,
     rms_norm_silu_gate,
-    sigmoid_gate,
 )
-from taktline_kernels.ops.gather import embed_rms_norm, reorder_rows
+from taktline_kernels.ops.gather import embed_rms_norm, mean_rows, reorder_rows
 from taktline_kernels.ops.norms import add_rms_norm
 from taktline_kernels.ops.solver import clean_actions
 from torch import Tensor
@@ -84,7 +83,7 @@ def _merge_windows(weights: WindowMerger, following: Norm, heads: int, x: Tensor
     attended = ops.attention_vision(q, k, value).flatten(2)
     shape = (len(x), len(windows) // len(x), -1)
     stream, n = weights.norm2.after(x.view(shape), weights.out(attended).view(shape))
-    return _after(following, _windows(stream.view(x.shape)).mean(dim=2), weights.fc2, weights.fc1.gelu(n))
+    return _after(following, mean_rows(stream.view(x.shape), 4), weights.fc2, weights.fc1.gelu(n))
 
 
 def rope_tables(t: TextConfig, slots: int) -> tuple[Tensor, Tensor]:
@@ -137,7 +136,7 @@ def _full_attention(mixer: FullAttention, t: TextConfig, x: Tensor, cos: Tensor,
     qkv, gate = torch.split(mixer.qkv(x), [heads * t.head_dim, pairs], dim=-1)
     ops.norm_rotate(qkv, mixer.q_norm, mixer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.eps)
     q, k, v = torch.split(qkv.view(*x.shape[:2], heads, t.head_dim), [t.heads, t.kv_heads, t.kv_heads], dim=2)
-    return sigmoid_gate(ops.attention(q, k, v, causal=True).flatten(2), gate)
+    return ops.attention(q, k, v, causal=True, gate=gate).flatten(2)
 
 
 def _delta_net(mixer: DeltaNet, t: TextConfig, x: Tensor) -> Tensor:
