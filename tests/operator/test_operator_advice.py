@@ -72,6 +72,18 @@ def test_a_mesh_that_the_family_cannot_take_is_refused_also_where_no_rule_of_the
     assert says in only(said(msgspec.structs.replace(policy, spec=spec)).refusals).message
 
 
+@pytest.mark.parametrize(("split", "refused"), [("sequence", False), ("tensor", True), (None, True)])
+def test_ranks_that_share_the_tokens_need_not_divide_the_heads(make: Any, split: str | None, refused: bool) -> None:
+    policy = make.policy(pools=[H100])
+    model = msgspec.structs.replace(policy.spec.model, family="cosmos3-nano")
+    asked = {"parallel": engine_spec.Parallel(tp=3), "world_action": engine_spec.WorldAction(split=split)}
+    spec = msgspec.structs.replace(
+        policy.spec, model=model, engine=msgspec.structs.replace(policy.spec.engine, **asked)
+    )
+    refusals = said(msgspec.structs.replace(policy, spec=spec)).refusals
+    assert any("does not divide" in finding.message for finding in refusals) == refused
+
+
 def test_the_crds_rules_and_the_table_of_families_agree() -> None:
     enum = schema.object_schema()["properties"]["spec"]["properties"]["model"]["properties"]["family"]["enum"]
     assert set(enum) == set(FAMILIES)

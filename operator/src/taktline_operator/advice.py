@@ -106,7 +106,9 @@ def condition(cautions: Sequence[Finding]) -> tuple[str, str, str]:
 def _refusals(policy: PolicyDeployment, around: Surroundings) -> list[Finding]:
     spec, found = policy.spec, []
     family, spread = FAMILIES[spec.model.family], spec.engine.parallel or Parallel()
-    if any(heads % spread.tp for heads in family.heads):
+    asked = spec.engine.world_action
+    whole = asked is not None and asked.split == "sequence"  # the tokens are shared, the heads are not
+    if not whole and any(heads % spread.tp for heads in family.heads):
         heads = " and ".join(map(str, family.heads))
         message = f"engine.parallel.tp {spread.tp} does not divide the {heads} attention heads of {spec.model.family}"
         found.append(Finding(INVALID, f"{message}; each GPU must get as many of them"))

@@ -96,7 +96,7 @@ class WorldActionOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         prompt: whether the instruction is put into the JSON object of the training or into plain sentences.
         imagine: serve the imagined video to clients that ask for it; costs the memory of the video decoder.
         split: what the `parallel.tp` ranks of a branch share: the matrices (`tensor`), or the tokens with the whole
-            weights on each rank (`sequence`).
+            weights on each rank (`sequence`). Left out: the tokens, where each GPU has room for the whole weights.
     """
 
     preset: Literal["official", "paper"] | None = None
