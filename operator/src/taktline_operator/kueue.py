@@ -71,14 +71,11 @@ def condition(policy: PolicyDeployment, pods: Sequence[Json], children: Sequence
     if queue is None and not stays:
         return None
     waiting = [pod for pod in pods if is_waiting(pod)]
-    held = [
-        child["metadata"]["name"]
-        for child in children
-        if child["kind"] == "RayService" and child.get("spec", {}).get("rayClusterConfig", {}).get("suspend")
-    ]
+    rays = [child for child in children if child["kind"] == "RayService"]
+    held = [ray for ray in rays if ray.get("spec", {}).get("rayClusterConfig", {}).get("suspend")]
     where = f"queue {queue.name}" if queue is not None else f"queue {stays[0]}"
     if waiting or held:
-        what = f"{len(waiting)} of {len(pods)} pods" if waiting else f"{len(held)} Ray clusters"
+        what = f"{len(waiting)} of {len(pods)} pods" if waiting else f"{len(held)} of {len(rays)} Ray clusters"
         return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to {where}"
     if stays:
         names = " and ".join(f"queue {name}" if name else "no queue" for name in stays)

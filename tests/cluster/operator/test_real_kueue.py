@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from taktline_local.controllers import LeaderWorkerSets
+from taktline_local.controllers import KubeRay, LeaderWorkerSets
 from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.kueue import Kueue
 from taktline_local.programs import find_controllers
 
-pytestmark = pytest.mark.usefixtures("running_operator", "node")
+pytestmark = [pytest.mark.usefixtures("running_operator", "node"), pytest.mark.timeout(900)]
 
 Json = dict[str, Any]
 PLANNER = {"family": "vjepa2-ac", "source": {"path": "/srv/policies/planner"}, "revision": "a"}
@@ -278,3 +278,33 @@ def test_what_serves_goes_on_in_its_queue(policies: Any, queue: Queue, make: Any
         assert "workers serve in queue robots" in policies.wait("moves", "Queued", "False", "QueueKept")["message"]
     elif wanted:
         assert policies.wait("moves", "Queued", "False", "Admitted")
+
+
+def test_a_ray_cluster_is_suspended_until_there_is_quota(
+    policies: Any, queue: Queue, kubectl: Kubectl, tmp_path: Any
+) -> None:
+    engine = {"runtime": "ray", "buckets": [1], "parallel": {"search": 4}}
+    made = policies.body("on-ray", model=PLANNER, engine=engine, queue={"name": "robots"})
+    made["spec"]["slo"] = {"controlBudgetMs": 4000}
+
+    def suspended() -> bool | None:
+        found = policies.kubectl.list("rayservices", policies.namespace)
+        return found[0]["spec"]["rayClusterConfig"].get("suspend") if found else None
+
+    with KubeRay(programs("kuberay"), kubectl, tmp_path / "kuberay"):
+        queue.gpus(3)  # one short of its ranks
+        policies.kubectl.apply(
+            made
+        )  # the operator looks for further kinds once a minute, and then makes its RayService
+        wait_until(lambda: suspended() is True, "Kueue holds the Ray cluster back", timeout_s=LIMIT_S)
+        said = policies.wait("on-ray", "Queued", "True", "WaitingForQuota")
+        assert "1 of 1 Ray clusters wait" in said["message"]
+        assert policies.wait("on-ray", "Degraded", "False")
+        assert pods(policies) == []
+        queue.gpus(4)
+        wait_until(lambda: suspended() is False, "Kueue lets it go", timeout_s=LIMIT_S)
+        wait_until(lambda: len(pods(policies)) == 5, "KubeRay makes the head and its ranks", timeout_s=LIMIT_S)
+        policies.wait("on-ray", "Queued", "False", "Admitted")
+        policies.kubectl("-n", policies.namespace, "delete", "pd", "on-ray", "--timeout=60s")
+        wait_until(lambda: pods(policies) == [], "no worker is left", timeout_s=LIMIT_S)
+        wait_until(lambda: suspended() is None, "no Ray cluster is left", timeout_s=LIMIT_S)
