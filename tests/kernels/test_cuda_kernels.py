@@ -29,7 +29,10 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
         ("expert.cu", {"HEAD": 2}),
         ("expert.cu", {"KEYS": 128}),
         *(
-            ("expert.cu", {"N": p.columns, "KB": p.depth, "SPLIT": p.split, "EPILOGUE": p.epilogue, "PAUSE": 4000})
+            (
+                "expert.cu",
+                {"N": p.columns, "KB": p.depth, "SPLIT": p.split, "EPILOGUE": p.epilogue, "PAUSE": 4000, "PARTS": 16},
+            )
             for p in (expert._QKV, expert._OUT, expert._GATE_UP, expert._DOWN)
         ),
         ("image_attention.cu", {"ROWS": 64}),

@@ -181,3 +181,32 @@ def test_the_bytes_of_an_expert(golden: Path, network: Any, monkeypatch: pytest.
     numbers = sum(getattr(layer, part).numel() for layer in both.packed.expert for part in matrices)
     assert found == pytest.approx(numbers * expert_byte_size(architecture))
     assert numbers < found < 1.2 * numbers
+
+
+@pytest.mark.parametrize(("folder", "name"), [("pi05_tiny", "case_b3"), ("pi0_tiny/full", "case_b3_mixed")])
+def test_the_first_step_needs_a_layer_of_the_prefix_when_it_says_so(
+    golden: Path, network: Any, monkeypatch: pytest.MonkeyPatch, folder: str, name: str
+) -> None:
+    """What it reads of the cache is there as soon as the prefix has told of that layer: it may run beside the rest."""
+    fused = reference.fused
+    weights, architecture, batch, _ = load(network, golden / folder, name, FP32)
+    expected = reference.FusedReference(weights, architecture, "fp32").run(batch)
+    told: list[int] = []
+    prefix, solve = fused.prefix_pass, fused.solve
+    monkeypatch.setattr(fused, "prefix_pass", lambda *arguments: prefix(*arguments, told.append))
+
+    def solve_beside(*arguments: Any) -> None:
+        keys, values = arguments[4:6]
+        whole, asked = (keys.clone(), values.clone()), list[int]()
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+
+        def before(layer: int) -> None:
+            asked.append(layer)
+            keys[layer], values[layer] = whole[0][layer], whole[1][layer]
+
+        solve(*arguments, before)
+        assert asked == told == list(range(architecture.depth))
+
+    monkeypatch.setattr(fused, "solve", solve_beside)
+    assert torch.equal(reference.FusedReference(weights, architecture, "fp32").run(batch), expected)

@@ -65,6 +65,20 @@ def test_batches_launched_behind_one_another_give_what_they_give_alone(captured:
         assert 0.0 < batch.seconds < 10.0
 
 
+def test_the_first_step_beside_the_prefix_answers_as_after_it(captured: Any) -> None:
+    runner, rows, _, tokens = captured
+    batches = [collate(rows * size, tokens) for size in (1, 3)]
+    found = [runner.run(batch).clone() for batch in batches]
+    beside, graphs, runner.beside = runner.beside, dict(runner.captured), None
+    try:
+        runner.capture()
+        for batch, expected in zip(batches, found, strict=True):
+            assert torch.equal(runner.run(batch), expected)
+    finally:
+        runner.beside = beside
+        runner.captured.update(graphs)
+
+
 @pytest.mark.parametrize("name", ["case_b1", "case_b3", "case_b3_mixed"])
 def test_golden_actions_of_pi0(golden: Any, network: Any, distance: Any, name: str) -> None:
     """Rows of different lengths and cameras; the state token goes through the first step only."""

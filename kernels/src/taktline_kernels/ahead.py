@@ -184,6 +184,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
+    turned_product = importlib.import_module("taktline_kernels.cuda.turned_product")
     product = importlib.import_module("taktline_kernels.cuda.product")
 
     def prepare(
@@ -223,13 +224,23 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         out = torch.nn.functional.linear(x, weight, bias)
         return torch.nn.functional.gelu(out, approximate="tanh") if gelu else out
 
+    def prepared(*shape: Any) -> Any:
+        del shape
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, algorithm: int) -> None:
+            del algorithm
+            out.copy_(torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), weight, bias))
+
+        return mock.Mock(algorithms=[None], run=run)
+
     yield nvrtc.CudaKernel, "__init__", prepare
     yield nvrtc.CudaKernel, "launch", launch
     yield cublaslt, "linear", linear
+    yield cublaslt, "_product", prepared
     yield nvrtc, "tensor_map", lambda tensor, box: None
     yield nvrtc, "processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
-    others = (image_attention, frame_attention, cached_attention, product)
+    others = (image_attention, frame_attention, cached_attention, product, turned_product)
     for module, name in ((geglu, "product_kernel"), *((one, "_kernel") for one in others)):
         yield module, name, _fresh(getattr(module, name))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from taktline_kernels import ops
 from taktline_kernels.fp8_rows import ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
 from taktline_kernels.guidance import Guidance
 from taktline_kernels.selector import default_selector
@@ -27,6 +28,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_fp8",
     "linear",
+    "linear_add_rms_norm",
     "linear_bytes",
     "linear_fp8",
     "linear_geglu",
@@ -127,7 +129,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from taktline_kernels.cuda import cublaslt
 
         return cublaslt.linear(x, weight, bias, gelu=False, algorithm=choice.config.get("algorithm", 0))
+    if choice.kernel == "hopper":
+        from taktline_kernels.cuda import product
+
+        return product.linear(x, weight, bias, "none", None, None, choice.config)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def linear_add_rms_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """A sub-layer's last product, the residual add behind it, and the RMSNorm of the sum.
+
+    Where the table names no kernel for both, `linear` and the norm.
+
+    Args:
+        x: (..., k) bf16, contiguous.
+        weight: (n, k) bf16, contiguous.
+        residual: (..., n), the stream.
+        norm_weight: (n,), the norm multiplies by 1 + this.
+        eps: added to the mean square.
+
+    Returns:
+        (s, rms_norm(s)) with s = residual + x @ weight.T.
+    """
+    shape = {"m": x.numel() // x.shape[-1], "n": weight.shape[0], "k": weight.shape[1]}
+    choice = default_selector().choose("linear_add_rms_norm", shape, x.dtype, x.device)
+    if choice.kernel == "cublaslt":
+        from taktline_kernels.cuda import cublaslt
+
+        return cublaslt.linear_add_rms_norm(x, weight, residual, norm_weight, eps, choice.config)
+    return ops.add_rms_norm(residual, linear(x, weight), norm_weight, eps)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

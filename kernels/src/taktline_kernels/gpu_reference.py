@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from taktline_kernels import ops
 from taktline_kernels.fp8_rows import LARGEST, ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
 from taktline_kernels.guidance import Guidance
 from taktline_kernels.ops.dispatch import REGISTRY
@@ -26,6 +27,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_fp8",
     "linear",
+    "linear_add_rms_norm",
     "linear_bytes",
     "linear_fp8",
     "linear_geglu",
@@ -103,6 +105,13 @@ def layer_norm(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `gpu.linear`."""
     return functional.linear(x, weight, bias)
+
+
+def linear_add_rms_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `gpu.linear_add_rms_norm`."""
+    return ops.add_rms_norm(residual, linear(x, weight), norm_weight, eps)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

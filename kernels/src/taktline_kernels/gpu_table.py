@@ -7,6 +7,6 @@ GPU_KERNELS: dict[str, tuple[str, ...]] = {
     "attention_cached": ("hopper", "triton"),
     "linear_geglu": ("hopper", "cublas"),
     "linear_swiglu": ("hopper", "cublas"),
-    "product": ("cublaslt", "cublas"),
+    "product": ("cublaslt", "hopper", "cublas"),
     "byte_product": ("triton",),
 }

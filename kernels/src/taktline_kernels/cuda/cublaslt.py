@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 _BF16, _FP32, _COMPUTE_FP32 = 14, 0, 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE = 1
 _EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}
 _WORKSPACE_BYTES = 32 << 20
@@ -55,17 +57,25 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _layout(rows: int, columns: int) -> ctypes.c_void_p:
-    """A column-major bf16 matrix without gaps."""
+def _layout(rows: int, columns: int, step: int, dtype: int, parts: int, part_step: int) -> ctypes.c_void_p:
+    """`parts` column-major matrices, `part_step` elements from one to the next and `step` from column to column."""
     layout = ctypes.c_void_p()
     _call(
         "cublasLtMatrixLayoutCreate",
         ctypes.byref(layout),
-        _BF16,
+        dtype,
         ctypes.c_uint64(rows),
         ctypes.c_uint64(columns),
-        ctypes.c_int64(rows),
+        ctypes.c_int64(step),
     )
+    if parts > 1:
+        attributes: tuple[tuple[int, Any], ...] = (
+            (_BATCH_COUNT, ctypes.c_int32(parts)),
+            (_BATCH_STRIDE, ctypes.c_int64(part_step)),
+        )
+        for attribute, value in attributes:
+            size = ctypes.c_size_t(ctypes.sizeof(value))
+            _call("cublasLtMatrixLayoutSetAttribute", layout, attribute, ctypes.byref(value), size)
     return layout
 
 
@@ -77,6 +87,7 @@ class LtProduct:
         bias: whether there is one.
         gelu: tanh form, with a bias only.
         device: where it runs.
+        parts: above 1, the sums of so many equal parts of k apart, in fp32.
         limit: most algorithms to ask for.
 
     Attributes:
@@ -84,13 +95,18 @@ class LtProduct:
             version of the library.
     """
 
-    def __init__(self, m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, limit: int = 64) -> None:
+    def __init__(
+        self, m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, parts: int = 1, limit: int = 64
+    ) -> None:
         self._operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, _FP32)
         self._set(_TRANSPOSE_A, ctypes.c_int32(1))
         self._set(_EPILOGUE, ctypes.c_int32(_EPILOGUES[bias, gelu]))
         # The library is column-major: weight.T (k, n) and x.T (k, m) give out.T (n, m).
-        self._weight, self._x, self._out = _layout(k, n), _layout(k, m), _layout(n, m)
+        share = k // parts
+        self._weight = _layout(share, n, k, _BF16, parts, share)
+        self._x = _layout(share, m, k, _BF16, parts, share)
+        self._out = _layout(n, m, n, _BF16 if parts == 1 else _FP32, parts, n * m)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         size = ctypes.c_size_t(_WORKSPACE_BYTES)
         _call(
@@ -119,7 +135,11 @@ class LtProduct:
         _call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, algorithm: int) -> None:
-        """Write the product of contiguous bf16 tensors to `out` (m, n). RuntimeError where the library refuses."""
+        """Write the product of contiguous bf16 tensors to `out` (m, n), or to fp32 (parts, m, n).
+
+        Raises:
+            RuntimeError: the library refuses.
+        """
         if bias is not None:
             self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -148,8 +168,8 @@ class LtProduct:
 
 
 @functools.cache
-def _product(m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device) -> LtProduct:
-    return LtProduct(m, n, k, bias, gelu, device)
+def _product(m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, parts: int = 1) -> LtProduct:
+    return LtProduct(m, n, k, bias, gelu, device, parts)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, algorithm: int) -> Tensor:
@@ -171,3 +191,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, algorithm
     product = _product(rows, width, depth, bias is not None, gelu, x.device)
     product.run(x, weight, bias, out, algorithm if algorithm < len(product.algorithms) else 0)
     return out
+
+
+def linear_add_rms_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, config: Mapping[str, int]
+) -> tuple[Tensor, Tensor]:
+    """Run `ops.linear_add_rms_norm`: parts of the depth, in fp32, that the norm's kernel sums.
+
+    Args:
+        config: parts (a divisor of k), algorithm (index into `LtProduct.algorithms`), sum_warps.
+    """
+    from taktline_kernels.triton_impl.part_sums import add_norm
+
+    depth = x.shape[-1]
+    rows, width, parts = x.numel() // depth, weight.shape[0], config.get("parts", 2)
+    product = _product(rows, width, depth, False, False, x.device, parts)
+    sums = torch.empty((parts, rows, width), dtype=torch.float32, device=x.device)
+    algorithm = config.get("algorithm", 0)
+    product.run(x, weight, None, sums, algorithm if algorithm < len(product.algorithms) else 0)
+    return add_norm(sums, None, residual, norm_weight, None, eps, x.dtype, config.get("sum_warps", 8))

@@ -82,19 +82,19 @@ DEVICE float gelu(float x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. N columns a block (32 or 64), KB columns of K a block, SPLIT blocks of a cluster share K.
+// Products. N columns a block (32 or 64), KB columns of K a block, SPLIT blocks of a cluster share K. A row's sum of squares
+// comes in PARTS, of a tile's columns each.
 // EPILOGUE 0: rotate queries and key, write q and the cache; 1: gelu(gate) * up; 2: gated residual add.
 #ifdef N
 #define CHUNKS (KB / 64)
 #define HALF_BLOCKS (KB / 64)          // blocks of 32 columns in one warpgroup's half of K
 #define BATCH 2
-#define BUFFERS 4                      // batches of A in flight
 #define BATCHES (HALF_BLOCKS / BATCH)
+#define BUFFERS (BATCHES < 4 ? BATCHES : 4)  // batches of A in flight
 #define WEIGHT_BYTES (N * KB * 2)
 #define GROUPS (N / 16)                // groups of 8 columns that one warpgroup finishes
 #define OWN_ROWS (64 / SPLIT)          // rows that a block of a cluster finishes
 #define PAIRS (GROUPS / 2)
-#define PARTS (EPILOGUE == 0 ? 16 : 32)  // of a row's sum of squares: a tile's columns each
 
 #if N == 64
 #define ACC 32

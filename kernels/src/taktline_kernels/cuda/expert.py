@@ -443,6 +443,9 @@ class ExpertChain:
 def _kernel(product: _Product) -> CudaKernel:
     defines = {"N": product.columns, "KB": product.depth, "SPLIT": product.split, "EPILOGUE": product.epilogue}
     defines["PAUSE"] = product.pause
+    if product.epilogue < 2:
+        # What the stream's last writer has left: a part of each row's sum of squares for each of its tiles.
+        defines["PARTS"] = WIDTH // (_DOWN if product.epilogue == 0 else _OUT).columns
     # Parts that the other blocks of a cluster send.
     received = 0 if product.split == 1 else product.split * 2048 if product.epilogue == 2 else product.columns * 128
     shared = max(product.weight_bytes + received, product.room)

@@ -86,7 +86,11 @@ _LINEAR_ADD_LAYER_NORM = register(
 _LINEAR_ADD_RMS_NORM = register(
     "linear_add_rms_norm",
     _linear_add_rms_norm_reference,
-    {"hopper": f"{_HOPPER}:linear_add_rms_norm", "small": f"{_SMALL}:linear_add_rms_norm"},
+    {
+        "cublaslt": "taktline_kernels.cuda.cublaslt:linear_add_rms_norm",
+        "hopper": f"{_HOPPER}:linear_add_rms_norm",
+        "small": f"{_SMALL}:linear_add_rms_norm",
+    },
 )
 
 

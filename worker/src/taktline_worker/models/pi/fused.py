@@ -204,10 +204,10 @@ def prefix_pass(
         tell(written, index)
         query = qkv[:, :, : heads * d].view(*qkv.shape[:2], heads, d)
         attended = gpu.attention_cached(query, keys[index], values[index], lengths, 0).flatten(2)
-        attended = gpu.linear(attended, layer.out_weight)
-        x, hidden = ops.add_rms_norm(x, attended, given(layer.norm2_weight), RMS_EPS)
-        hidden = gpu.linear(gpu.linear_geglu(hidden, layer.gate_up_weight), layer.down_weight)
-        x, hidden = ops.add_rms_norm(x, hidden, given(layers[index + 1].norm1_weight), RMS_EPS)
+        x, hidden = gpu.linear_add_rms_norm(attended, layer.out_weight, x, given(layer.norm2_weight), RMS_EPS)
+        gated = gpu.linear_geglu(hidden, layer.gate_up_weight)
+        following = given(layers[index + 1].norm1_weight)
+        x, hidden = gpu.linear_add_rms_norm(gated, layer.down_weight, x, following, RMS_EPS)
 
 
 def solve(
