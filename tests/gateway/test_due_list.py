@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from taktline_gateway import batching, due_list
 from taktline_gateway.batching import weigh_batch
 from taktline_gateway.due_list import DueList
+from taktline_gateway.service_times import ServiceTimes
 
 from tests.gateway.simulated_clock import service_times, ticket
 
@@ -108,5 +110,8 @@ def test_what_is_skipped_could_not_have_been_chosen(deadlines, rate_hz, beyond, 
     before, batching._least_cost = batching._least_cost, lambda *_: float("-inf")
     try:
         assert weigh_batch(deadlines, 0.0, times, 8, rate_hz, beyond, price_hz) == chosen
+        # Who follows might take no time at all: hardly a candidate is skipped.
+        with mock.patch.object(ServiceTimes, "best_rate", 1e9):
+            assert weigh_batch(deadlines, 0.0, times, 8, rate_hz, beyond, price_hz) == chosen
     finally:
         batching._least_cost = before

@@ -147,6 +147,33 @@ def test_unreachable_is_refused_at_once_with_a_prediction():
     assert refused.retry_s == pytest.approx(0.005)
 
 
+def test_no_batch_waits_for_refusals_which_follow_at_once():
+    made = scheduler()
+    for robot in range(6):
+        made.submit(ticket(f"lost-{robot}", 0.020), 0.0)
+    made.submit(ticket("arm", 1.0), 0.0)
+    plan = made.poll(0.015)  # a busy process: nobody asked before
+    assert [one.robot for batch in plan.batches for one in batch.tickets] == ["arm"]
+    assert not plan.refused
+    assert plan.wake_at <= 0.015
+    refused = []
+    while plan.wake_at is not None and plan.wake_at <= 0.015:
+        plan = made.poll(0.015)
+        refused += [one.ticket.robot for one in plan.refused]
+    assert sorted(refused) == [f"lost-{robot}" for robot in range(6)]
+
+
+def test_who_is_behind_more_than_can_be_served_may_be_admitted_as_not_all_of_them_will_be():
+    """One at a time, 10 ms each: of eight ahead that are due before it at most three can be served."""
+    made = scheduler(max_batch=1, table={1: 10.0})
+    for robot in range(8):
+        assert made.submit(ticket(robot, 0.030), 0.0) == (None, None)
+    last = ticket("last", 0.034)
+    assert made.submit(last, 0.0) == (None, None)
+    hopeless = ticket("hopeless", 0.009)
+    assert made.submit(hopeless, 0.0)[0].reason is Refusal.UNREACHABLE
+
+
 def test_a_queued_ticket_is_refused_by_the_timer_when_its_last_start_passes():
     made = scheduler()
     made.submit(ticket("a", 10.0), 0.0)

@@ -69,14 +69,14 @@ def weigh_batch(
     if head == 1 and count == 1:
         return (0, 1, int(deadlines[0] >= now + median[1]))
     bold = bold and tail[-1] > median[-1]
-    candidates = {(0, head), (0, times.thrifty(head))}
+    candidates = {(0, -head), (0, -times.thrifty(head))}  # (start, -size): in order, the largest of a start comes first
     scarce = price_hz > 0.0
     if bold and not (scarce and count - bisect_left(deadlines, now + tail[limit], 0, count) >= limit):
-        candidates.add((0, bisect_right(median, deadlines[0] - now, 1, min(limit, count) + 1) - 1 or 1))
+        candidates.add((0, 1 - bisect_right(median, deadlines[0] - now, 1, min(limit, count) + 1) or -1))
     for bucket in times.buckets:
         size = min(bucket, limit)
         if size < head:
-            candidates.add((0, size))
+            candidates.add((0, -size))
         elif size > head:
             start = bisect_left(deadlines, now + tail[size], 0, count)
             chances = bold and not (scarce and count - start >= size)
@@ -85,18 +85,20 @@ def weigh_batch(
                     start = bisect_left(deadlines, now + median[size], 0, count)
                 if 0 < start < count:
                     most = min(limit, count - start)
-                    candidates.add((start, bisect_right(durations, deadlines[start] - now, 1, most + 1) - 1 or 1))
+                    candidates.add((start, 1 - bisect_right(durations, deadlines[start] - now, 1, most + 1) or -1))
     best: tuple[int, int, float] = (0, 1, 0)
     best_worth, best_cost = -math.inf, 0.0
     everybody = round(count / GRAIN)
+    follower = max(0.0, 1.0 - price_hz / times.best_rate)
     # The largest first: where the load is deep it serves everybody soonest, and shows the others to be hopeless.
-    for start, size in sorted(candidates, key=_largest_first):
-        if not price_hz:
-            # The heads that it begins behind are lost to it; and where nobody is, its end cannot be sooner than this.
-            if (count - start) / GRAIN < best_worth - 0.5:
-                continue
-            if best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
-                continue
+    for start, less in sorted(candidates):
+        size = -less
+        # The heads that it begins behind are lost to it; who follows takes the time of the best throughput at least.
+        most_worth = size - price_hz * median[size] + (count - start - size) * follower
+        if most_worth / GRAIN < best_worth - 0.5:
+            continue
+        if not price_hz and best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
+            continue  # nobody is lost to either, and its end cannot be sooner than this
         on_time, elapsed, waited, value = _follow(start, size, deadlines, now, times, limit, price_hz)
         worth = round(value / GRAIN)
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
@@ -129,10 +131,6 @@ def _missing(deadlines: Sequence[float], begin: int, end_index: int, end: float,
     for index in range(begin, bisect_left(deadlines, end + spread, begin, end_index)):
         lost += 0.5 - 0.5 * math.erf(TAIL_QUANTILE * (deadlines[index] - end) / (spread * math.sqrt(2.0)))
     return lost
-
-
-def _largest_first(candidate: tuple[int, int]) -> tuple[int, int]:
-    return candidate[0], -candidate[1]
 
 
 def _least_cost(size: int, count: int, times: ServiceTimes, rate_hz: float, beyond: int) -> float:

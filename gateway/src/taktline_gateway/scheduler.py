@@ -26,7 +26,7 @@ __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
 AHEAD_SERVED = 0.25
 """So much of the work ahead of a ticket counts when it is admitted: of those ahead many may be lost, and leave."""
 DROPS_A_POLL = 4
-"""Tickets refused in one decision; the next one follows at once, and batches do not wait for refusals."""
+"""Tickets refused in one decision; none in one that starts a batch, which waits for none. The next follows at once."""
 
 
 class Refusal(Enum):
@@ -82,6 +82,7 @@ class Scheduler:
             priority: Shares() for priority in Priority if priority is not Priority.SAFETY
         }
         self._ageing = Ageing(self.queue)
+        self._unsettled: list[tuple[Shares, tuple[Ticket, ...]]] = []
         self._in_flight = 0
         self._trial: Ticket | None = None
         self._lost = 0.0
@@ -159,6 +160,7 @@ class Scheduler:
                 times.record(len(batch.tickets), seconds - waited_s)
                 worker.times.note_outside(outside_s)
             worker.trial = False
+        self._settle()
         if not len(self.queue):
             for shares in self._shares.values():
                 shares.forgive()
@@ -284,7 +286,7 @@ class Scheduler:
                 elif later is not None:
                     wake_at = later
                     break
-        refused = self._drop_unreachable(now)
+        refused = () if batches else self._drop_unreachable(now)
         return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now), tuple(silent), tuple(recalled))
 
     def _launch_trial(self, now: float) -> list[Batch]:
@@ -380,10 +382,12 @@ class Scheduler:
     # ----- books
 
     def _rank(self, ticket: Ticket, now: float) -> int:
+        self._settle()
         shares = self._shares.get(ticket.priority)
         return rank_of(ticket.priority, over_share=shares is not None and shares.arrive(ticket, now))
 
     def _add(self, ticket: Ticket, rank: int) -> None:
+        self._settle()
         shares = self._shares.get(class_of(rank))
         if shares is not None:
             shares.enter()
@@ -399,26 +403,34 @@ class Scheduler:
     def _remove(self, ticket: Ticket) -> bool:
         if not self.queue.remove(ticket):
             return False
+        self._settle()
         shares = self._shares.get(class_of(ticket.rank))
         if shares is not None:
             shares.leave()
         return True
 
     def _take(self, choice: Composition) -> None:
-        """Moves the members of a batch out of the queue, and keeps the books."""
+        """Moves the members of a batch out of the queue; the books of shares are kept later, see `_settle`."""
         size = 0
         for rank, position, count in choice.slices:
             members = choice.tickets[size : size + count]
             self.queue.take(rank, position, members)
             shares = self._shares.get(class_of(rank))
             if shares is not None:
-                shares.serve(members)
+                self._unsettled.append((shares, members))
             size += count
             if rank < LOW_RANK:
                 self._ageing.served(count)
         self._lost *= (1.0 - LOSS_WEIGHT) ** size
 
+    def _settle(self) -> None:
+        """Enters what was served into the books of shares; after the decision, as the batch is to be on its way."""
+        for shares, members in self._unsettled:
+            shares.serve(members)
+        self._unsettled.clear()
+
     def _note_lost(self, ticket: Ticket) -> None:
+        self._settle()
         self._lost += LOSS_WEIGHT * (1.0 - self._lost)
         shares = self._shares.get(ticket.priority)
         if shares is not None:
