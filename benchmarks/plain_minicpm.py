@@ -117,7 +117,13 @@ class PlainHead:
         a = self.bank("action_encoder.W1", slot, torch.cat((x, state.expand(len(x), -1)), dim=1))
         a = functional.silu(self.bank("action_encoder.W2", slot, torch.cat((a, tau.expand(len(x), -1)), dim=1)))
         a = self.bank("action_encoder.W3", slot, a) + self.t["position_embedding.weight"][: len(x)]
-        h = torch.cat((self.t["future_tokens.weight"], a))
+        h = self.transform(torch.cat((self.t["future_tokens.weight"], a)), time, features)
+        h = self.bank("action_decoder.layer2", slot, functional.relu(self.bank("action_decoder.layer1", slot, h)))
+        return h[-self.horizon :]
+
+    def transform(self, h: Tensor, time: Tensor, features: Tensor) -> Tensor:
+        """The transformer's blocks and its last layers over tokens (n, width)."""
+        width = h.shape[1]
         layers = len([name for name in self.t if name.endswith("norm1.linear.weight")])
         for index in range(layers):
             name = f"model.transformer_blocks.{index}"
@@ -129,9 +135,7 @@ class PlainHead:
             h = h + self.linear(f"{name}.ff.net.2", n)
         shift, scale = self.linear("model.proj_out_1", functional.silu(time)).chunk(2)
         h = functional.layer_norm(h, (width,), eps=1e-6) * (1 + scale) + shift
-        h = self.linear("model.proj_out_2", h)
-        h = self.bank("action_decoder.layer2", slot, functional.relu(self.bank("action_decoder.layer1", slot, h)))
-        return h[-self.horizon :]
+        return self.linear("model.proj_out_2", h)
 
     def actions(self, features: Tensor, row: MiniCpmRow) -> list[tuple[Tensor, Tensor]]:
         """(input, prediction) of the four steps; the last prediction is the answer."""
@@ -151,7 +155,7 @@ class PlainMiniCpm:
         if compiled:
             for block in (*model.vision_tower.encoder.layers, *model.language_model.layers):
                 block.forward = torch.compile(block.forward)
-            head.predict = torch.compile(head.predict)  # type: ignore[method-assign]
+            head.transform = torch.compile(head.transform)  # type: ignore[method-assign]
 
     @torch.inference_mode()
     def __call__(self, row: MiniCpmRow) -> Tensor:
