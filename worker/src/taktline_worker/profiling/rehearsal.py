@@ -204,7 +204,7 @@ def pretended_gpu(
         stack.enter_context(mock.patch.object(torch, "Generator", _on_cpu(torch.Generator)))
         stack.enter_context(mock.patch.object(graph_capture.GraphPool, "capture", _watched_capture(watch)))
         stack.enter_context(mock.patch.object(graph_capture.Beside, "run", _one_after_the_other))
-        stack.enter_context(mock.patch.object(branches, "_side", lambda device: None))
+        stack.enter_context(mock.patch.object(branches, "_side", return_value=None))
         stack.enter_context(selecting_by(selector))
         stack.enter_context(mode)
         stack.enter_context(watch)

@@ -6,13 +6,17 @@ Shapes: N images, B rows, S text slots a row (right-padded: causal layers then n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from taktline_kernels import ops
+from taktline_kernels.ops.placing import place_rows
 from torch import Tensor
 from torch.nn import functional
 
-from taktline_worker.fp8_layers import after_swiglu
+from taktline_worker.branches import Branch
+from taktline_worker.fp8_layers import Fp8Linear, gated
 from taktline_worker.layers import Linear, Norm, attend
 from taktline_worker.models.groot.config import (
     VISION_THETA,
@@ -32,6 +36,9 @@ from taktline_worker.models.groot.weights import (
     TextWeights,
     VisionWeights,
 )
+
+_FEW_PATCHES = 2048
+"""So many leave multiprocessors idle: a merger then runs beside the blocks behind it."""
 
 
 def patch_order(rows: int, columns: int, merge: int) -> Tensor:
@@ -84,7 +91,7 @@ def encode_images(
         (N, P / merge^2, text width), and the same of each deepstack block in order.
     """
     x, y = weights.patch(patches) + positions.to(patches.dtype), None
-    deep = []
+    deep: list[Branch[Tensor]] = []
     for index, block in enumerate(weights.blocks):
         x, n = block.norm1.after(x, y)
         qkv = block.qkv(n)
@@ -94,8 +101,9 @@ def encode_images(
         y = block.fc2(block.fc1.gelu(n))
         if index in weights.deepstack:
             x, y = x + y, None
-            deep.append(merge(weights.deepstack[index], x, v.merge))
-    return merge(weights.merger, x if y is None else x + y, v.merge), deep
+            work = partial(merge, weights.deepstack[index], x, v.merge)
+            deep.append(Branch(x.device, work, beside=x.shape[0] * x.shape[1] <= _FEW_PATCHES))
+    return merge(weights.merger, x if y is None else x + y, v.merge), [one.join() for one in deep]
 
 
 def merge(weights: Merger, x: Tensor, side: int) -> Tensor:
@@ -152,29 +160,38 @@ def encode_text(
     Returns:
         (B, S, width); slots behind a row's end hold values that nothing reads.
     """
-    x, y = functional.embedding(tokens, weights.embedding), None
-    x.view(-1, x.shape[-1]).index_copy_(0, image_slots, images.to(x.dtype))
-    for index, layer in enumerate(weights.layers):
-        x, y = _text_layer(layer, t, x, y, cos, sin)
-        if index < min(len(deep), len(weights.layers) - 1):
-            y.view(-1, y.shape[-1]).index_add_(0, image_slots, deep[index].to(y.dtype))
-    return x if y is None else x + y
+    x = functional.embedding(tokens, weights.embedding)
+    place_rows(x, image_slots, images)
+    n = ops.rms_norm(x, weights.layers[0].norm1, t.norm_eps)
+    following = [layer.norm1 for layer in weights.layers[1:]]
+    for index, (layer, norm) in enumerate(zip(weights.layers, following, strict=False)):
+        x, hidden = _text_layer(layer, t, x, n, cos, sin)
+        if index < len(deep):
+            y = layer.down(hidden)
+            place_rows(y, image_slots, deep[index], add=True)
+            x, n = ops.add_rms_norm(x, y, norm, t.norm_eps)
+        else:
+            x, n = _add_norm(x, layer.down, hidden, norm, t.norm_eps)
+    x, hidden = _text_layer(weights.layers[-1], t, x, n, cos, sin)
+    out: Tensor = x + weights.layers[-1].down(hidden)
+    return out
 
 
-def _text_layer(
-    layer: TextLayer, t: TextConfig, x: Tensor, y: Tensor | None, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The stream x + y (y None: x) after the attention's residual, and what the feed-forward adds to it."""
-    if y is None:
-        n = ops.rms_norm(x, layer.norm1, t.norm_eps)
-    else:
-        x, n = ops.add_rms_norm(x, y, layer.norm1, t.norm_eps)
+def _text_layer(layer: TextLayer, t: TextConfig, x: Tensor, n: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Any]:
+    """The stream x behind the attention, and what the feed-forward's last product reads; n is the norm of x."""
     qkv = layer.qkv(n)
     ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.norm_eps)
     heads = qkv.view(*x.shape[:2], -1, t.head_dim)
     q, k, v = heads[:, :, : t.heads], heads[:, :, t.heads : -t.kv_heads], heads[:, :, -t.kv_heads :]
-    x, n = ops.add_rms_norm(x, layer.out(attend(q, k, v, causal=True)), layer.norm2, t.norm_eps)
-    return x, after_swiglu(layer.down, layer.gate_up(n))
+    x, n = _add_norm(x, layer.out, attend(q, k, v, causal=True), layer.norm2, t.norm_eps)
+    return x, gated(layer.gate_up, layer.down, n)
+
+
+def _add_norm(x: Tensor, layer: Linear | Fp8Linear, given: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + layer(given), and its norm; the layer has no bias."""
+    if isinstance(layer, Fp8Linear):
+        return ops.add_rms_norm(x, layer(given), weight, eps)
+    return ops.linear_add_rms_norm(given, layer.weight, x, weight, eps)
 
 
 def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor:
@@ -272,16 +289,16 @@ def velocity(
         (B, H, action width).
     """
     head = weights.head
-    h = _by_rows(projectors, x, lambda projector, own: embed_actions(projector, own, step))
+    h = by_rows(projectors, x, lambda projector, own: embed_actions(projector, own, step))
     h = torch.cat((state[:, None], h), dim=1)
     norms = [*(block.norms[step] for block in head.blocks), head.tail_norms[step]]
     n = norms[0](h)
     for block, following, its in zip(head.blocks, norms[1:], seen, strict=True):
         h, n = action_block(block, head, a.head.heads, h, n, following, its)
-    return _by_rows(projectors, n[:, 1:], decode_actions)
+    return by_rows(projectors, n[:, 1:], decode_actions)
 
 
-def _by_rows(
+def by_rows(
     projectors: list[tuple[Tensor | slice, Projector]], x: Tensor, layer: Callable[[Projector, Tensor], Tensor]
 ) -> Tensor:
     """The layer of each row's own projector."""

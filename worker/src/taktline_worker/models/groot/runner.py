@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from taktline_worker.branches import Branch
 from taktline_worker.models.groot import modules
 from taktline_worker.models.groot.batch import Grid, GrootBatch, GrootRow, lay_out
 from taktline_worker.models.groot.config import GrootArchitecture
@@ -52,7 +54,12 @@ class GrootRunner:
     @torch.inference_mode()
     def compute(self, batch: GrootBatch, observer: StepObserver | None = None) -> Tensor:
         """fp32 (B, H, action width) of a batch on the device; reads nothing back from it."""
-        return self.solve(batch, self.encode(batch).refined, observer)
+        # What needs no image runs beside the vision tower.
+        rotation = Branch(self.device, partial(self._rotation, batch))
+        state = Branch(self.device, partial(self._state, batch))
+        images, deep = self.encode_images(batch)
+        refined = self.encode_text(batch, images, deep, rotation.join()).refined
+        return self.solve(batch, refined, observer, state.join())
 
     @torch.inference_mode()
     def encode(self, batch: GrootBatch) -> Features:
@@ -72,23 +79,32 @@ class GrootRunner:
         return images, deep
 
     @torch.inference_mode()
-    def encode_text(self, batch: GrootBatch, images: Tensor, deep: list[Tensor]) -> Features:
-        """Text layers and refinement over what `encode_images` gave."""
+    def encode_text(
+        self, batch: GrootBatch, images: Tensor, deep: list[Tensor], rotation: tuple[Tensor, Tensor] | None = None
+    ) -> Features:
+        """Text layers and refinement over what `encode_images` gave; `rotation` where it has been made."""
         a, weights = self.architecture, self.weights
-        cos, sin = modules.text_rope(self._frequencies, self._axes, batch.positions)
+        cos, sin = rotation or self._rotation(batch)
         backbone = modules.encode_text(weights.text, a.text, batch.tokens, batch.image_slots, images, deep, cos, sin)
         return Features(backbone, modules.refine(weights.head, a.head.vl_heads, backbone, batch.all.valid))
 
     @torch.inference_mode()
-    def solve(self, batch: GrootBatch, refined: Tensor, observer: StepObserver | None = None) -> Tensor:
-        """The action head over `refined`: keys and values once, then the solver steps; as `compute`."""
+    def solve(
+        self,
+        batch: GrootBatch,
+        refined: Tensor,
+        observer: StepObserver | None = None,
+        state: Tensor | None = None,
+    ) -> Tensor:
+        """The action head over `refined`: keys and values once, then the solver steps; as `compute`.
+
+        Args:
+            state: what `_state` gives, where it has been made.
+        """
         a, weights = self.architecture, self.weights
         seen = self._memories(batch, refined)
         projectors = self._projectors(batch)
-        given = batch.state.to(weights.dtype)
-        state = given.new_empty(len(given), a.head.width)
-        for index, projector in projectors:
-            state[index] = modules.embed_state(projector, given[index])
+        state = self._state(batch) if state is None else state
         x, strength = batch.start.to(weights.dtype), batch.strength.to(weights.dtype)
         dt = 1.0 / a.head.solver_steps
         for step in range(a.head.solver_steps):
@@ -106,6 +122,14 @@ class GrootRunner:
             cos, sin = modules.vision_rope(vision, *grid)
             self._tables[grid] = positions, cos.to(self.device), sin.to(self.device)
         return self._tables[grid]
+
+    def _rotation(self, batch: GrootBatch) -> tuple[Tensor, Tensor]:
+        return modules.text_rope(self._frequencies, self._axes, batch.positions)
+
+    def _state(self, batch: GrootBatch) -> Tensor:
+        """(B, width), embedded."""
+        given = batch.state.to(self.weights.dtype)
+        return modules.by_rows(self._projectors(batch), given, modules.embed_state)
 
     def _projectors(self, batch: GrootBatch) -> list[tuple[Tensor | slice, Projector]]:
         """The rows of each embodiment and its projections; all rows of one embodiment need no index."""
