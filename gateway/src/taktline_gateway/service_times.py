@@ -14,7 +14,7 @@ NOISE = 0.005
 """Changes of a bucket's times below this share are not worth a new table."""
 
 NETWORK_NOISE_S = 0.0005
-OVERLAP_QUANTILE = 0.75
+OVERLAP_QUANTILE = 0.9
 """Sent too late, a batch leaves the engine idle; too early, it is decided knowing a little less."""
 
 
