@@ -128,10 +128,21 @@ def test_kueue_holds_workers_back_and_is_not_a_fault(make: Any) -> None:
     assert "1 of 1 pods wait until Kueue admits them to queue robots" in queued["message"]
     admitted = make.plan(policy, observed(make, first.desired, [make.pod("a", owner=policy)]), make.settings)
     assert condition(admitted, "Queued")["status"] == "False"
-    # What Kueue writes is not drift: it suspends a RayService, which the operator never states.
+    # A RayService that Kueue suspends never runs under KubeRay: its pods are a group instead, admitted as a whole.
     ray = on_ray(make, queue={"name": "robots"})
     desired = make.plan(ray, observed(make), make.settings).desired
     (service,) = [found for found in desired if found["kind"] == ray_services.KIND]
+    assert kueue.QUEUE_LABEL not in service["metadata"]["labels"]
+    cluster = service["spec"]["rayClusterConfig"]
+    templates = [cluster["headGroupSpec"]["template"], *(part["template"] for part in cluster["workerGroupSpecs"])]
+    ranks = sum(part["replicas"] for part in cluster["workerGroupSpecs"])
+    assert {template["metadata"]["labels"][kueue.QUEUE_LABEL] for template in templates} == {"robots"}
+    assert len({template["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for template in templates}) == 1
+    size = {template["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for template in templates}
+    assert size == {str(1 + ranks)}
+    plain = make.plan(on_ray(make), observed(make), make.settings).desired
+    assert "kueue" not in json.dumps(plain)
+    # What Kueue writes is not drift: where a site's default queue takes RayServices, `suspend` is left alone.
     service["spec"]["rayClusterConfig"]["suspend"] = True
     suspended = make.plan(ray, observed(make, desired), make.settings)
     assert not suspended.writes

@@ -17,15 +17,20 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 _GATE = "kueue.x-k8s.io/"
 _MOVABLE = ("Deployment", "StatefulSet")
 """Kinds that Kueue lets into another queue while none of their pods is ready; of all others it lets none."""
-_WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "RayService")
+_WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+"""Kinds whose pods Kueue takes by a label of the object."""
+_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+_GROUP_SIZE = "kueue.x-k8s.io/pod-group-total-count"
+_GROUP_SERVES = "kueue.x-k8s.io/pod-group-serving"
+_MANAGED_LABEL = "kueue.x-k8s.io/managed"
+_PARENT = "kueue.x-k8s.io/pod-suspending-parent"
 
 
 def labelled(found: Json, policy: PolicyDeployment, live: Json | None = None) -> Json:
     """The object with the labels by which Kueue takes it into the policy's queue; others than workloads as they are.
 
-    Kueue holds pods back by scheduling gates, and a RayService by `suspend`, which the operator never sets. It refuses
-    whatever would take workers that serve out of their queue, or into one: their labels stay, so that everything else
-    of the policy goes on.
+    Kueue holds pods back by scheduling gates. It refuses whatever would take workers that serve out of their queue, or
+    into one: their labels stay, so that everything else of the policy goes on.
 
     Args:
         live: the object as it is, where Kueue has a say in what becomes of it.
@@ -35,6 +40,30 @@ def labelled(found: Json, policy: PolicyDeployment, live: Json | None = None) ->
     labels = _wanted(policy) if live is None else _allowed(_wanted(policy), live)
     metadata = found["metadata"]
     return found | {"metadata": metadata | {"labels": metadata["labels"] | labels}} if labels else found
+
+
+def pod_labels(policy: PolicyDeployment) -> dict[str, str]:
+    """Labels by which Kueue takes pods whose owner it does not take, those of Ray clusters; empty without a queue.
+
+    Kueue would take a RayService too, and suspend it: but KubeRay (1.6) waits for the head pod of the suspended cluster
+    before it looks at the RayService again, so that one which was suspended never runs.
+    """
+    return _wanted(policy)
+
+
+def as_group(template: Json, policy: PolicyDeployment, name: str, pods: int) -> None:
+    """Make the pods of a template members of a group that is admitted as a whole; nothing without a queue.
+
+    Args:
+        name: of the group: another one for pods of another template.
+        pods: of the whole group, whatever their templates.
+    """
+    if policy.spec.queue is not None:
+        template["metadata"]["labels"] |= {_GROUP_LABEL: name, _MANAGED_LABEL: "true"}
+        # With a parent named, as Kueue does it itself for Deployments, pods get no finalizer: what serves never
+        # finishes, and pods that are deleted would stay for ever.
+        parent = {_PARENT: "taktline"}
+        template["metadata"]["annotations"] |= {_GROUP_SIZE: str(pods), _GROUP_SERVES: "true"} | parent
 
 
 def _wanted(policy: PolicyDeployment) -> dict[str, str]:

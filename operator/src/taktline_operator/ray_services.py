@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from taktline_operator import accelerators, faults, gangs, groups, naming, workload
+from taktline_operator import accelerators, faults, gangs, groups, kueue, naming, workload
 from taktline_operator.faults import Fault
 from taktline_operator.gangs import Gang
 from taktline_operator.lineup import Line
@@ -126,6 +126,10 @@ def disruption_budget(policy: PolicyDeployment, pool: Pool, pods: int) -> Json:
 def _service(line: Line, image: str, head: Json, number: int) -> Json:
     ranks = line.policy.spec.engine.gpus
     metadata = groups.metadata(line, f"{groups.base_name(line)}-{number}")
+    made, rank = copy.deepcopy(head), _template(line, image, head=False)
+    group = f"{metadata['name']}-{naming.content_hash([made, rank])}"
+    for template in (made, rank):
+        kueue.as_group(template, line.policy, group, 1 + ranks)
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -135,7 +139,7 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
             "upgradeStrategy": {"type": "NewCluster"},
             "rayClusterConfig": {
                 # Nothing but the Planner runs on the head, and it needs no core of Ray's accounts.
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": copy.deepcopy(head)},
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": made},
                 "workerGroupSpecs": [
                     {
                         "groupName": "ranks",
@@ -143,7 +147,7 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
                         "minReplicas": ranks,
                         "maxReplicas": ranks,
                         "rayStartParams": {},
-                        "template": _template(line, image, head=False),
+                        "template": rank,
                     }
                 ],
             },
@@ -167,6 +171,7 @@ def _template(line: Line, image: str, *, head: bool) -> Json:
     made = workload.pod_template(policy, pool, image, line.track)
     del made["metadata"]["annotations"][naming.ANNOTATION_TEMPLATE]
     made["metadata"]["annotations"][naming.ANNOTATION_GROUP_SIZE] = str(1 + policy.spec.engine.gpus)
+    made["metadata"]["labels"] |= kueue.pod_labels(policy)
     spec = made["spec"]
     spec["topologySpreadConstraints"] = spec["topologySpreadConstraints"][:1]
     container = spec["containers"][0]

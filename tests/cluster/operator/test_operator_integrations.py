@@ -95,7 +95,8 @@ def test_their_kinds_take_what_the_operator_writes(
     assert made["rayservices"]["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == 4
     assert made["scaledobjects"]["spec"]["scaleTargetRef"]["name"] == "keda"
     assert has(made["leaderworkersets"], "kueue.x-k8s.io/queue-name") == "robots"
-    assert has(made["rayservices"], "kueue.x-k8s.io/queue-name") == "robots"
+    head = made["rayservices"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+    assert has(head, "kueue.x-k8s.io/queue-name") == "robots"
     assert policies.wait("groups", "Queued", "False")
 
     # What Kueue would do is left alone, and what was pruned would be written for ever.

@@ -280,31 +280,42 @@ def test_what_serves_goes_on_in_its_queue(policies: Any, queue: Queue, make: Any
         assert policies.wait("moves", "Queued", "False", "Admitted")
 
 
-def test_a_ray_cluster_is_suspended_until_there_is_quota(
+def test_a_ray_cluster_is_admitted_whole_or_not_at_all(
     policies: Any, queue: Queue, kubectl: Kubectl, tmp_path: Any
 ) -> None:
     engine = {"runtime": "ray", "buckets": [1], "parallel": {"search": 4}}
     made = policies.body("on-ray", model=PLANNER, engine=engine, queue={"name": "robots"})
     made["spec"]["slo"] = {"controlBudgetMs": 4000}
-
-    def suspended() -> bool | None:
-        found = policies.kubectl.list("rayservices", policies.namespace)
-        return found[0]["spec"]["rayClusterConfig"].get("suspend") if found else None
-
     with KubeRay(programs("kuberay"), kubectl, tmp_path / "kuberay"):
         queue.gpus(3)  # one short of its ranks
         policies.kubectl.apply(
             made
         )  # the operator looks for further kinds once a minute, and then makes its RayService
-        wait_until(lambda: suspended() is True, "Kueue holds the Ray cluster back", timeout_s=LIMIT_S)
-        said = policies.wait("on-ray", "Queued", "True", "WaitingForQuota")
-        assert "1 of 1 Ray clusters wait" in said["message"]
+
+        def waits() -> bool:
+            now = held(policies)
+            assert all(now), "a pod of the cluster may run before there is room for all"
+            return len(now) == 5 and len(queue.workloads()) == 1
+
+        wait_until(waits, "head and ranks wait", timeout_s=LIMIT_S)
+        assert waits()
+        said = wait_until(
+            lambda: (found := policies.wait("on-ray", "Queued", "True"))["message"].startswith("5 of 5") and found,
+            "all are counted",
+            timeout_s=LIMIT_S,
+        )
+        assert said["reason"] == "WaitingForQuota"
         assert policies.wait("on-ray", "Degraded", "False")
-        assert pods(policies) == []
         queue.gpus(4)
-        wait_until(lambda: suspended() is False, "Kueue lets it go", timeout_s=LIMIT_S)
-        wait_until(lambda: len(pods(policies)) == 5, "KubeRay makes the head and its ranks", timeout_s=LIMIT_S)
+        wait_until(lambda: held(policies) == [False] * 5, "Kueue lets them go", timeout_s=LIMIT_S)
+        wait_until(
+            lambda: [pod["status"].get("phase") for pod in pods(policies)] == ["Running"] * 5,
+            "they run",
+            timeout_s=LIMIT_S,
+        )
         policies.wait("on-ray", "Queued", "False", "Admitted")
         policies.kubectl("-n", policies.namespace, "delete", "pd", "on-ray", "--timeout=60s")
         wait_until(lambda: pods(policies) == [], "no worker is left", timeout_s=LIMIT_S)
-        wait_until(lambda: suspended() is None, "no Ray cluster is left", timeout_s=LIMIT_S)
+        wait_until(
+            lambda: policies.kubectl.list("rayservices", policies.namespace) == [], "no Ray cluster", timeout_s=LIMIT_S
+        )
