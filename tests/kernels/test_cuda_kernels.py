@@ -144,6 +144,28 @@ def test_library_products(bias: bool, gelu: bool) -> None:
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_a_library_product_that_the_norm_adds(parts: int) -> None:
+    from taktline_kernels.cuda import cublaslt
+
+    x = torch.randn(3, 101, 1024, device="cuda").bfloat16()
+    weight = (torch.randn(512, 1024, device="cuda") / 32).bfloat16()
+    residual, norm = torch.randn(3, 101, 512, device="cuda").bfloat16(), torch.randn(512, device="cuda").bfloat16() / 8
+    total = residual.float() + x.float() @ weight.float().T
+    expected = REGISTRY["rms_norm"].reference(total.bfloat16(), norm, 1e-6)
+    config = {"parts": parts, "algorithm": 0}
+    arguments = (x, weight, residual, norm, 1e-6)
+    stream, normed = cublaslt.linear_add_rms_norm(*arguments, config)
+    assert (stream.dtype, normed.dtype, stream.shape) == (torch.bfloat16, torch.bfloat16, residual.shape)
+    assert relative(stream, total) < 4e-3
+    assert relative(normed, expected) < 6e-3
+    assert torch.equal(cublaslt.linear_add_rms_norm(*arguments, config)[1], normed)
+    # An index that the library does not offer is its own first choice.
+    assert torch.equal(cublaslt.linear_add_rms_norm(*arguments, config | {"algorithm": 999})[1], normed)
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("bias", [False, True])
 def test_fp8_products(bias: bool) -> None:
     from taktline_kernels import gpu

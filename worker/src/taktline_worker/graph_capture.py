@@ -74,15 +74,10 @@ class GraphPool:
 
 
 class Beside:
-    """Two pieces of work on two streams, of which the second follows the first stage by stage; captured or not.
+    """Two pieces of work on two streams, of which the second follows the first stage by stage; captured or not."""
 
-    Args:
-        device: of both streams.
-        first_served: whether the second piece's kernels come first where both have some that are ready.
-    """
-
-    def __init__(self, device: torch.device, *, first_served: bool = True) -> None:
-        self._device, self._priority = device, -1 if first_served else 0
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._side: torch.cuda.Stream | None = None
 
     def run(self, leading: Callable[[Stage], None], following: Callable[[Stage], None]) -> None:
@@ -94,7 +89,7 @@ class Beside:
         """
         main = torch.cuda.current_stream(self._device)
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side, stages = self._side, dict[int, torch.cuda.Event]()
         side.wait_stream(main)
 

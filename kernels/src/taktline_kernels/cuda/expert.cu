@@ -94,7 +94,6 @@ DEVICE float gelu(float x) {
 #define WEIGHT_BYTES (N * KB * 2)
 #define GROUPS (N / 16)                // groups of 8 columns that one warpgroup finishes
 #define OWN_ROWS (64 / SPLIT)          // rows that a block of a cluster finishes
-#define PAIRS (GROUPS / 2)
 
 #if N == 64
 #define ACC 32
@@ -151,8 +150,6 @@ struct Arguments {
   int columns;             // 2: width of the stream
   float eps;
   int fresh;               // 2: the sum starts the stream instead of being added to it
-  int ahead_bytes;
-  const char* ahead;       // what a later kernel reads, for L2; or null
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_constant__ Arguments p) {
@@ -176,12 +173,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     const char* source = p.weights + (size_t)blockIdx.x * WEIGHT_BYTES;
     const u64 policy = evict_first();
 #if PAUSE > 0
-    // Most of these blocks start when the attention ends, as the out projection does: its reads go first.
+    // These blocks start while the kernel before reads its input: those reads go first.
     for (const long long begin = clock64(); clock64() - begin < PAUSE;) {
     }
 #endif
-    for (int at = blockIdx.x * 16384; at < p.ahead_bytes; at += gridDim.x * 16384)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead + at), "r"(16384) : "memory");
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       u32 bar = smem_address(&barriers[half]);
@@ -197,22 +192,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   const int row = warp * 16 + g;
   const bool first = row < p.rows, second = row + 8 < p.rows;
 #if EPILOGUE == 0
-  // A warpgroup finishes PAIRS groups of eight columns of a head's first half, each with the eight that turn with them.
-  const int first_pair = (tile * 2 + group) * PAIRS, head = first_pair >> 4, start = *p.length;
+  const int pair = tile * 2 + group, head = pair >> 4, column = (pair & 15) * 8 + 2 * t, start = *p.length;
   if (thread < N) constants[thread] = p.constants[tile * N + thread];
-  float2 cosine[PAIRS][2], sine[PAIRS][2];
+  float2 cosine[2], sine[2];
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = (start + min(row + half * 8, p.rows - 1)) * 128 + ((first_pair + i) & 15) * 8 + 2 * t;
-      cosine[i][half] = *reinterpret_cast<const float2*>(p.cosines + at);
-      sine[i][half] = *reinterpret_cast<const float2*>(p.sines + at);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int position = start + min(row + half * 8, p.rows - 1);
+    cosine[half] = *reinterpret_cast<const float2*>(p.cosines + position * 128 + column);
+    sine[half] = *reinterpret_cast<const float2*>(p.sines + position * 128 + column);
   }
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
 #elif EPILOGUE == 1
   if (thread < N) constants[thread] = p.constants[tile * N + thread];
 #else
@@ -309,40 +297,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   }
 
 #if EPILOGUE == 0
-#if SPLIT > 1
-  // Each of two blocks has half of K; the warpgroup of a block's own number finishes its columns with what the other
-  // block's warpgroup of that number sends.
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  float4* received = reinterpret_cast<float4*>(shared + WEIGHT_BYTES);
-  if (group != slice) {
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received + i * 128 + local)), "r"(slice ^ 1));
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "f"(sums[i].x), "f"(sums[i].y), "f"(sums[i].z), "f"(sums[i].w) : "memory");
-    }
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  if (group != slice) return;
-#pragma unroll
-  for (int i = 0; i < GROUPS; ++i) {
-    const float4 v = received[i * 128 + local];
-    sums[i] = make_float4(sums[i].x + v.x, sums[i].y + v.y, sums[i].z + v.z, sums[i].w + v.w);
-  }
-#endif
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    const float2 c0 = *reinterpret_cast<const float2*>(constants + (group * PAIRS + i) * 16 + 2 * t);
-    const float2 c1 = *reinterpret_cast<const float2*>(constants + (group * PAIRS + i) * 16 + 8 + 2 * t);
-    const float4 first_half = sums[2 * i], second_half = sums[2 * i + 1];
-    const int column = ((first_pair + i) & 15) * 8 + 2 * t;
+  {
+    const float2 c0 = *reinterpret_cast<const float2*>(constants + group * 16 + 2 * t);
+    const float2 c1 = *reinterpret_cast<const float2*>(constants + group * 16 + 8 + 2 * t);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = row + half * 8;
       if (token >= p.rows) continue;
       const float f = factors[token];
-      const float x0 = (half ? first_half.z : first_half.x) * f + c0.x, x1 = (half ? first_half.w : first_half.y) * f + c0.y;
-      const float y0 = (half ? second_half.z : second_half.x) * f + c1.x, y1 = (half ? second_half.w : second_half.y) * f + c1.y;
+      const float x0 = (half ? sums[0].z : sums[0].x) * f + c0.x, x1 = (half ? sums[0].w : sums[0].y) * f + c0.y;
+      const float y0 = (half ? sums[1].z : sums[1].x) * f + c1.x, y1 = (half ? sums[1].w : sums[1].y) * f + c1.y;
       const int position = start + token;
       u32 low = pack_bf16(x0, x1), high = pack_bf16(y0, y1);
       if (head == 9) {
@@ -350,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
         *reinterpret_cast<u32*>(target) = low;
         *reinterpret_cast<u32*>(target + 128) = high;
       } else {
-        const float2 c = cosine[i][half], s = sine[i][half];
+        const float2 c = cosine[half], s = sine[half];
         low = pack_bf16(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
         high = pack_bf16(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
         // The second half of a head is four blocks of 32 columns further on.
@@ -499,21 +463,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int row_group = warp & 1, quarter = warp >> 1;
   const int window = blockIdx.x % WINDOWS, block = blockIdx.x / WINDOWS, begin = window * KEYS;
-  if (block * ROWS >= rows) {
-    // A cluster without rows: it keeps its processors' shared memory for a while, so that the next kernel's blocks spread.
-    launch_dependents();
-    wait_predecessor();
-#if IDLE > 0
-    asm volatile("nanosleep.u32 %0;" ::"r"(IDLE));
-#endif
-    return;
-  }
   const int prefix = *length, count = prefix + horizon;
   int early = prefix - begin;
   early = early < 0 ? 0 : (early > KEYS ? KEYS : early);
-#if PAUSE > 0
-  asm volatile("nanosleep.u32 %0;" ::"r"(PAUSE));
-#endif
   copy_rows(keys, values, k, v, begin, 0, early, prefix);
   // The gate and up weights do not fit in shared memory beside this kernel, so their block copies start when it ends,
   // together with the out projection's reads; from L2 they are soon over.

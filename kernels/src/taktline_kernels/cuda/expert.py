@@ -61,22 +61,27 @@ _HEAD_BYTES = 32 * WIDTH * 4
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One matrix product of a layer: columns and K columns of a block, blocks that share K, and its epilogue."""
+    """One matrix product of a layer.
+
+    Attributes:
+        columns: of a block.
+        depth: K columns of a block.
+        split: blocks that share K.
+        epilogue: as expert.cu numbers them.
+        pause: cycles for which it holds its weight copies back.
+    """
 
     columns: int
     depth: int
     split: int
     epilogue: int
     pause: int = 0
-    room: int = 0
 
     @property
     def weight_bytes(self) -> int:
         return self.columns * self.depth * 2
 
 
-AHEAD = 0
-CLUSTERS = 0
 _QKV = _Product(columns=32, depth=1024, split=1, epilogue=0, pause=3000)
 _OUT = _Product(columns=32, depth=512, split=4, epilogue=2)
 _GATE_UP = _Product(columns=64, depth=1024, split=1, epilogue=1, pause=4000)
@@ -93,8 +98,6 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("eps", ctypes.c_float),
         ("fresh", ctypes.c_int),
-        ("ahead_bytes", ctypes.c_int),
-        ("ahead", ctypes.c_void_p),
     )
 
 
@@ -286,7 +289,6 @@ class ExpertChain:
             scale=scale[2 * layer + 1],
             **residual,
         )
-        later: dict[str, Any] = {"ahead": down, "ahead_bytes": down.numel() * 2} if AHEAD else {}
         self._product(
             _GATE_UP,
             2 * HIDDEN // _GATE_UP.columns,
@@ -296,7 +298,6 @@ class ExpertChain:
             squares=squares,
             constants=for_mlp,
             output=self._hidden,
-            **later,
         )
         self._product(
             _DOWN,
@@ -314,7 +315,7 @@ class ExpertChain:
     ) -> None:
         """Attend from the chain's queries over length + rows cache rows, and prefetch the weights `ahead` to L2."""
         self._attend.launch(
-            (max(-(-rows * HEADS // 32), CLUSTERS) * _WINDOWS, 1, 1),
+            (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
             [
                 self._query,
                 keys,
@@ -446,7 +447,7 @@ def _kernel(product: _Product) -> CudaKernel:
     if product.epilogue < 2:
         # What the stream's last writer has left: a part of each row's sum of squares for each of its tiles.
         defines["PARTS"] = WIDTH // (_DOWN if product.epilogue == 0 else _OUT).columns
-    # Parts that the other blocks of a cluster send.
-    received = 0 if product.split == 1 else product.split * 2048 if product.epilogue == 2 else product.columns * 128
-    shared = max(product.weight_bytes + received, product.room)
+    # Parts that the other blocks of a cluster send: 2 KB from each.
+    received = product.split * 2048 if product.epilogue == 2 else 0
+    shared = product.weight_bytes + received
     return CudaKernel("expert.cu", "product", defines, threads=256, shared_bytes=shared, cluster=product.split)

@@ -110,7 +110,7 @@ class GraphRunner:
         self.weights = self.fused.packed
         self._cos, self._sin = ops.rope_table(torch.arange(slots + self._suffix, device=device), a.head_dim)
         self._pool = GraphPool(device)
-        self.beside: Beside | None = Beside(device, first_served=False)
+        self.beside: Beside | None = Beside(device)
         self._images = torch.empty(0, device=device)
 
     def slots(self, bucket: Bucket) -> int:
@@ -134,8 +134,8 @@ class GraphRunner:
     def compute(self, bucket: Bucket) -> None:
         """The whole request over the static buffers, noise in and actions out."""
         self.encode_images(bucket)
-        if self.beside is not None:
-            # A layer of the first step needs that layer's cache, not the whole prefix.
+        if self.beside is not None and bucket.rows == 1:
+            # A layer of the first step needs that layer's cache, not the whole prefix. More rows fill the GPU by themselves.
             self.beside.run(partial(self.encode_prefix, bucket), partial(self.solve, bucket))
         else:
             self.encode_prefix(bucket)
