@@ -158,6 +158,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
     x, hidden, wide = rand(rows, width), rand(rows, mlp), rand(rows, 3 * width)
     frames = rand(2, rows, 3 * width)
     stream = torch.randn(rows, width, device=device)
+    kept = ops.split(stream)
     weight = {
         name: rand(n, k) / k**0.5
         for name, n, k in (("qkv", 3 * width, width), ("out", width, width), ("fc1", mlp, width), ("fc2", width, mlp))
@@ -187,8 +188,9 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "qkv fp8": scaled(x8, "qkv"),
         "fc1 fp8": scaled(x8, "fc1"),
         "fc2 fp8": scaled(hidden8, "fc2"),
-        "norm and add": lambda: ops.frame_norm(stream, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, keep=True),
-        "norm and add fp8": lambda: ops.frame_norm(stream, (x,), vector, vector, vector, 1e-6, ops.FP8),
+        "norm and keep": lambda: ops.frame_norm(kept, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, keep=kept),
+        "norm and add": lambda: ops.frame_norm(kept, (x,), vector, vector, vector, 1e-6, torch.bfloat16),
+        "norm and add fp8": lambda: ops.frame_norm(kept, (x,), vector, vector, vector, 1e-6, ops.FP8),
         "norm": lambda: ops.frame_norm(stream, (), vector, vector, vector, 1e-6, torch.bfloat16),
         "rotate": lambda: ops.frame_rotate(wide, cos, cos, m),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
@@ -210,7 +212,7 @@ def parts(world: VJepa2World) -> dict[str, float]:
     for together, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
         config = {"rows": together, "num_warps": warps}
         calls[f"norm and add, {together} rows, {warps} warps"] = (
-            lambda config=config: kernels.norm(stream, (x,), vector, vector, vector, 1e-6, torch.bfloat16, True, config)  # type: ignore[misc]
+            lambda config=config: kernels.norm(kept, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, kept, config)  # type: ignore[misc]
         )
     for warps in (2, 4, 8):
         config = {"num_warps": warps}
@@ -352,18 +354,10 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
         rows.append(row(dtype, short_seconds, short, 1))
         say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
         save(rows)
-    if options.fleet:
-        for dtype in ("fp8", "bf16"):
-            if dtype == "bf16":
-                del world
-                gc.collect()
-                world = make_world(rounded, checkpoint)
-            rows += fleet_rows(world, dtype, options.fleet_rounds, max(1, options.runs // 3))
-            save(rows)
+    del world
+    gc.collect()
+    torch.cuda.empty_cache()
     if options.peer:
-        del world
-        gc.collect()
-        torch.cuda.empty_cache()
         peers = peer_rounds(checkpoint, scene, recorded["round 1"], options.compiled)
         for index, one in enumerate(rows):
             if one.shape["rounds"] == SETTINGS.rounds and one.batch == 1:
@@ -378,6 +372,14 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
                     details=one.details | {"peer_round_s": peers},
                 )
                 say(f"{one.dtype}: {rows[index].ratio:.2f} times as fast as the fastest peer")
+        save(rows)
+    if options.fleet:
+        for dtype in ("fp8", "bf16"):
+            world = make_world(rounded, checkpoint, quantised=dtype == "fp8")
+            rows += fleet_rows(world, dtype, options.fleet_rounds, max(1, options.runs // 3))
+            save(rows)
+            del world
+            gc.collect()
     return rows
 
 

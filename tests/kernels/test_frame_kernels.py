@@ -44,7 +44,8 @@ def same_quantised(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("width", [96, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, ops.FP8])
-def test_norm(width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("halved", [False, True])
+def test_norm(width: int, dtype: torch.dtype, halved: bool) -> None:
     stream = 3.0 * rand(7, width)
     update, second = rand(7, width, dtype=torch.bfloat16), rand(7, width, dtype=torch.bfloat16)
     offset, weight, bias = rand(width), rand(width), rand(width)
@@ -59,16 +60,31 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
         ((), None, None, None, False),
     ):
         *inputs, keep = given
-        ours, theirs = stream.clone(), stream.clone()
-        actual = kernels.norm(ours, *inputs, 1e-6, dtype, keep, config={})
-        expected = reference(theirs, *inputs, 1e-6, dtype, keep)
-        close(ours, theirs)
-        assert torch.equal(ours, stream) != keep
+        ours, theirs = (ops.split(stream) if halved else stream.clone() for _ in range(2))
+        actual = kernels.norm(ours, *inputs, 1e-6, dtype, ours if keep else None, config={})
+        expected = reference(theirs, *inputs, 1e-6, dtype, theirs if keep else None)
+        close(ops.joined(ours), ops.joined(theirs))
+        assert torch.equal(ops.joined(ours), ops.joined(ops.split(stream) if halved else stream)) != keep
         if dtype == ops.FP8:
             same_quantised(actual, expected)
         else:
             close(actual[0], expected[0])
             assert actual[1] is None
+
+
+def test_a_stream_in_fp32_goes_on_in_24_bits() -> None:
+    stream, update = 3.0 * rand(7, 96), rand(7, 96, dtype=torch.bfloat16)
+    ours, theirs = ops.split(torch.zeros_like(stream)), ops.split(torch.zeros_like(stream))
+    given = (stream, (update,), None, None, None, 1e-6, torch.bfloat16)
+    close(kernels.norm(*given, ours, config={})[0], REGISTRY["frame_norm"].reference(*given, theirs)[0])
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    exact = stream + update.float()
+    assert bool(((ops.joined(ours) - exact).abs() <= exact.abs() * 2**-16).all())
+    # What is not finite must reach the energies, where it is an error.
+    stream[0, 0], stream[1, 1], stream[2, 2] = torch.nan, torch.inf, -torch.inf
+    kernels.norm(stream, (), None, None, None, 1e-6, torch.bfloat16, ours, config={})
+    assert torch.equal(ops.joined(ours).isfinite(), stream.isfinite())
+    assert torch.equal(ops.joined(ops.split(stream)).isfinite(), stream.isfinite())
 
 
 def test_rotation() -> None:

@@ -2,7 +2,7 @@
 // through (candidate, head) pairs: two warpgroups have 128 patch queries each, in two blocks of 64 whose products and
 // exponentials alternate: while one block's softmax runs, the other's products do. A third warpgroup brings keys and values
 // of 64 patches at a time through the bulk tensor copy engine, and attends for the two conditioning queries with the small
-// matrix instructions: each of its warps has sixteen keys of a tile, keys as rows, queries as columns.
+// matrix instructions: each of its warps has sixteen keys of every tile, keys as rows, queries as columns.
 // The host prepends hopper.cuh and the wgmma_* functions.
 
 #define PATCHES 256
@@ -11,7 +11,8 @@
 #define TILE 64
 #define TILE_BYTES (TILE * 128)
 #define STAGE (2 * TILE_BYTES)
-#define AHEAD 4
+#define FRAME_TILES 4
+#define AHEAD FRAME_TILES
 #define QUERY_BYTES (PATCHES * 128)
 #define FEW 16
 #define FEW_BYTES (FEW * 128)
@@ -104,39 +105,61 @@ DEVICE void soften(const float (&s)[N], u32 (&p)[N / 2], float scale, float (&to
   }
 }
 
-// One warp's sixteen keys for the conditioning queries, of which lanes with t = 0 have both: scores (keys g and g + 8) x
-// (queries 2 t, 2 t + 1), sums (values) x (queries). `seen` of the keys count.
-DEVICE void attend_few(u32 keys, u32 values, const u32 (&query)[8], int seen, float scale, float (&top)[2], float (&total)[2], float (&sum)[4][4]) {
+// Sixteen keys of each of COUNT tiles, one warp's, for the conditioning queries, of which lanes with t = 0 have both: scores
+// (keys g and g + 8) x (queries 2 t, 2 t + 1), sums (values) x (queries). `seen` of the keys count. Several tiles at once, as
+// a warp alone waits for each of its products.
+template <int COUNT>
+DEVICE void attend_few(const u32 (&keys)[COUNT], const u32 (&values)[COUNT], const u32 (&query)[8], int seen, float scale, float (&top)[2], float (&total)[2],
+                       float (&sum)[4][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, row = lane & 15, high_half = lane >> 4;
-  float s[4] = {0, 0, 0, 0};
+  float s[COUNT][4];
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    u32 a[4];
-    load_matrices(a, keys + row * 128 + (((2 * k + high_half) ^ (row & 7)) << 4));
-    small_product(s, a, query[2 * k], query[2 * k + 1]);
+  for (int c = 0; c < COUNT; ++c) {
+    float part[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      u32 a[4];
+      load_matrices(a, keys[c] + row * 128 + (((2 * k + high_half) ^ (row & 7)) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[k][i] = 0.0f;
+      small_product(part[k], a, query[2 * k], query[2 * k + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[c][i] = (part[0][i] + part[1][i]) + (part[2][i] + part[3][i]);
+    if (COUNT == 1) {
+      if (g >= seen) s[c][0] = s[c][1] = LOWEST;
+      if (g + 8 >= seen) s[c][2] = s[c][3] = LOWEST;
+    }
   }
-  if (g >= seen) s[0] = s[1] = LOWEST;
-  if (g + 8 >= seen) s[2] = s[3] = LOWEST;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    float high = fmaxf(top[j], fmaxf(s[j], s[2 + j]));
+    float high = top[j];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) high = fmaxf(high, fmaxf(s[c][j], s[c][2 + j]));
 #pragma unroll
     for (int offset = 4; offset <= 16; offset *= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, offset));
     const float decay = exp2_fast((top[j] - high) * scale);
     top[j] = high;
-    s[j] = exp2_fast((s[j] - high) * scale), s[2 + j] = exp2_fast((s[2 + j] - high) * scale);
-    total[j] = total[j] * decay + (s[j] + s[2 + j]);
+    total[j] *= decay;
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+      s[c][j] = exp2_fast((s[c][j] - high) * scale), s[c][2 + j] = exp2_fast((s[c][2 + j] - high) * scale);
+      total[j] += s[c][j] + s[c][2 + j];
+    }
 #pragma unroll
     for (int d = 0; d < 4; ++d) sum[d][j] *= decay, sum[d][2 + j] *= decay;
   }
-  const u32 b0 = transposed(pack_bf16(s[0], s[1])), b1 = transposed(pack_bf16(s[2], s[3]));
 #pragma unroll
-  for (int d = 0; d < 4; ++d) {
-    // Rows of the transposed tile are dimensions: matrices (keys 0..7, 8..15) x (dimensions 16 d .. + 7, + 8 .. + 15).
-    u32 a[4];
-    const int key = (lane & 7) + (lane >> 4) * 8, unit = 2 * d + (lane >> 3 & 1);
-    load_transposed(a, values + key * 128 + ((unit ^ (key & 7)) << 4));
-    small_product(sum[d], a, b0, b1);
+  for (int c = 0; c < COUNT; ++c) {
+    const u32 b0 = transposed(pack_bf16(s[c][0], s[c][1])), b1 = transposed(pack_bf16(s[c][2], s[c][3]));
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      // Rows of the transposed tile are dimensions: matrices (keys 0..7, 8..15) x (dimensions 16 d .. + 7, + 8 .. + 15).
+      u32 a[4];
+      const int key = (lane & 7) + (lane >> 4) * 8, unit = 2 * d + (lane >> 3 & 1);
+      load_transposed(a, values[c] + key * 128 + ((unit ^ (key & 7)) << 4));
+      small_product(sum[d], a, b0, b1);
+    }
   }
 }
 
@@ -148,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES], few_full[2], few_empty[2], query_full[2], query_empty[2];
   __shared__ float parts[2][4][OTHERS][WIDTH + 2];
   const int group = threadIdx.x >> 7, local = threadIdx.x & 127, warp = local >> 5, lane = threadIdx.x & 31;
-  const int rows = candidates * (PATCHES + OTHERS), stride = 3 * heads * WIDTH, items = candidates * heads, steps = 4 * frames;
+  const int rows = candidates * (PATCHES + OTHERS), stride = 3 * heads * WIDTH, items = candidates * heads, steps = FRAME_TILES * frames;
   const u32 base = smem_address(shared), queries = base + STAGES * STAGE, few = queries + 2 * QUERY_BYTES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -172,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     const int unit = local & 7, seat = local >> 3, g = lane >> 2, t = lane & 3;
     const int mine = (items - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, total_steps = mine * steps;
     // Loads of step `step`: keys and values of 64 patches, before the first of an item its queries too.
@@ -238,19 +261,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
         for (int j = 0; j < 4; ++j) sum[i][j] = 0.0f;
       if (warp == (number & 3)) {
         barrier_wait(smem_address(&few_full[buffer]), number >> 1 & 1);
-        attend_few(few + buffer * 2 * FEW_BYTES, few + buffer * 2 * FEW_BYTES + FEW_BYTES, query, OTHERS * frames, scale, top, total, sum);
+        const u32 keys[1] = {few + buffer * 2 * FEW_BYTES}, values[1] = {keys[0] + FEW_BYTES};
+        attend_few<1>(keys, values, query, OTHERS * frames, scale, top, total, sum);
         __syncwarp();
         if (lane == 0) barrier_arrive(smem_address(&few_empty[buffer]));
       }
-      for (int inside = 0; inside < steps; ++inside, ++step) {
-        if (local == 0 && step + AHEAD < total_steps) issue(step + AHEAD);
+      for (int inside = 0; inside < steps; inside += FRAME_TILES, step += FRAME_TILES) {
+        if (local == 0)
+          for (int i = 0; i < FRAME_TILES; ++i)
+            if (step + i + AHEAD < total_steps) issue(step + i + AHEAD);
         __syncwarp();
-        const int stage = step % STAGES;
-        const u32 keys = base + stage * STAGE + warp * 2048;
-        barrier_wait(smem_address(&full[stage]), step / STAGES & 1);
-        attend_few(keys, keys + TILE_BYTES, query, 16, scale, top, total, sum);
+        const int stage = step % STAGES;  // and those behind it
+        const u32 first = base + stage * STAGE + warp * 2048;
+        u32 keys[FRAME_TILES], values[FRAME_TILES];
+#pragma unroll
+        for (int i = 0; i < FRAME_TILES; ++i) {
+          keys[i] = first + i * STAGE, values[i] = keys[i] + TILE_BYTES;
+          barrier_wait(smem_address(&full[stage + i]), step / STAGES & 1);
+        }
+        attend_few<FRAME_TILES>(keys, values, query, 16, scale, top, total, sum);
         __syncwarp();
-        if (lane == 0) barrier_arrive(smem_address(&empty[stage]));
+        if (lane == 0)
+          for (int i = 0; i < FRAME_TILES; ++i) barrier_arrive(smem_address(&empty[stage + i]));
       }
       // Each warp's part of both queries, then all four of them.
 #pragma unroll
@@ -286,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
     const int t = lane & 3;
     int step = 0, number = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, ++number) {
@@ -333,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
         const int stage = step % STAGES;
         const u32 parity = step / STAGES & 1, fulls = smem_address(&full[stage]), empties = smem_address(&empty[stage]);
         const u64 k = descriptor(base + stage * STAGE), v = k + TILE_BYTES / 16;
-        step += 4;
+        step += FRAME_TILES;
         barrier_wait(fulls, parity);
         {
           wgmma_fence();
@@ -345,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
           }
         }
 #pragma unroll
-        for (int tile = 0; tile < 4; ++tile) {
+        for (int tile = 0; tile < FRAME_TILES; ++tile) {
 #pragma unroll
           for (int b = 0; b < 2; ++b) {
             // All but the other block's newest group: this one's scores are there, and its sums are whole.
@@ -356,13 +388,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
             soften<32, false>(s[b], p[b], scale, top[b], total[b], decay);
 #pragma unroll
             for (int i = 0; i < 32; ++i) o[b][i] *= decay[i >> 1 & 1];
-            if (b == 0 && tile < 3) barrier_wait(fulls + 8 * (tile + 1), parity);
+            if (b == 0 && tile < FRAME_TILES - 1) barrier_wait(fulls + 8 * (tile + 1), parity);
             settle(o[b]);
             settle(p[b]);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; ++i) wgmma_values(o[b], p[b] + 4 * i, v + tile * (STAGE / 16) + 128 * i, 1);
-            if (tile < 3) {
+            if (tile < FRAME_TILES - 1) {
 #pragma unroll
               for (int i = 0; i < 4; ++i) wgmma_keys(s[b], q + 512 * b + 2 * i, k + (tile + 1) * (STAGE / 16) + 2 * i, i);
             }
@@ -372,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
         wgmma_wait<0>();
         settle(o[0]);
         settle(o[1]);
-        if (lane == 0) barrier_arrive(empties + 24);
+        if (lane == 0) barrier_arrive(empties + 8 * (FRAME_TILES - 1));
       }
 #pragma unroll
       for (int b = 0; b < 2; ++b) {

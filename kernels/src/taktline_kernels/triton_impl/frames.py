@@ -9,13 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from taktline_kernels.ops.frames import CONDITIONING, FP8, FP8_MAX
+from taktline_kernels.ops.frames import CONDITIONING, FP8, FP8_MAX, Stream
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
 
 @triton.jit
 def _norm_kernel(
     stream_ptr,
+    lower_ptr,
+    keep_ptr,
+    keep_lower_ptr,
     update_ptr,
     second_ptr,
     offset_ptr,
@@ -30,7 +33,9 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     UPDATES: tl.constexpr,
+    SPLIT: tl.constexpr,
     KEEP: tl.constexpr,
+    KEEP_SPLIT: tl.constexpr,
     OFFSET: tl.constexpr,
     AFFINE: tl.constexpr,
     QUANTISE: tl.constexpr,
@@ -43,7 +48,12 @@ def _norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(stream_ptr + place, mask=inside, other=0.0)
+    if SPLIT:
+        upper = tl.load(stream_ptr + place, mask=inside, other=0).to(tl.int32)
+        lower = tl.load(lower_ptr + place, mask=inside, other=0).to(tl.int32)
+        x = ((upper << 16) | (lower << 8)).to(tl.float32, bitcast=True)
+    else:
+        x = tl.load(stream_ptr + place, mask=inside, other=0.0)
     if UPDATES >= 1:
         x += tl.load(update_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if UPDATES >= 2:
@@ -51,7 +61,14 @@ def _norm_kernel(
     if OFFSET:
         x += tl.load(offset_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
     if KEEP:
-        tl.store(stream_ptr + place, x, mask=inside)
+        if KEEP_SPLIT:
+            bits = x.to(tl.int32, bitcast=True)
+            # Rounded to nearest; an infinity or NaN would become a number.
+            bits += tl.where((bits & 0x7F800000) == 0x7F800000, 0, 128)
+            tl.store(keep_ptr + place, (bits >> 16).to(tl.int16), mask=inside)
+            tl.store(keep_lower_ptr + place, ((bits >> 8) & 255).to(tl.uint8), mask=inside)
+        else:
+            tl.store(keep_ptr + place, x, mask=inside)
     x = tl.where(inside, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
     out = x * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
     if AFFINE:
@@ -65,31 +82,37 @@ def _norm_kernel(
 
 
 def norm(
-    stream: Tensor,
+    stream: Stream,
     updates: tuple[Tensor, ...],
     offset: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     dtype: torch.dtype,
-    keep: bool,
+    keep: Stream | None,
     config: Mapping[str, int],
 ) -> tuple[Tensor, Tensor | None]:
     """Run `ops.frames.frame_norm`."""
-    rows, width = stream.shape
-    out = torch.empty(rows, width, dtype=dtype, device=stream.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=stream.device) if dtype == FP8 else None
+    first, lower = (stream, stream) if isinstance(stream, Tensor) else stream
+    kept = stream if keep is None else keep
+    kept_first, kept_lower = (kept, kept) if isinstance(kept, Tensor) else kept
+    rows, width = first.shape
+    out = torch.empty(rows, width, dtype=dtype, device=first.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=first.device) if dtype == FP8 else None
     together = config.get("rows", 1)
     launch(
         _norm_kernel,
         (-(-rows // together),),
-        stream,
-        *(*updates, stream, stream)[:2],
-        stream if offset is None else offset,
-        stream if weight is None else weight,
-        stream if bias is None else bias,
+        first,
+        lower,
+        kept_first,
+        kept_lower,
+        *(*updates, first, first)[:2],
+        first if offset is None else offset,
+        first if weight is None else weight,
+        first if bias is None else bias,
         out,
-        stream if scales is None else scales,
+        first if scales is None else scales,
         rows,
         eps,
         FP8_MAX,
@@ -97,7 +120,9 @@ def norm(
         BLOCK=power_of_two(width),
         ROWS=together,
         UPDATES=len(updates),
-        KEEP=keep,
+        SPLIT=not isinstance(stream, Tensor),
+        KEEP=keep is not None,
+        KEEP_SPLIT=not isinstance(kept, Tensor),
         OFFSET=offset is not None,
         AFFINE=weight is not None,
         QUANTISE=scales is not None,

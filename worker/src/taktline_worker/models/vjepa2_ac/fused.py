@@ -212,6 +212,10 @@ class FusedPredictor:
         self._ones = torch.ones(rows, 1, device=device) if quantised else None
         self._frames = torch.zeros(a.depth, max_horizon, rows, 3 * a.width, device=device, dtype=dtype)
         self._stream = torch.zeros(rows, a.width, device=device, dtype=torch.float32)
+        # Where the stream goes from the second block on: beside bf16 updates, 24 bits of it are as good as 32.
+        self._kept: ops.Stream = self._stream
+        if dtype == torch.bfloat16:
+            self._kept = ops.split(self._stream)
         self._tables = []
         order = torch.arange(a.frame_tokens).roll(-modules.CONDITIONING)
         for frame in range(max_horizon):
@@ -229,7 +233,7 @@ class FusedPredictor:
             pose: (7,) fp32 before the first action.
         """
         w, m = self._weights, self._candidates
-        stream, patch_stream = self._stream, self._stream[: self._patch_rows]
+        patch_stream = self._stream[: self._patch_rows]
         conditioning = self._stream[self._patch_rows :].view(m, modules.CONDITIONING, -1)
         patch_stream.view(m, *patches.shape).copy_(patches)
         pose = pose.expand(m, -1)
@@ -238,9 +242,9 @@ class FusedPredictor:
             action = actions[:, step]
             conditioning[:, 0] = torch.nn.functional.linear(action, w.action_weight, w.action_bias)
             conditioning[:, 1] = torch.nn.functional.linear(pose, w.state_weight, w.state_bias)
-            updates, offset = self._blocks(stream, step)
+            last, updates, offset = self._blocks(step)
             normed, _ = ops.frame_norm(
-                patch_stream,
+                _top(last, self._patch_rows),
                 tuple(update[: self._patch_rows] for update in updates),
                 offset,
                 w.norm_weight,
@@ -257,13 +261,14 @@ class FusedPredictor:
                 pose = poses.integrate(pose, action)
         return ops.frame_energy(latents, w.out_bias.float(), goal, m, LATENT_NORM_EPS)
 
-    def _blocks(self, stream: Tensor, step: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """All blocks on the frame in `stream`; the last block's outputs and biases are still to be added.
+    def _blocks(self, step: int) -> tuple[ops.Stream, tuple[Tensor, ...], Tensor | None]:
+        """All blocks on the frame in the buffer: its stream, and the outputs and biases that are still to be added.
 
         The stream is written once a block: its second norm adds the attention's output for itself alone.
         """
         m, heads = self._candidates, self.architecture.heads
         cos, sin = self._tables[step]
+        stream: ops.Stream = self._stream
         updates: tuple[Tensor, ...] = ()
         offset: Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -276,8 +281,9 @@ class FusedPredictor:
                 block.norm1_bias,
                 BLOCK_NORM_EPS,
                 layer.qkv.input_dtype,
-                keep=bool(updates),
+                keep=self._kept if updates else None,
             )
+            stream = self._kept if updates else stream
             frames = self._frames[index, : step + 1]
             if layer.turned is not None:
                 layer.turned(x, self._angles[step], m, frames[step])
@@ -298,4 +304,9 @@ class FusedPredictor:
             hidden, scales = layer.hidden(x, scales)
             update = layer.fc2.times(hidden, self._ones if scales is None else scales)
             updates, offset = (attended, update), layer.both_biases
-        return updates, offset
+        return stream, updates, offset
+
+
+def _top(stream: ops.Stream, rows: int) -> ops.Stream:
+    """The first rows of a stream."""
+    return stream[:rows] if isinstance(stream, Tensor) else (stream[0][:rows], stream[1][:rows])
