@@ -135,7 +135,7 @@ class GraphRunner:
         """The whole request over the static buffers, noise in and actions out."""
         self.encode_images(bucket)
         if self.beside is not None and bucket.rows == 1:
-            # A layer of the first step needs that layer's cache, not the whole prefix. More rows fill the GPU by themselves.
+            # A layer of the first step needs that layer's cache, not the whole prefix. More rows leave nothing idle.
             self.beside.run(partial(self.encode_prefix, bucket), partial(self.solve, bucket))
         else:
             self.encode_prefix(bucket)
