@@ -120,13 +120,16 @@ def test_nothing_that_can_be_observed_leaves_the_range():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("tokens", "first"), [(1000, 0), (1093, 340), (512, 480)])
-def test_at_the_size_of_a_policy(tokens, first):
-    sizes = {"prefix": (200, 10), "tokens": tokens, "heads": 8, "kv_heads": 2, "width": 128}
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+@pytest.mark.parametrize(
+    ("tokens", "first", "prefix"), [(1000, 0, (200, 10)), (1093, 340, (1, 129)), (512, 480, (256,))]
+)
+def test_at_the_size_of_a_policy(kernel, tokens, first, prefix):
+    sizes = {"prefix": prefix, "tokens": tokens, "heads": 8, "kv_heads": 2, "width": 128}
     (q, k, v), norms, table, texts = inputs(dtype=torch.bfloat16, **sizes)
     own = heads_fp8(q, k, v, multipliers_of(norms), norms=norms, table=table)
     own = type(own)(own.q[:, first:], own.k, own.v, own.multipliers)
-    text = text_of(texts, (200, 10))
-    found = attention_fp8(own, text, torch.bfloat16)
+    text = text_of(texts, prefix)
+    found = REGISTRY["attention_fp8"].load(kernel)(own, text, torch.bfloat16, config={})
     expected = REGISTRY["attention_fp8"].reference(own, text, torch.float32)
     assert relative(found, expected) < 4e-2

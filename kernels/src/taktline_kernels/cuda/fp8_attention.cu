@@ -98,7 +98,7 @@ DEVICE bool weigh(float (&s)[64], u32 (&p)[16], Row& low, Row& high, float facto
   return renew;
 }
 
-// queries: (lanes, rows, heads 128) in boxes of 64 rows; keys and text_keys: see above; values and text_values: (lanes
+// Maps count two bytes as one number. queries: (lanes, rows, heads 128) in boxes of 64 rows; keys and text_keys: see above; values and text_values: (lanes
 // kv_heads 128, tokens). room and slots: rows of a lane of the keys, multiples of 16. out: (lanes, rows, heads 128) bf16.
 extern "C" __global__ void __launch_bounds__(384, 1)
     attend(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         barrier_wait(smem_address(&query_empty[buffer]), (number >> 1 & 1) ^ 1);
         barrier_expect(smem_address(&query_full[buffer]), QUERIES * 128);
         for (int half = 0; half < 2; ++half)
-          copy_queries(query_base + buffer * (QUERIES * 128) + half * 8192, &queries, head * WIDTH, block * QUERIES + half * 64, lane,
+          copy_queries(query_base + buffer * (QUERIES * 128) + half * 8192, &queries, head * (WIDTH / 2), block * QUERIES + half * 64, lane,
                        smem_address(&query_full[buffer]));
 #pragma unroll 1
         for (int tile = 0; tile < text_tiles + own_tiles; ++tile) {
@@ -148,10 +148,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           const int start = (text ? tile : tile - text_tiles) * TILE, first = lane * (text ? slots : room) + start;
           barrier_wait(smem_address(&key_empty[stage]), parity);
           barrier_expect(smem_address(&key_full[stage]), TILE_BYTES);
-          copy_keys(base + stage * TILE_BYTES, text ? &text_keys : &keys, kv_head * WIDTH, first >> 4, smem_address(&key_full[stage]));
+          copy_keys(base + stage * TILE_BYTES, text ? &text_keys : &keys, kv_head * (WIDTH / 2), first >> 4, smem_address(&key_full[stage]));
           barrier_wait(smem_address(&value_empty[stage]), parity);
           barrier_expect(smem_address(&value_full[stage]), TILE_BYTES);
-          copy_tile(value_base + stage * TILE_BYTES, text ? &text_values : &values, start, (lane * kv_heads + kv_head) * WIDTH,
+          copy_tile(value_base + stage * TILE_BYTES, text ? &text_values : &values, start / 2, (lane * kv_heads + kv_head) * WIDTH,
                     smem_address(&value_full[stage]));
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
 from taktline_kernels.cuda import geglu, nvrtc
@@ -17,6 +16,8 @@ from taktline_kernels.fp8_heads import Fp8Heads, Fp8Text
 
 WIDTH = 128
 _STAGES = 4
+_PAIR = torch.bfloat16
+"""Two numbers of a byte as one of two, for the copy engine."""
 _LOG2E = 1.4426950408889634
 
 
@@ -66,15 +67,14 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
     room, slots = own.k.stride(0) // own.k.stride(1), text.k.shape[1]
     out = torch.empty((lanes, rows, heads, width), dtype=dtype, device=own.q.device)
     processors = nvrtc.processors(own.q.device)
-    q = own.q
     _kernel().launch(
         (min(processors, lanes * heads * -(-rows // 128)), 1, 1),
         [
-            _map(q, (heads * width, rows, lanes), (q.stride(1), q.stride(0)), (128, 64, 1)),
+            nvrtc.tensor_map(own.q.view(_PAIR).flatten(2), (1, 64, 64)),
             _keys(own.k, lanes * room, kv_heads * width),
-            _map(own.v, (own.v.shape[3], lanes * kv_heads * width), (own.v.shape[3],), (128, 128)),
+            nvrtc.tensor_map(own.v.view(_PAIR).flatten(0, 2), (128, 64)),
             _keys(text.k, lanes * slots, kv_heads * width),
-            _map(text.v, (slots, lanes * kv_heads * width), (slots,), (128, 128)),
+            nvrtc.tensor_map(text.v.view(_PAIR).flatten(0, 2), (128, 64)),
             own.multipliers,
             text.multipliers,
             text.lengths,
@@ -89,25 +89,5 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
 
 def _keys(k: Tensor, rows: int, row: int) -> Any:
     """Rows of `row` bytes, sixteen at a time in the order in which the kernel wants them: 2 x 4 x 2."""
-    return _map(k, (row, 2, 4, 2, rows // 16), (row, 4 * row, 2 * row, 16 * row), (128, 2, 4, 2, 8))
-
-
-def _map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    """Describes bytes to the copy engine: 128-byte swizzle, zeros outside; the innermost dimension is dense."""
-    wide, small = driver.cuuint64_t, driver.cuuint32_t
-    code, found = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        len(sizes),
-        tensor.data_ptr(),
-        [wide(size) for size in sizes],
-        [wide(stride) for stride in strides],
-        [small(size) for size in box],
-        [small(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if int(code) != 0:
-        raise RuntimeError(f"a tensor map of {tuple(sizes)} by {tuple(strides)}: {code}")
-    return found
+    sizes, strides = (rows // 16, 2, 4, 2, row // 2), (8 * row, row, 2 * row, row // 2, 1)
+    return nvrtc.tensor_map(k.view(_PAIR).as_strided(sizes, strides), (8, 2, 4, 2, 64))
