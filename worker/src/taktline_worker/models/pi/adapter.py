@@ -25,7 +25,7 @@ from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions
 from taktline_worker.models.pi.folder import PiFolder, open_folder
-from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
+from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow, frame_memory
 from taktline_worker.models.pi.profile import PiProfile
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Prompts mostly fit the first; a row pays for the slots of its graph, so the full budget has one of its own.
 _PROMPT_SLOTS = 64
+USUAL_FRAME = (480, 640, 3)
+"""What most cameras of robots send."""
 # A large vision tower takes a second an image on a CPU, and the check of its reuse encodes a whole batch.
 _CHECKED_ON_CPU = 8
 
@@ -182,7 +184,7 @@ class PiAdapter:
         """Runs the apart runner once with each batch size, so that no request waits for a kernel to be compiled."""
         if self.guided is None:
             return
-        row = self.largest_row().row
+        row = self._largest(raw=False).row
         horizon, width = row.noise.shape
         row = replace(row, rtc=RtcRow(torch.zeros(horizon, width), torch.zeros(horizon), RtcPlan(0, 0)))
         for bucket in buckets:
@@ -220,14 +222,20 @@ class PiAdapter:
         return [CapturedGraph(b.rows, graph.capture_s, graph.pool_bytes) for b, graph in captured.items()]
 
     def largest_row(self) -> PreparedRow:
-        """Every camera and a full prompt, of neutral content."""
+        """Every camera and a full prompt, of neutral content; frames of a usual size where the runner resizes them."""
+        return self._largest(raw=self.processor.raw)
+
+    def _largest(self, *, raw: bool) -> PreparedRow:
         a, c = self.processor.architecture, self.processor.conventions
         cameras = sum(1 for slot in c.slots if slot.names)
+        frame = frame_memory(USUAL_FRAME)
+        frame.fill(0)
         row = PiRow(
-            pixels=torch.zeros(cameras, 3, a.image_size, a.image_size),
+            pixels=torch.empty(cameras, 0) if raw else torch.zeros(cameras, 3, a.image_size, a.image_size),
             tokens=np.full(c.prompt_tokens, BOS_ID, np.int64),
             noise=self.processor.noise(0),
             state=torch.zeros(a.action_width) if a.family == "pi0" else None,
+            raw=(torch.from_numpy(frame),) * cameras if raw else None,
         )
         return PreparedRow(row, np.zeros(c.state_dim))
 

@@ -142,7 +142,7 @@ class PiProcessor:
         pixels = self.seen.get(kept) if self.seen.limit_bytes else None
         if pixels is None:
             if raw:
-                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, _pinned))
+                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, frame_memory))
             else:
                 frame = decode_image(name, image, self._max_pixels)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
@@ -261,7 +261,7 @@ class PiProcessor:
         return values
 
 
-def _pinned(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+def frame_memory(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Memory that a GPU copies from by itself, where there is one; PyTorch keeps it for the next frame."""
     pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=_has_gpu()).numpy()
     return pixels
