@@ -45,6 +45,8 @@ class CountedClients:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         self._listener.disable_monitor()
+        # The context waits for every socket that is open when it ends.
+        self._events.close(linger=0)
         for address in self._held.values():
             self._counts.leave(address)
         self._held.clear()
