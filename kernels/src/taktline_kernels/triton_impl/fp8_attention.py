@@ -204,7 +204,11 @@ def heads_fp8(
     adjacent: bool,
     config: Mapping[str, int],
 ) -> Fp8Heads:
-    """Run `ops.fp8_attention.heads_fp8`."""
+    """Run `ops.fp8_attention.heads_fp8`.
+
+    Args:
+        config: heads, how many a program takes (a power of two), and num_warps.
+    """
     q, k = _laid_out(q), _laid_out(k)
     lanes, tokens, kv_heads, width = k.shape
     # Keys of every lane in whole blocks, so that a lane begins where the copy engine can begin.
@@ -302,6 +306,5 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype, config: Mapp
         BLOCK_N=block_n,
         num_warps=config.get("num_warps", 8),
         num_stages=config.get("num_stages", 3),
-        **({"maxnreg": config["maxnreg"]} if "maxnreg" in config else {}),
     )
     return out
