@@ -92,7 +92,7 @@ def test_every_engine_can_be_captured_on_a_gpu() -> None:
         for one in found
         if one["arch"] == "sm_90"
     }
-    assert {"_chunk_kernel", "_state_kernel", "_conv_kernel", "_gate_kernel"} <= launched["minicpm-robot", "bf16"]
+    assert {"_chunk_kernel", "_state_kernel", "_gate_kernel", "product.cu:product"} <= launched["minicpm-robot", "bf16"]
     assert {"_norm_rotate_kernel", "_gated_kernel"} <= launched["gr00t-n1.7", "bf16"]
     assert {"expert.cu:product", "geglu.cu:geglu_product"} <= launched["pi05", "bf16"]
     assert {"_rows_kernel", "fp8_attention.cu:attend", "geglu.cu:geglu_product"} <= launched["cosmos3-nano", "fp8"]
@@ -100,8 +100,9 @@ def test_every_engine_can_be_captured_on_a_gpu() -> None:
     # Blocks of a smaller GPU have less shared memory, so its keys come in smaller parts.
     small = [kernel["settings"] for kernel in found[-1]["kernels"] if kernel["name"] == "_cached_kernel"]  # type: ignore[attr-defined]
     assert {settings["BLOCK_N"] for settings in small} == {32}
-    # Left to PyTorch until somebody has measured the alternatives.
-    assert {op for one in found for op in one["without_rule"]} <= {"attention_suffix", "linear"}  # type: ignore[attr-defined]
+    # Left to PyTorch until somebody has measured the alternatives, or to two operations that have kernels of their own.
+    of_two = {"linear_add_layer_norm", "linear_add_rms_norm", "linear_silu_gate"}
+    assert {op for one in found for op in one["without_rule"]} <= {"attention_suffix", "linear"} | of_two  # type: ignore[attr-defined]
 
 
 def test_kernels_compile_for_hopper() -> None:
