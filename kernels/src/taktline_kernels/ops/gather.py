@@ -29,7 +29,7 @@ def _reorder_reference(x: Tensor, order: Tensor, width: int, dtype: torch.dtype)
 
 
 def _mean_reference(x: Tensor, count: int) -> Tensor:
-    return x.unflatten(1, (-1, count)).mean(dim=2)
+    return x.reshape(len(x), -1, count, x.shape[-1]).mean(dim=2)
 
 
 _EMBED = register("embed_rms_norm", _embed_reference, {"triton": f"{_TRITON}:embed_rms_norm"})
