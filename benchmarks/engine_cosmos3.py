@@ -184,6 +184,7 @@ def measure(
         rows.append(measured_row(profile, runner, name, batch, versions))
         save(rows)
     rows += in_fp8(runner, rows, found, name, versions)
+    save(rows)
     if settings.name == "paper":
         every = torch.rand(1, 3, settings.frames, *settings.padded, device=device) * 2 - 1
         took = quantile(measured(capture(partial(encode, every), 1).replay), 0.5)
