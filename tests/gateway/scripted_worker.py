@@ -106,6 +106,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             if getattr(context, "way", "grpc") == "batch" and not context.is_active():
                 await context.abort(grpc.StatusCode.CANCELLED, "nobody waits for this batch")
             turn = time.monotonic()
+            if all(0.0 < item.budget_ms < 1e3 * (turn - began) for item in request.items):
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late for all of this batch")
             self.in_flight += 1
             self.record(request, context)
             await asyncio.sleep((times[bucket][1] + extra) / 1e3)

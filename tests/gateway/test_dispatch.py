@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from taktline_gateway.degrade import Levels
 from taktline_gateway.dispatch import Dispatch
-from taktline_gateway.pending import Pending
+from taktline_gateway.pending import ClientGone, Pending
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.telemetry import Telemetry
@@ -147,3 +147,42 @@ def test_what_one_worker_will_not_look_at_waits_for_the_copy_on_another(copies, 
         error = result.exception()
         assert isinstance(error, TaktlineError)
         assert error.code is ErrorCode.OVERLOADED
+
+
+class NeverLink(Link):
+    """A worker that never answers."""
+
+    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone, begun):
+    async def run():
+        dispatch, pending, batch = world(level=0)
+        dispatch.poll_later = lambda: None
+        pending.gone = gone  # its robot left while it was on the worker
+        dispatch.in_flight = 1
+        call = dispatch._calls[id(batch)] = dispatch.spawn(
+            dispatch._run(NeverLink(actions), batch, time.monotonic(), 0)
+        )
+        call.add_done_callback(lambda task: dispatch._landed(batch, task))
+        if begun:
+            await asyncio.sleep(0)
+        dispatch._recall(batch, time.monotonic())
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert dispatch.in_flight == 0
+        assert not dispatch._calls
+        assert (pending in dispatch._scheduler.queue) is not gone
+        assert pending.flights == 0
+        dispatch.stop()
+        return pending.result
+
+    result = asyncio.run(run())
+    if gone:
+        assert isinstance(result.exception(), ClientGone)
+    else:
+        assert not result.done()

@@ -97,7 +97,7 @@ def learned():
     """A worker whose overlap is known, with a batch of one on it since instant 1."""
     made = scheduler(table=TABLE_MS)
     for _ in range(MIN_SAMPLES):
-        made.times("w0").note_outside(OUTSIDE_S)
+        made.times("w0").note_outside(1, OUTSIDE_S)
     made.submit(ticket("first", 9.0, at=1.0), 1.0)
     (batch,) = made.poll(1.0).batches
     return made, batch
@@ -172,35 +172,81 @@ def test_what_waits_behind_a_silent_batch_is_taken_back():
     assert made.poll(1.3).batches[0].tickets == (back,)
 
 
-def test_what_waits_behind_a_late_batch_is_refused_when_its_deadline_is_lost():
-    deadline = 1.034  # before the first one counts as silent
+def test_what_waits_behind_a_late_batch_is_told_when_its_deadline_has_passed():
+    deadline = 1.026  # before the first one counts as silent
     made, first, second = followed(deadline)
-    lost_at = deadline - ENGINE_S[1]
-    for now in (first.predicted, first.predicted + 0.007, lost_at - 1e-6):
+    for now in (first.predicted, deadline - 1e-6):
         plan = made.poll(now)
-        assert plan.recalled == ()
-    assert plan.wake_at == pytest.approx(lost_at)
-    assert made.poll(lost_at + 1e-6).recalled == (second,)
-    assert made.requeue(second.tickets[0], lost_at + 1e-6) is None
-    (refused,) = made.poll(lost_at + 2e-6).refused
-    assert (refused.ticket, refused.reason) == (second.tickets[0], Refusal.UNREACHABLE)
+        assert plan.expired == ()
+    assert plan.wake_at == pytest.approx(deadline)
+    (told,) = made.poll(deadline + 1e-6).expired
+    assert (told.ticket, told.reason) == (second.tickets[0], Refusal.UNREACHABLE)
+    assert told.completion > deadline
+    assert made.poll(deadline + 2e-6).expired == ()  # once
+    made.finished(first, 0.027, outside_s=OUTSIDE_S)
+    assert running(made, "w0") is second  # its engine may have begun it: it stays
 
 
-def test_a_batch_that_was_hopeless_when_it_was_sent_stays_while_the_one_before_it_is_on_time():
-    made, first, second = followed(deadline=9.0)
+def test_nobody_is_told_while_the_batch_before_is_on_time():
+    made, first, second = followed()
     second.tickets[0].deadline = 1.0
-    assert made.poll(first.predicted + 0.5 * OUTSIDE_S).recalled == ()
-    assert made.poll(first.predicted + OUTSIDE_S + 1e-6).recalled == (second,)
+    assert made.poll(first.predicted - 1e-6).expired == ()
+    assert len(made.poll(first.predicted + 1e-6).expired) == 1
 
 
-def test_what_is_taken_back_gives_way_to_a_newer_observation_of_its_robot():
-    made, _, second = followed()
-    newer = ticket("second", 9.0, at=1.02, seq=2)
-    made.submit(newer, 1.02)
-    (recalled,) = made.poll(1.5).recalled
-    assert recalled is second
-    assert made.requeue(second.tickets[0], 1.5) is newer
-    assert made.waiting() == [newer]
+def test_a_route_that_allows_smaller_batches_now_leaves_those_in_flight_as_they_are():
+    made = scheduler(table=TABLE_MS)
+    times = made.times("w0")
+    for _ in range(MIN_SAMPLES):
+        times.note_outside(8, OUTSIDE_S)
+    for robot in range(64):
+        made.submit(ticket(robot, 9.0, at=1.0), 1.0)
+    (first,) = made.poll(1.0).batches
+    sent_at = first.predicted - OUTSIDE_S
+    (second,) = made.poll(sent_at).batches
+    assert (len(first.tickets), len(second.tickets)) == (8, 8)
+    made.max_batch = 4
+    times.limit(4)
+    assert made.poll(sent_at + 0.001).batches == ()
+    made.finished(first, first.predicted - 1.0, outside_s=OUTSIDE_S)
+    assert running(made, "w0") is second
+    made.finished(second, second.predicted - second.sent_at, outside_s=OUTSIDE_S)
+    assert running(made, "w0") is None
+
+
+def test_a_small_batch_behind_a_large_one_is_learned_as_what_it_takes_alone():
+    """Large batches hide more than small ones; the worker says how long each has waited."""
+    made = scheduler(table={1: 15.0, 8: 60.0})
+    times = made.times("w0")
+    outside = {1: 0.005, 8: 0.020}
+    for _ in range(64):
+        times.note_outside(8, outside[8])
+        times.record(8, 0.060)
+    now = 1.0
+    for round_ in range(20):
+        for robot in range(8):
+            made.submit(ticket(robot, now + 9.0, at=now, seq=2 * round_), now)
+        (large,) = made.poll(now).batches
+        sent_at = large.predicted - times.overlap_s
+        made.submit(ticket("lone", now + 9.0, at=sent_at, seq=2 * round_), sent_at)
+        (small,) = made.poll(sent_at).batches
+        assert small.predicted == pytest.approx(large.predicted + 0.010, abs=0.006)
+        made.finished(large, 0.060, outside_s=outside[8], waited_s=0.0)
+        end = now + 0.060 + 0.010
+        waited_s = end - sent_at - 0.015
+        made.finished(small, end - sent_at, outside_s=outside[1], waited_s=waited_s)
+        now = end + 0.010
+    assert times.median_s(1) == pytest.approx(0.015)
+    assert times.hidden_s(1) == pytest.approx(outside[1])
+    assert times.hidden_s(8) == pytest.approx(outside[8])
+
+
+def test_the_engines_throughput_is_never_without_bounds():
+    made = scheduler(table={1: 15.0, 8: 60.0})
+    times = made.times("w0")
+    for _ in range(MIN_SAMPLES):
+        times.note_outside(8, 0.030)
+    assert times.best_rate <= 2 * 8 / 0.060
 
 
 def test_a_worker_that_failed_proves_itself_on_one_batch_at_a_time():

@@ -8,13 +8,16 @@ import shutil
 import ssl
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from taktline_worker.lifecycle import Health
 from taktline_worker.server import ServeOptions, Worker
-from taktline_worker.tls import TlsFiles, interceptors
+from taktline_worker.tls import TlsFiles, WholeHandshakes, interceptors
 
 from tests.gateway.certificates import Authority
 from tests.gateway.test_tls_resumption import Met, called, client
@@ -113,3 +116,21 @@ def test_where_no_certificate_is_asked_for_sessions_may_be_resumed(tmp_path: Pat
     assert interceptors(None) == ()
     assert interceptors(TlsFiles(tmp_path, tmp_path)) == ()
     assert len(interceptors(TlsFiles(tmp_path, tmp_path, tmp_path))) == 1
+
+
+def test_watching_a_workers_health_takes_no_thread_from_its_calls() -> None:
+    """A gateway watches for as long as it is connected: two threads serve four that watch and one that asks."""
+    server = grpc.server(ThreadPoolExecutor(2), interceptors=(WholeHandshakes(),))
+    health_of = Health(server)
+    health_of.set(serving=True)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    serving = health_pb2.HealthCheckResponse.SERVING
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4)]
+            assert [next(watch).status for watch in watches] == [serving] * 4
+            assert stub.Check(health_pb2.HealthCheckRequest(), timeout=30).status == serving
+    finally:
+        server.stop(0)

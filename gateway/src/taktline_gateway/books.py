@@ -141,6 +141,7 @@ class Books:
                     batch_size=served.batch_size,
                     inference_ms=timings.inference_ms,
                     phases_ms=served.phases_ms,
+                    waited_ms=round(1e3 * served.waited_s, 3),
                     trace_id=_trace_id(trace),
                 )
             )

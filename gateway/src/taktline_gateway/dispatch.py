@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
@@ -15,7 +16,7 @@ from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
 from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
-from taktline_gateway.pending import Pending, Served, read_result, results_of
+from taktline_gateway.pending import ClientGone, Pending, Served, read_result, results_of
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.refusals import SHED, advised, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
@@ -101,6 +102,10 @@ class Dispatch:
             self._hedge(silent, now)
         for recalled in plan.recalled:
             self._recall(recalled, now)
+        for expired in plan.expired:
+            ticket = expired.ticket
+            if isinstance(ticket, Pending) and ticket.flights == 1 and ticket not in self._scheduler.queue:
+                self._refuse(expired, now)
         for batch in plan.batches:
             self.in_flight += len(batch.tickets)
             for ticket in batch.tickets:
@@ -109,12 +114,16 @@ class Dispatch:
             link = self.seats[batch.worker]
             self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
             # Now: a route may allow other levels before the batch's task begins.
-            self._calls[id(batch)] = self.spawn(self._run(link, batch, now, self._steps(link, batch)))
+            call = self._calls[id(batch)] = self.spawn(self._run(link, batch, now, self._steps(link, batch)))
+            call.add_done_callback(partial(self._landed, batch))
         if plan.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
 
+    def _landed(self, batch: Batch, _: asyncio.Task[None]) -> None:
+        self.in_flight -= len(batch.tickets)
+        self._calls.pop(id(batch), None)
+
     async def _run(self, link: WorkerLink, batch: Batch, sent_at: float, steps: int) -> None:
-        size = len(batch.tickets)
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
         request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision, solver_steps=steps)
         for member in members:
@@ -140,9 +149,6 @@ class Dispatch:
             trace.end("INTERNAL")
             self._batch_failed(link, batch, members, f"the gateway failed on it: {type(error).__name__}")
             return
-        finally:
-            self.in_flight -= size
-            self._calls.pop(id(batch), None)
         trace.end()
         seconds = time.monotonic() - sent_at
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
@@ -151,12 +157,17 @@ class Dispatch:
             self._scheduler.failed(batch, time.monotonic() + self._pause_s(link))
         else:
             link.failures = 0
-            self._scheduler.finished(
-                batch, seconds, response.total_ms / 1e3, _outside_s(response, seconds), measured=rows > 0
-            )
+            outside_s, waited_s = _outside_s(response, seconds), _waited_s(response)
+            self._scheduler.finished(batch, seconds, response.total_ms / 1e3, outside_s, waited_s, measured=rows > 0)
         revision = response.revision or link.revision
         self._telemetry.batch_finished(
-            self._policy, link.target.pool, revision, rows, response.bucket, seconds, batch.predicted - sent_at
+            self._policy,
+            link.target.pool,
+            revision,
+            rows,
+            response.bucket,
+            seconds - (_waited_s(response) or 0.0),
+            batch.median_s,
         )
         try:
             self._deliver(link, members, response, sent_at, batch, steps)
@@ -250,7 +261,7 @@ class Dispatch:
 
     def _again(self, member: Pending, now: float) -> bool:
         """Queues a member once more where it may still be served in time; false where it has had its chances."""
-        return member.attempts + 1 < MAX_ATTEMPTS and self._scheduler.resubmit(member, now)
+        return member.attempts + 1 < MAX_ATTEMPTS and not member.gone and self._scheduler.resubmit(member, now)
 
     def _hedge(self, batch: Batch, now: float) -> None:
         """The worker of a batch has gone silent: its members may go to another one; the first answer counts."""
@@ -259,6 +270,7 @@ class Dispatch:
             for ticket in batch.tickets
             if isinstance(ticket, Pending)
             and not ticket.result.done()
+            and not ticket.gone
             and ticket.attempts + 1 < MAX_ATTEMPTS
             and self._scheduler.resubmit(ticket, now, avoid=batch.worker)
         ]
@@ -286,7 +298,10 @@ class Dispatch:
             if not isinstance(ticket, Pending):
                 continue
             ticket.flights -= 1
-            if ticket.result.done() or self.elsewhere(ticket):
+            if ticket.result.done() or ticket in self._scheduler.queue:
+                continue
+            if ticket.gone:
+                ticket.result.set_exception(ClientGone())
                 continue
             newer = self._scheduler.requeue(ticket, now)
             if newer is not None:
@@ -310,9 +325,18 @@ class Dispatch:
 def _outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
     """How much of a batch's `seconds` its worker's engine was not needed; what it waited for the engine is neither.
 
-    Where the engine is quick, that is no more than its own time: it would not be the engine that others wait for.
+    Where the engine is quick, that is no more than its own time: it would not be the engine that others wait for. 0 of
+    a worker that does not tell what it waited: nothing is sent ahead to it.
     """
-    return max(0.0, min(response.engine_ms / 1e3, seconds - (response.engine_ms + response.waited_ms) / 1e3))
+    waited_s = _waited_s(response)
+    if waited_s is None:
+        return 0.0
+    return max(0.0, min(response.engine_ms / 1e3, seconds - response.engine_ms / 1e3 - waited_s))
+
+
+def _waited_s(response: worker_pb2.InferResponse) -> float | None:
+    """What a batch waited at its worker for the one before it; None of a worker that does not tell."""
+    return response.waited_ms / 1e3 if response.HasField("waited_ms") else None
 
 
 def _is_away(result: worker_pb2.InferResult) -> bool:

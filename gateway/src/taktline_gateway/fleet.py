@@ -29,6 +29,7 @@ class Batch:
     Attributes:
         predicted: completion instant by the median; `tail` by the 99th percentile.
         hangs_at: the instant at which the batch is given up.
+        median_s: how long it takes by the median, without a wait for the batch before it.
         level: index of the quality it is run at; 0 is full quality.
     """
 
@@ -39,6 +40,7 @@ class Batch:
     hangs_at: float = math.inf
     level: int = 0
     sent_at: float = 0.0
+    median_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,22 +49,28 @@ class Flight:
 
     Attributes:
         times: the times that it is predicted by.
+        tail_s: its 99th percentile, as `batch.median_s` is its median: tables may change while it flies.
+        hidden_s: how much of that passes while the batch before it still runs.
         began: from when its time counts: when it was sent, or would have been had the batch before it ended sooner.
         end: predicted end.
         silent_at: the instant from which it counts as silent.
+        unexpired: members whose deadlines have not passed while it waited, the most urgent last.
     """
 
     batch: Batch
     times: ServiceTimes
-    began: float
+    tail_s: float
+    hidden_s: float
+    began: float = 0.0
     end: float = 0.0
     silent_at: float = math.inf
+    unexpired: list[Ticket] = dataclasses.field(default_factory=list)
 
     def count_from(self, began: float) -> None:
         """Predicts it anew."""
-        size, self.began = len(self.batch.tickets), began
-        self.end = began + self.times.median[size]
-        self.silent_at = began + SILENT_FACTOR * self.times.tail[size] + SILENT_FLOOR_S
+        self.began = began
+        self.end = began + self.batch.median_s
+        self.silent_at = began + SILENT_FACTOR * self.tail_s + SILENT_FLOOR_S
         patient = max((ticket.deadline for ticket in self.batch.tickets if ticket.extra), default=None)
         if patient is not None:  # it may take as long as its robot waits
             self.silent_at = max(self.batch.hangs_at, patient)
@@ -150,9 +158,14 @@ class WorkerState:
             hangs_at = max(hangs_at, patient)
         if self.flights:  # the batch before it may take as long
             hangs_at += max(0.0, self.flights[0].batch.hangs_at - now)
-        batch = Batch(self.name, tickets, now + times.median[size], now + tail_s, hangs_at, level, now)
-        flight = Flight(batch, times, now)
-        flight.count_from(now)
+        hidden_s = times.hidden_s(size)
+        began = max(now, self.flights[0].end - hidden_s) if self.flights else now
+        median_s = times.median[size]
+        batch = Batch(self.name, tickets, began + median_s, began + tail_s, hangs_at, level, now, median_s)
+        flight = Flight(batch, times, tail_s, hidden_s)
+        flight.count_from(began)
+        if self.flights:
+            flight.unexpired = sorted(tickets, key=lambda ticket: -ticket.deadline)
         self.flights.append(flight)
         self.used_at = now
         return batch
@@ -162,13 +175,20 @@ class WorkerState:
         return self.open_at <= now and (not self.flights or now <= self.flights[0].end + self.times.overlap_s)
 
     @property
-    def recall_at(self) -> float:
-        """When what waits behind a late batch is better off in the queue: now one of its members will be late."""
-        if len(self.flights) < IN_FLIGHT:
+    def expiry_at(self) -> float:
+        """When the next of those that wait behind a late batch has lost its deadline."""
+        if len(self.flights) < IN_FLIGHT or not self.flights[1].unexpired:
             return math.inf
-        late, waiting, overlap_s = self.flights[0], self.flights[1], self.times.overlap_s
-        first = min(ticket.deadline for ticket in waiting.batch.tickets)
-        return overlap_s + max(late.end, first - waiting.times.median[len(waiting.batch.tickets)])
+        return max(self.flights[0].end, self.flights[1].unexpired[-1].deadline)
+
+    def expire(self, now: float) -> list[tuple[Ticket, float]]:
+        """Those that have lost theirs since it was asked last, and when their batch may end; it stays."""
+        found = []
+        while self.expiry_at <= now:
+            waiting = self.flights[1]
+            may_end = max(waiting.end, now + waiting.batch.median_s - waiting.hidden_s)
+            found.append((waiting.unexpired.pop(), may_end))
+        return found
 
     def recall(self) -> list[Batch]:
         """Takes back the batches behind the one in the engine."""
@@ -188,7 +208,7 @@ class WorkerState:
             self.silent = False
             if self.flights and ended_at is not None:  # its engine has begun the next one, however early or late
                 following = self.flights[0]
-                following.count_from(max(following.began, ended_at - self.times.overlap_s))
+                following.count_from(max(following.batch.sent_at, ended_at - following.hidden_s))
         return flight
 
 
@@ -265,14 +285,14 @@ class Fleet:
         idle = [worker for worker in self.idle(now) if not worker.flights and now - worker.used_at >= TRIAL_AFTER_S]
         return min(idle, key=lambda worker: worker.used_at, default=None)
 
-    def recall(self, now: float) -> list[Batch]:
-        """Batches taken back from workers that are late with the one before, see `recall_at`; from all silent ones."""
-        return [
-            batch
-            for worker in self._workers.values()
-            if len(worker.flights) == IN_FLIGHT and (worker.silent or worker.recall_at <= now)
-            for batch in worker.recall()
-        ]
+    def recall(self) -> list[Batch]:
+        """Batches taken back from silent workers, from behind the one in the engine."""
+        silent = [worker for worker in self._workers.values() if worker.silent and len(worker.flights) == IN_FLIGHT]
+        return [batch for worker in silent for batch in worker.recall()]
+
+    def expire(self, now: float) -> list[tuple[Ticket, float]]:
+        """Members of batches that wait behind late ones whose deadlines have just passed, and when those may end."""
+        return [pair for worker in self._workers.values() for pair in worker.expire(now)]
 
     def fall_silent(self, now: float) -> list[WorkerState]:
         """Workers whose batch has just become overdue."""
@@ -290,8 +310,8 @@ class Fleet:
         for worker in self._workers.values():
             if not worker.silent and worker.silent_at < moment:
                 moment = worker.silent_at
-            if worker.recall_at < moment:
-                moment = worker.recall_at
+            if worker.expiry_at < moment:
+                moment = worker.expiry_at
             if queued and now < worker.open_at < moment:
                 moment = worker.open_at
         return moment

@@ -269,7 +269,9 @@ class Lane:
         """The robot is gone: a queued observation leaves; one in flight runs to its end."""
         if isinstance(pending.lane, Lane) and pending.lane is not self:
             pending.lane.leave(pending)
-        elif self._scheduler.cancel(pending) and not pending.result.done():
+        elif not self._scheduler.cancel(pending):
+            pending.gone = True
+        elif not pending.result.done():
             pending.result.set_exception(ClientGone())
 
     # ----- workers coming and going

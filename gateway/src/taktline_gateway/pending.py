@@ -61,6 +61,7 @@ class Pending(Ticket):
         policy: the policy that was asked.
         lane: the lane that has it.
         flights: batches in flight that it is a member of; two where it was hedged.
+        gone: its robot left while it was on a worker.
         hedged: the batch of a silent worker that it was hedged from.
         item, images: what the worker gets, the camera frames apart from the rest.
         outside_s: of a tail without a delay, the part of its way that is not seen here; None where there is none.
@@ -71,6 +72,7 @@ class Pending(Ticket):
     request_id: str = ""
     trace: RequestTrace | None = None
     flights: int = 0
+    gone: bool = False
     hedged: Batch | None = None
     item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
     images: Mapping[str, Image] = dataclasses.field(default_factory=dict)

@@ -58,7 +58,8 @@ class Plan:
 
     Attributes:
         silent: batches whose worker has just gone silent; offer their members to the others with `resubmit`.
-        recalled: batches that waited behind a late one and have left their worker; `requeue` their members.
+        recalled: batches that waited behind those, and have left their worker; `requeue` their members.
+        expired: tickets that wait on a worker behind a late batch, and whose deadlines have passed.
     """
 
     batches: tuple[Batch, ...]
@@ -66,6 +67,7 @@ class Plan:
     wake_at: float | None
     silent: tuple[Batch, ...] = ()
     recalled: tuple[Batch, ...] = ()
+    expired: tuple[Refused, ...] = ()
 
 
 class Scheduler:
@@ -129,6 +131,7 @@ class Scheduler:
         seconds: float,
         inference_s: float | None = None,
         outside_s: float = 0.0,
+        waited_s: float | None = None,
         *,
         measured: bool = True,
     ) -> None:
@@ -141,6 +144,7 @@ class Scheduler:
             seconds: from send to answer.
             inference_s: the worker's own part of that, where it told; the rest is the network's.
             outside_s: the part of `seconds` that its engine did not need, during which it could run another batch.
+            waited_s: the part that it waited at the worker for the batch before it, where that told.
             measured: whether the engine ran; a batch of refusals teaches the table nothing, nor does one with more
                 than actions in it.
         """
@@ -149,7 +153,8 @@ class Scheduler:
         if released is not None:
             worker, flight = released
             times = flight.times
-            waited_s = flight.began - batch.sent_at  # for the batch before it
+            if waited_s is None:
+                waited_s = flight.began - batch.sent_at
             worker.busyness.note(flight.began, seconds - waited_s)
             worker.probation = False
             if measured and not any(ticket.extra for ticket in batch.tickets):
@@ -158,7 +163,7 @@ class Scheduler:
                 if inference_s is not None:
                     times.note_network(seconds - inference_s)
                 times.record(len(batch.tickets), seconds - waited_s)
-                worker.times.note_outside(outside_s)
+                worker.times.note_outside(len(batch.tickets), outside_s)
             worker.trial = False
         self._settle()
         if not len(self.queue):
@@ -269,7 +274,11 @@ class Scheduler:
         """Decides for this instant. Each refused or sent ticket has left the queue when this returns."""
         batches = self._launch_trial(now)
         silent = [worker.flights[0].batch for worker in self.fleet.fall_silent(now)]
-        recalled = self.fleet.recall(now)
+        recalled = self.fleet.recall()
+        expired = []
+        for ticket, may_end in self.fleet.expire(now):
+            self._note_lost(ticket)
+            expired.append(Refused(ticket, Refusal.UNREACHABLE, may_end, max(0.001, may_end - now)))
         self._in_flight -= sum(len(batch.tickets) for batch in recalled)
         wake_at = math.inf
         if len(self.queue):
@@ -287,7 +296,8 @@ class Scheduler:
                     wake_at = later
                     break
         refused = () if batches else self._drop_unreachable(now)
-        return Plan(tuple(batches), tuple(refused), self._next_wake(wake_at, now), tuple(silent), tuple(recalled))
+        wake = self._next_wake(wake_at, now)
+        return Plan(tuple(batches), tuple(refused), wake, tuple(silent), tuple(recalled), tuple(expired))
 
     def _launch_trial(self, now: float) -> list[Batch]:
         ticket, self._trial = self._trial, None
@@ -305,13 +315,15 @@ class Scheduler:
         # Idle workers share what waits: two small batches in parallel beat one large one.
         share = -(-len(self.queue) // idle)
         limit = 1 if worker.probation else max(1, min(share, self.max_batch, worker.times.max_batch))
-        if self.fleet.sooner_elsewhere(worker, len(self.queue), now):
+        # Behind a batch, its time counts from when it would begin to hold up the engine.
+        begins = max(now, worker.flights[0].end - worker.times.hidden_s(limit)) if worker.flights else now
+        if self.fleet.sooner_elsewhere(worker, len(self.queue), begins):
             return None, None
         workers = max(1, len(self.fleet))
         choice = compose(
             self.queue,
             worker.levels,
-            now,
+            begins,
             limit,
             rate_hz=self.arrivals.rate_hz(now) / workers,
             price_hz=price_hz(

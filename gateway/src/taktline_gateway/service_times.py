@@ -67,15 +67,27 @@ class ServiceTimes:
                 self._median[bucket], self._tail[bucket] = median, tail
                 self._tabulate()
 
-    def note_outside(self, seconds: float) -> None:
-        """Takes in how long the engine was not needed for one finished batch."""
+    def note_outside(self, batch: int, seconds: float) -> None:
+        """Takes in how long the engine was not needed for one finished batch of `batch` members."""
         self._outside.add(seconds)
+        self._outside_of[self.bucket(batch)].add(seconds)
         if self._outside.count < MIN_SAMPLES:
             return
         overlap_s = self._outside.quantile(OVERLAP_QUANTILE)
         if abs(overlap_s - self.overlap_s) > max(NETWORK_NOISE_S, 0.25 * self.overlap_s):
             self.overlap_s = overlap_s
             self._tabulate()
+
+    def hidden_s(self, batch: int) -> float:
+        """How much of the time of a batch of this size passes while the one before it runs; 0 where none is sent ahead.
+
+        Larger batches hide more: more frames travel and are decoded.
+        """
+        if not self.overlap_s:
+            return 0.0
+        window = self._outside_of[self.bucket(batch)]
+        outside_s = window.median() if window.count >= MIN_SAMPLES else self._outside.median()
+        return min(outside_s, 0.5 * self.median[min(batch, self.max_batch)])  # never more than the engine itself takes
 
     def note_network(self, seconds: float) -> None:
         """Takes in what one finished batch took beyond the worker's own part.
@@ -105,6 +117,7 @@ class ServiceTimes:
     def _begin(self, scale: float) -> None:
         self.network_s = self.overlap_s = 0.0
         self._network, self._outside = _Window(), _Window()
+        self._outside_of = {batch: _Window() for batch in self.buckets}
         self._windows = {batch: _Window() for batch in self.buckets}
         self._median = {batch: scale * median for batch, (median, _) in self._calibrated.items()}
         self._tail = {batch: scale * max(times) for batch, times in self._calibrated.items()}
@@ -164,7 +177,8 @@ class ServiceTimes:
             total.append(quickest)
             self.thrifty_table.append(-first)
         self._best_rate = max(
-            size / max(self.median[size] - self.overlap_s, 1e-9) for size in range(1, self.max_batch + 1)
+            size / max(self.median[size] - self.overlap_s, 0.5 * self.median[size], 1e-9)  # what is hidden is no more
+            for size in range(1, self.max_batch + 1)
         )
 
 

@@ -240,7 +240,7 @@ class Telemetry:
         Args:
             rows: observations that the engine ran.
             bucket: rows with padding; 0 where the worker ran nothing.
-            seconds: from send to answer.
+            seconds: from send to answer, without the wait for the batch before it.
             predicted_s: the same, as the queue predicted its median when it sent the batch.
         """
         served = self._of(policy, pool, revision)

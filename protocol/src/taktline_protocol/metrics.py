@@ -182,7 +182,12 @@ GATEWAY_METRICS = (
         (*_SERVED, LABEL_ROWS),
         "Rows that the engine ran, observations and padding; padding over both is the padding share.",
     ),
-    Metric(T_SYNC, "histogram", _T_SYNC, "Measured time of a batch from send to answer, by batch bucket."),
+    Metric(
+        T_SYNC,
+        "histogram",
+        _T_SYNC,
+        "Measured time of a batch from send to answer, less its wait for the batch before it, by batch bucket.",
+    ),
     Metric(
         T_SYNC_PREDICTED,
         "gauge",

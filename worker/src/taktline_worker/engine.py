@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 Outcome = Answer | TaktlineError
 
+LAUNCHED = 2
+"""Batches on the device at most: the one that runs, and one behind it."""
 _CALIBRATION_RUNS = 20
 _CALIBRATION_MIN_RUNS = 3
 _CALIBRATION_SECONDS = 1.0
@@ -96,6 +100,7 @@ class Engine:
         threads = decode_threads or min(8, os.cpu_count() or 1)
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._launched: deque[RunningBatch] = deque()  # the last part of each batch, touched by that thread only
 
     def infer(
         self,
@@ -189,6 +194,9 @@ class Engine:
         steps: int,
     ) -> tuple[float, list[_Part]]:
         """The instant at which the batch's turn came, and its parts: run, or launched."""
+        while len(self._launched) >= LAUNCHED:  # what is launched can be dropped no more
+            with contextlib.suppress(Exception):  # its own caller is told
+                self._launched.popleft().wait()
         now = time.monotonic()
         if cancelled() or (deadline is not None and now >= deadline):
             raise BatchDroppedError
@@ -205,6 +213,8 @@ class Engine:
             size = next(bucket for bucket in self.buckets if bucket >= len(members))
             parts.append(_Part([index for index, _ in members], [row for _, row in members], size))
             self._begin(parts[-1], outcomes, steps)
+        if parts and parts[-1].running is not None:
+            self._launched.append(parts[-1].running)
         return now, parts
 
     def _begin(self, part: _Part, outcomes: list[Outcome | None], steps: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import ssl
 from collections.abc import Callable
@@ -99,14 +100,16 @@ class WholeHandshakes(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has
         )
 
 
-def _checked(behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+def _checked(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    # With its attributes: by one the health service says that its Watch holds no thread, and takes one argument more.
+    @functools.wraps(behaviour)
+    def answer(request: Any, context: grpc.ServicerContext, *rest: Any) -> Any:
         if b"true" in context.auth_context().get("ssl_session_reused", ()):
             context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "a resumed TLS session shows no certificate; connect anew, without a cache of sessions",
             )
-        return behaviour(request, context)
+        return behaviour(request, context, *rest)
 
     return answer
 

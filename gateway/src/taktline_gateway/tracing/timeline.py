@@ -20,6 +20,7 @@ class TimedRequest(msgspec.Struct, frozen=True, gc=False):
         outcome: ok, an error code, or client_gone.
         cause: of a missed deadline.
         phases_ms: preprocess, engine and postprocess, as the worker measured them.
+        waited_ms: how long its batch waited there, preprocessed, for the one before it.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class TimedRequest(msgspec.Struct, frozen=True, gc=False):
     batch_size: int = 0
     inference_ms: float = 0.0
     phases_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    waited_ms: float = 0.0
     trace_id: str = ""
 
 
@@ -130,9 +132,11 @@ def _batch_slices(writer: _Writer, track: int, members: list[TimedRequest]) -> N
     }
     writer.slice(_WORKERS, track, f"batch of {first.batch_size}", first.sent_at, first.returned_at, about)
     # The two clocks are not the same: what the worker measured is drawn in the middle of what the gateway waited.
-    spare = max(0.0, first.returned_at - first.sent_at - first.inference_ms / 1e3)
+    spare = max(0.0, first.returned_at - first.sent_at - (first.inference_ms + first.waited_ms) / 1e3)
     at = first.sent_at + spare / 2
-    for name, spent_ms in zip(("preprocess", "engine", "postprocess"), first.phases_ms, strict=True):
+    before, engine, after = first.phases_ms
+    spent = (("preprocess", before), ("wait", first.waited_ms), ("engine", engine), ("postprocess", after))
+    for name, spent_ms in spent:
         if spent_ms > 0:
             writer.slice(_WORKERS, track, name, at, min(at + spent_ms / 1e3, first.returned_at))
             at += spent_ms / 1e3

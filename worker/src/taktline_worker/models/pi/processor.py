@@ -28,6 +28,8 @@ from taktline_worker.rtc import RtcSettings
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
+PINNED_FRAME_BYTES = 1920 * 1080 * 3
+"""The largest frame that is decoded into pinned memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +264,12 @@ class PiProcessor:
 
 
 def frame_memory(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Memory that a GPU copies from by itself, where there is one; PyTorch keeps it for the next frame."""
-    pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=_has_gpu()).numpy()
+    """Memory that a GPU copies from by itself, where there is one; PyTorch keeps it for the next frame.
+
+    Only for frames up to `PINNED_FRAME_BYTES`: whoever sends larger ones shall not fill the host with locked pages.
+    """
+    pinned = _has_gpu() and shape[0] * shape[1] * shape[2] <= PINNED_FRAME_BYTES
+    pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).numpy()
     return pixels
 
 
