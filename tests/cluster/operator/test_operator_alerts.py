@@ -19,7 +19,7 @@ from tests.dashboards.prometheus_run import PrometheusRun
 from tests.operator.simulated_cluster import differing_trial
 from tests.ports import free_port
 
-pytestmark = pytest.mark.usefixtures("node")
+pytestmark = [pytest.mark.usefixtures("node"), pytest.mark.timeout(900)]
 
 Json = dict[str, Any]
 POLICY = "rolled-badly"

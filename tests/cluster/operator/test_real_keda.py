@@ -25,6 +25,7 @@ from tests.ports import free_port
 
 Json = dict[str, Any]
 LIMIT_S = 300.0
+pytestmark = pytest.mark.timeout(900)
 POLICY = "scaled-by-keda"
 
 
@@ -60,6 +61,8 @@ def programs() -> Path:
     """The folder with prometheus."""
     root = Path(__file__).resolve().parents[3]
     printed = subprocess.run([root / "tools/install-prometheus"], capture_output=True, text=True, check=True).stdout
+    if not printed.strip():
+        pytest.skip("no prometheus here: put prometheus and promtool on PATH, or use Debian or Ubuntu with apt-get")
     return Path(printed.strip())
 
 
