@@ -158,7 +158,9 @@ def test_a_product_that_turns_is_a_product_and_the_pass_that_turns() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+@pytest.mark.skipif(
+    not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU: its matrix units"
+)
 @pytest.mark.parametrize(("candidates", "heads"), [(1, 4), (3, 16), (100, 16)])
 def test_a_product_that_turns_on_hopper(candidates: int, heads: int) -> None:
     hopper = importlib.import_module("taktline_kernels.cuda.turned_product").turned_product
