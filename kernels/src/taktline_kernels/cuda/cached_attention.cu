@@ -18,27 +18,9 @@
 #define NOTHING -1e27f  // the maximum where no key is seen: far above a hidden key's scaled logit, whose weight is zero
 #define HALF 64  // sums of a thread that are of one half of the columns
 
-DEVICE float exp2_fast(float x) {
-  float v;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
-  return v;
-}
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Keeps the compiler from moving what makes d past the products that read it.
-template <int N>
-DEVICE void settle(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-template <int N>
-DEVICE void settle(u32 (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
-}
 template <int PENDING, int N>
 DEVICE void wgmma_done(float (&d)[N]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  wgmma_wait<PENDING>();
   settle(d);
 }
 // Values lie with their columns contiguous: the four chunks of 64 columns are CHUNK_BYTES apart.

@@ -16,11 +16,6 @@
 #define SLACK 2.0f
 #define LOWEST -1e30f
 
-DEVICE float exp2_fast(float x) {
-  float v;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
-  return v;
-}
 DEVICE u32 pack_four(float a, float b, float c, float d) {
   u16 low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
@@ -38,21 +33,6 @@ DEVICE void copy_queries(u32 target, const TensorMap* map, int column, int row, 
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
       "l"(map), "r"(column), "r"(row), "r"(lane), "r"(bar)
       : "memory");
-}
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-DEVICE void settle(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-DEVICE void settle(u32 (&d)[16]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(d[i])::"memory");
-}
-template <int PENDING>
-DEVICE void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // The warpgroups issue their products in turn, so that one's weights are made while the other's products run.

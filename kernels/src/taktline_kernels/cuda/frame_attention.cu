@@ -29,11 +29,6 @@ DEVICE u16 pack_pair(float first, float second) {
 #else
 typedef u16 Out;
 #endif
-DEVICE float exp2_fast(float x) {
-  float v;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
-  return v;
-}
 DEVICE uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
@@ -61,23 +56,6 @@ DEVICE void small_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Keeps the compiler from moving what makes d past the products that read it.
-template <int N>
-DEVICE void settle(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-template <int N>
-DEVICE void settle(u32 (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
-}
-template <int PENDING>
-DEVICE void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
