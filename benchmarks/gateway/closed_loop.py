@@ -15,12 +15,9 @@ import heapq
 import random
 from collections.abc import Sequence
 
-from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.phases import PhasePlanner
-from taktline_gateway.scheduler import Batch, Plan, Scheduler
-from taktline_gateway.service_times import ServiceTimes
 
-from benchmarks.gateway.peers import Policy
+from benchmarks.gateway.peers import Ours, Policy
 from benchmarks.gateway.times import Engine
 from benchmarks.gateway.traces import Job
 
@@ -84,52 +81,19 @@ def fleet(
     ]
 
 
-class Taktline:
+class Taktline(Ours):
     """The gateway's scheduler, with or without hints."""
 
     def __init__(self, engine: Engine, *, hints: bool, max_wait_s: float = 0.005) -> None:
+        super().__init__(engine, max_wait_s)
         self.name = "Taktline + hints" if hints else "Taktline"
-        table = engine.table()
-        self.times = ServiceTimes(table, table[-1].batch)
-        self.scheduler = Scheduler(max_batch=table[-1].batch, max_wait_s=max_wait_s)
-        self.scheduler.add_worker("worker", self.times)
         self.phases = PhasePlanner() if hints else None
-        self._jobs: dict[Ticket, Job] = {}
-        self._running: Batch | None = None
 
     def arrive(self, job: Job, now: float) -> None:
         """Admits or refuses."""
-        ticket = Ticket(robot=str(job.robot), seq=job.seq, deadline=job.deadline, arrived_at=now)
         if self.phases is not None:
-            self.phases.arrived(ticket.source, now)
-        refused, older = self.scheduler.submit(ticket, now)
-        if refused is None:
-            self._jobs[ticket] = job
-        if older is not None:
-            del self._jobs[older]
-
-    def next_batch(self, now: float) -> tuple[Sequence[Job], float | None]:
-        """One poll of the scheduler."""
-        plan = self._polled(now)
-        if not plan.batches:
-            return (), plan.wake_at
-        self._running = plan.batches[0]
-        return [self._jobs.pop(ticket) for ticket in self._running.tickets], None
-
-    def refuse(self, now: float) -> float | None:
-        """One poll of the scheduler while its worker is busy: it refuses by timers."""
-        return self._polled(now).wake_at
-
-    def _polled(self, now: float) -> Plan:
-        plan = self.scheduler.poll(now)
-        for refused in plan.refused:
-            del self._jobs[refused.ticket]
-        return plan
-
-    def finished(self, size: int, seconds: float) -> None:
-        """Updates the measured times."""
-        if self._running is not None:
-            self.scheduler.finished(self._running, seconds)
+            self.phases.arrived(("", str(job.robot)), now)
+        super().arrive(job, now)
 
     def hint(self, job: Job, now: float) -> float | None:
         """When the robot's next observation should arrive."""

@@ -154,8 +154,9 @@ class Ours:
 
     def __init__(self, engine: Engine, max_wait_s: float = 0.005) -> None:
         most = engine.buckets[-1]
+        self.times = ServiceTimes(engine.table(), most)
         self.scheduler = Scheduler(max_batch=most, max_wait_s=max_wait_s)
-        self.scheduler.add_worker("worker", ServiceTimes(engine.table(), most))
+        self.scheduler.add_worker("worker", self.times)
         self._jobs: dict[Ticket, Job] = {}
         self._running: Batch | None = None
         self.refused = 0
