@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.degrade import Levels
-from taktline_gateway.dispatch import Dispatch
+from taktline_gateway.dispatch import SUSPEND_S, Dispatch
 from taktline_gateway.pending import ClientGone, Pending
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.scheduler import Batch, Scheduler
@@ -28,6 +30,7 @@ class Link:
     target = Target(address="w")
     info = None
     failures = 0
+    failed_at = 0.0
 
     def __init__(self, answer, meanwhile=lambda: None) -> None:
         self._answer, self._meanwhile = answer, meanwhile
@@ -186,3 +189,49 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         assert isinstance(result.exception(), ClientGone)
     else:
         assert not result.done()
+
+
+class LostLink(Link):
+    """A worker whose connection is lost with whatever is on it, once `lose` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(actions)
+        self.lose = asyncio.Event()
+
+    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+        await self.lose.wait()
+        raise WorkerCallError("UNAVAILABLE", "the connection to the worker was lost")
+
+
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_a_connection_that_is_lost_has_failed_once_however_many_batches_were_on_it(batches, monkeypatch):
+    now = 1.0
+    monkeypatch.setattr("taktline_gateway.dispatch.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def run():
+        nonlocal now
+        dispatch, _, _ = world(level=0)
+        dispatch._poll = lambda: None
+        rests = []
+        dispatch._scheduler.failed = lambda batch, until: rests.append(until - now)
+        link = LostLink()
+
+        async def lose():
+            nonlocal now
+            flying = [Batch("w", (), now, now, now + 5.0, sent_at=now) for _ in range(batches)]
+            link.lose.clear()
+            calls = [asyncio.create_task(dispatch._run(link, batch, now, 0)) for batch in flying]
+            await asyncio.sleep(0)
+            now += 0.010
+            link.lose.set()
+            await asyncio.gather(*calls)
+
+        for _ in range(3):
+            await lose()
+            now += 1.0
+        return rests, link.failures
+
+    rests, failures = asyncio.run(run())
+    assert failures == 3
+    expected = [SUSPEND_S * 2**number for number in range(3) for _ in range(batches)]
+    assert rests == pytest.approx(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from taktline_gateway.fairness import Shares
 from taktline_gateway.fleet import SILENT_FACTOR, SILENT_FLOOR_S
 from taktline_gateway.scheduler import Refusal
 from taktline_gateway.service_times import MIN_SAMPLES
@@ -266,3 +267,47 @@ def test_a_batch_behind_one_that_fails_may_still_be_answered():
     made.finished(second, 0.020, outside_s=OUTSIDE_S)
     assert running(made, "w0") is None
     assert not made.fleet.get("w0").probation
+
+
+def two_batches(*, robots):
+    """A worker that runs one robot at a time, with a batch in its engine and another one sent ahead behind it."""
+    made = scheduler(table=TABLE_MS, max_batch=1)
+    for _ in range(MIN_SAMPLES):
+        made.times("w0").note_outside(1, OUTSIDE_S)
+    made.submit(ticket("first", 9.0, at=1.0), 1.0)
+    (first,) = made.poll(1.0).batches
+    sent_at = first.predicted - OUTSIDE_S
+    for later, robot in enumerate(robots):
+        made.submit(ticket(robot, 9.0 + 0.1 * later, at=sent_at), sent_at)
+    (second,) = made.poll(sent_at).batches
+    return made, first, second
+
+
+def test_debts_are_forgiven_when_a_worker_idles_and_not_between_two_of_its_batches(monkeypatch):
+    pardons = []
+    monkeypatch.setattr(Shares, "forgive", lambda self: pardons.append(self))
+    made, first, second = two_batches(robots=["second"])
+    made.finished(first, first.predicted - 1.0, outside_s=OUTSIDE_S)
+    assert not pardons
+    made.finished(second, second.predicted - second.sent_at, outside_s=OUTSIDE_S)
+    assert pardons
+
+
+def test_whoever_is_taken_back_from_a_silent_worker_has_asked_once_and_was_served_nothing():
+    def owed(*, fall_silent):
+        made, first, second = two_batches(robots=["second", "waits"])
+        (back,) = second.tickets
+        if fall_silent:
+            plan = made.poll(made.fleet.get("w0").silent_at + 1e-6)
+            assert plan.recalled == (second,)
+            assert made.requeue(back, 1.1) is None
+            assert made.depth == 2
+            made.finished(first, 0.2, outside_s=OUTSIDE_S)
+            (again,) = made.poll(1.2).batches
+            assert again.tickets == (back,)
+        (waits,) = made.waiting()
+        made.cancel(waits)  # settles the books, and forgives nobody
+        account = back.account
+        return account.served - account.level.now, account.asks.note(1.0)
+
+    assert owed(fall_silent=True) == pytest.approx(owed(fall_silent=False))

@@ -271,6 +271,58 @@ def test_a_batch_that_takes_everybody_is_nobodys_debt():
         shares.serve([alone])
 
 
+def contended(*tickets):
+    """Books in which these have asked, and a debt is not forgiven: somebody is always left waiting."""
+    shares = Shares()
+    for one in (ticket("waits", 9.0, tenant="waits"), *tickets):
+        shares.arrive(one, 0.0)
+        shares.enter()
+    return shares
+
+
+def debts(shares, one):
+    tenant = one.account.level.tenant
+    return [round(account.served - account.level.now, 9) for account in (one.account, tenant)]
+
+
+def test_what_a_worker_gives_back_unserved_is_no_debt():
+    back, other = ticket("back", 9.0, tenant="a"), ticket("other", 9.0, tenant="b")
+    shares = contended(back, other)
+    before = debts(shares, back)
+    for _ in range(50):
+        shares.serve([back])
+        assert debts(shares, back) != before
+        shares.refund(back)
+        shares.enter()
+        assert debts(shares, back) == before
+    shares.serve([other])
+    shares.serve([back])
+    once = contended(again := ticket("back", 9.0, tenant="a"), last := ticket("other", 9.0, tenant="b"))
+    once.serve([last])
+    once.serve([again])
+    assert debts(shares, back) == debts(once, again)
+
+
+def test_a_debt_that_was_forgiven_is_not_paid_back_as_well():
+    back, other = ticket("back", 9.0, tenant="a"), ticket("other", 9.0, tenant="b")
+    shares = contended(back, other)
+    shares.serve([back])
+    shares.forgive()
+    before = back.account.level.now
+    shares.refund(back)
+    assert back.account.level.now == before
+
+
+def test_whose_worker_failed_is_charged_once():
+    failed = ticket("failed", 9.0)
+    shares = contended(failed)
+    shares.serve([failed])
+    owed = debts(shares, failed)
+    shares.enter()
+    shares.serve([failed])
+    assert debts(shares, failed) == owed
+
+
 # ----- against brute force
 
 

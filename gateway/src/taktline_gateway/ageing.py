@@ -34,6 +34,10 @@ class Ageing:
         """So many tickets of the high classes leave for a worker, and earn the low ones their share."""
         self._credit = min(CREDIT_MAX, self._credit + AGED_SHARE * count)
 
+    def unserved(self, count: int) -> None:
+        """So many of those have come back from their worker as they were."""
+        self._credit = max(0.0, self._credit - AGED_SHARE * count)
+
     def next(self, now: float) -> Ticket | None:
         """The low ticket that may move up now, the longest waiting one of the higher class first; None without one."""
         if self._credit < 1.0:

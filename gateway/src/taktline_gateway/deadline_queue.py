@@ -38,8 +38,9 @@ class Ticket:
         tenant_weight: the tenant's share against other tenants'; likewise robot_weight within its tenant.
         attempts: batches that this ticket was sent in and that failed or went silent.
         due: the instant it is ordered by: its deadline, or an earlier one where ageing has moved it up.
-        rank: its class and share, see `rank_of`; set when it is queued.
+        rank: its class and share, see `rank_of`; negative until it has been looked at.
         account: the sender's account in the books of its class.
+        charged: in which time between two pardons it was charged to that; negative where it was not.
         extra: it asks for more than actions (an imagined video), which no T_sync table knows the time of.
     """
 
@@ -55,6 +56,7 @@ class Ticket:
     order: int = 0
     rank: int = -1
     account: Account | None = None
+    charged: int = -1
     extra: bool = False
     due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)

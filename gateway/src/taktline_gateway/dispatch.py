@@ -154,7 +154,7 @@ class Dispatch:
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
         if response.results and all(_is_away(result) for result in response.results):
             # It lives and cannot serve, such as a mesh that has lost a rank: its quick answers must attract nobody.
-            self._scheduler.failed(batch, time.monotonic() + self._pause_s(link))
+            self._scheduler.failed(batch, self._rests_until(link, sent_at, time.monotonic()))
         else:
             link.failures = 0
             outside_s, waited_s = _outside_s(response, seconds), _waited_s(response)
@@ -236,8 +236,9 @@ class Dispatch:
         return self._phases.next_at(member.source, now, slack_s, times, len(self.seats))
 
     def _batch_failed(self, link: WorkerLink, batch: Batch, members: list[Pending], reason: str) -> None:
-        now, pause = time.monotonic(), self._pause_s(link)
-        self._scheduler.failed(batch, now + pause)
+        now = time.monotonic()
+        rests_until = self._rests_until(link, batch.sent_at, now)
+        self._scheduler.failed(batch, rests_until)
         log(
             _logger,
             logging.ERROR,
@@ -246,7 +247,7 @@ class Dispatch:
             worker=link.name,
             reason=reason,
             members=[ticket.robot for ticket in batch.tickets],
-            pause_s=pause,
+            pause_s=round(rests_until - now, 3),
         )
         for member in members:
             member.flights -= 1
@@ -254,10 +255,15 @@ class Dispatch:
                 self.fail(member, worker_failed(link.name, reason, SUSPEND_S))
         self._poll()
 
-    def _pause_s(self, link: WorkerLink) -> float:
-        """How long a worker that has failed once more gets nothing."""
-        link.failures += 1
-        return float(min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1)))
+    def _rests_until(self, link: WorkerLink, sent_at: float, now: float) -> float:
+        """Until when a worker gets nothing, of which a batch has failed that was sent at `sent_at`.
+
+        Batches that were on it together when it failed have failed once: one rest, no longer for their number.
+        """
+        if not link.failures or sent_at > link.failed_at:
+            link.failures += 1
+            link.failed_at = now
+        return now + float(min(SUSPEND_MAX_S, SUSPEND_S * 2 ** (link.failures - 1)))
 
     def _again(self, member: Pending, now: float) -> bool:
         """Queues a member once more where it may still be served in time; false where it has had its chances."""

@@ -118,6 +118,7 @@ class Shares:
         if tenant.robots is None:
             tenant.robots = Level(ROBOT_BURST, tenant)
         account = ticket.account = tenant.robots.ask(ticket.robot, ticket.robot_weight, now)
+        ticket.charged = -1
         return account.over(self._epoch) or tenant.over(self._epoch)
 
     def enter(self) -> None:
@@ -133,7 +134,7 @@ class Shares:
         self._turned_away = True
 
     def serve(self, tickets: Sequence[Ticket]) -> None:
-        """These go to a worker."""
+        """These go to a worker; one that has been there before (it failed, or fell silent) has been charged for it."""
         self._waiting -= len(tickets)
         if not self._waiting and not self._turned_away:
             self._epoch += 1
@@ -143,8 +144,9 @@ class Shares:
         by_tenant: dict[Account, int] = {}
         for ticket in tickets:
             account = ticket.account
-            if account is None:  # queued without a look at its share
+            if account is None or ticket.charged >= 0:  # without an account where nobody looked at its share
                 continue
+            ticket.charged = epoch
             # `_charge(account, 1, epoch)`, written out: it runs for every ticket of every batch.
             level, weight = account.level, account.weight
             now = level.now
@@ -162,6 +164,17 @@ class Shares:
                     by_tenant[tenant] = by_tenant.get(tenant, 0) + 1
         for tenant, count in by_tenant.items():
             _charge(tenant, count, epoch)
+
+    def refund(self, ticket: Ticket) -> None:
+        """It comes back unserved: what it was charged is taken back, unless that is forgiven already."""
+        account, charged = ticket.account, ticket.charged
+        ticket.charged = -1
+        if account is None or charged != self._epoch:
+            return
+        _charge(account, -1, charged)
+        tenant = account.level.tenant
+        if tenant is not None and len(self._tenants.accounts) > 1:
+            _charge(tenant, -1, charged)
 
     def forgive(self) -> None:
         """A worker idles and nobody waits: everybody starts anew."""

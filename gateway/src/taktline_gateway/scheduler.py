@@ -12,13 +12,12 @@ import math
 from collections.abc import Iterable
 from enum import Enum
 
-from taktline_gateway.ageing import Ageing
 from taktline_gateway.arrivals import Arrivals
-from taktline_gateway.composition import LOW_RANK, Composition, compose
-from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket, class_of, rank_of
-from taktline_gateway.fairness import Shares
+from taktline_gateway.composition import compose
+from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
 from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
-from taktline_gateway.overload import LOSS_WEIGHT, price_hz
+from taktline_gateway.overload import price_hz
+from taktline_gateway.queue_books import QueueBooks
 from taktline_gateway.service_times import ServiceTimes
 
 __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
@@ -80,14 +79,9 @@ class Scheduler:
         self.queue = DeadlineQueue()
         self.fleet = Fleet()
         self.arrivals = Arrivals()
-        self._shares: dict[Priority, Shares] = {
-            priority: Shares() for priority in Priority if priority is not Priority.SAFETY
-        }
-        self._ageing = Ageing(self.queue)
-        self._unsettled: list[tuple[Shares, tuple[Ticket, ...]]] = []
+        self._books = QueueBooks(self.queue)
         self._in_flight = 0
         self._trial: Ticket | None = None
-        self._lost = 0.0
 
     # ----- workers
 
@@ -165,10 +159,9 @@ class Scheduler:
                 times.record(len(batch.tickets), seconds - waited_s)
                 worker.times.note_outside(len(batch.tickets), outside_s)
             worker.trial = False
-        self._settle()
-        if not len(self.queue):
-            for shares in self._shares.values():
-                shares.forgive()
+        self._books.settle()
+        if released is not None and not released[0].flights and not len(self.queue):
+            self._books.forgive()  # with another batch on it, it does not idle: some of that one may have come late
 
     def failed(self, batch: Batch, suspended_until: float) -> None:
         """A batch failed or hung: its worker gets nothing before `suspended_until`, then a batch of one."""
@@ -201,7 +194,7 @@ class Scheduler:
         if not len(self.fleet):
             return Refused(ticket, Refusal.NO_WORKER, None, 1.0), None
         older = self.queue.queued(ticket.source)
-        rank = self._rank(ticket, now)
+        rank = self._books.ask(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
@@ -212,15 +205,15 @@ class Scheduler:
             if open_to_trial and not len(self.queue) and self.fleet.rusty(now) is not None:
                 self._trial = ticket
                 return None, tried
-            self._note_lost(ticket)
+            self._books.turn_away(ticket)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
             return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
         if older is not None:
-            self._remove(older)
+            self._books.remove(older)
         elif tried is not None:
             older, self._trial = tried, None
-        self._add(ticket, rank)
+        self._books.add(ticket, rank)
         return None, older
 
     def resubmit(self, ticket: Ticket, now: float, avoid: str = "") -> bool:
@@ -232,12 +225,12 @@ class Scheduler:
         newer = self.queue.queued(ticket.source) or self._trial
         if (newer is not None and newer.source == ticket.source) or not len(self.fleet):
             return False
-        rank = self._rank(ticket, now)
+        rank = self._books.rank(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
         if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, without=avoid) > ticket.deadline:
             return False
         ticket.attempts += 1
-        self._add(ticket, rank)
+        self._books.add(ticket, rank)
         return True
 
     def requeue(self, ticket: Ticket, now: float) -> Ticket | None:
@@ -245,7 +238,7 @@ class Scheduler:
         newer = self.queue.queued(ticket.source) or self._trial
         if newer is not None and newer.source == ticket.source:
             return newer
-        self._add(ticket, self._rank(ticket, now))
+        self._books.add(ticket, self._books.rank(ticket, now))
         return None
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -253,7 +246,7 @@ class Scheduler:
         if ticket is self._trial:
             self._trial = None
             return True
-        return self._remove(ticket)
+        return self._books.remove(ticket)
 
     @property
     def depth(self) -> int:
@@ -277,12 +270,14 @@ class Scheduler:
         recalled = self.fleet.recall()
         expired = []
         for ticket, may_end in self.fleet.expire(now):
-            self._note_lost(ticket)
+            self._books.turn_away(ticket)
             expired.append(Refused(ticket, Refusal.UNREACHABLE, may_end, max(0.001, may_end - now)))
-        self._in_flight -= sum(len(batch.tickets) for batch in recalled)
+        for back in recalled:
+            self._in_flight -= len(back.tickets)
+            self._books.take_back(back.tickets)
         wake_at = math.inf
         if len(self.queue):
-            moved = self._ageing.next(now)
+            moved = self._books.aged(now)
             if moved is not None:
                 self._move_up(moved, now)
             idle = self.fleet.idle(now)
@@ -305,7 +300,7 @@ class Scheduler:
             return []
         worker = self.fleet.rusty(now)
         if worker is None:  # its worker left within this turn: it queues like any other
-            self._add(ticket, self._rank(ticket, now))
+            self._books.add(ticket, self._books.rank(ticket, now))
             return []
         worker.trial = True
         self._in_flight += 1
@@ -327,7 +322,7 @@ class Scheduler:
             limit,
             rate_hz=self.arrivals.rate_hz(now) / workers,
             price_hz=price_hz(
-                self._lost,
+                self._books.lost,
                 worker.busyness.share(now),
                 self.arrivals.usual_budget_s,
                 self.arrivals.budget_spread_s,
@@ -341,7 +336,7 @@ class Scheduler:
             return None, choice.wait_until
         if not choice.tickets:
             return None, None  # what this worker cannot make is left for a faster one
-        self._take(choice)
+        self._books.take(choice.slices, choice.tickets)
         self._in_flight += len(choice.tickets)
         return worker.launch(choice.tickets, choice.level, now), None
 
@@ -373,8 +368,8 @@ class Scheduler:
             if ticket.due < ticket.deadline:  # moved up by ageing, and passed over: its deadline still stands
                 self._move_up(ticket, now)
                 continue
-            self._remove(ticket)
-            self._note_lost(ticket)
+            self._books.remove(ticket)
+            self._books.turn_away(ticket)
             reason = Refusal.UNREACHABLE if len(self.fleet) else Refusal.NO_WORKER
             if completion is None and len(self.fleet):
                 completion = self.fleet.predicted_completion(0, now)
@@ -383,6 +378,11 @@ class Scheduler:
                 break
         return refused
 
+    def _move_up(self, ticket: Ticket, now: float) -> None:
+        """Puts a ticket among production's, due when the longest batch that may run now has ended and a next one."""
+        due = min(ticket.deadline, now + 2.0 * self.fleet.longest_s())
+        self._books.move_up(ticket, max(now + self.fleet.fastest_s(), due))
+
     def _next_wake(self, wake_at: float, now: float) -> float | None:
         ticket = self.queue.earliest()
         if ticket is not None:
@@ -390,60 +390,3 @@ class Scheduler:
             wake_at = min(wake_at, ticket.due - self.fleet.fastest_s() + 1e-4)
         wake_at = min(wake_at, self.fleet.next_event(now, queued=ticket is not None))
         return None if wake_at == math.inf else wake_at
-
-    # ----- books
-
-    def _rank(self, ticket: Ticket, now: float) -> int:
-        self._settle()
-        shares = self._shares.get(ticket.priority)
-        return rank_of(ticket.priority, over_share=shares is not None and shares.arrive(ticket, now))
-
-    def _add(self, ticket: Ticket, rank: int) -> None:
-        self._settle()
-        shares = self._shares.get(class_of(rank))
-        if shares is not None:
-            shares.enter()
-        self.queue.add(ticket, rank)
-        self._ageing.enter(ticket)
-
-    def _move_up(self, ticket: Ticket, now: float) -> None:
-        """Puts a ticket among production's, due when the longest batch that may run now has ended and a next one."""
-        self._remove(ticket)
-        ticket.due = max(now + self.fleet.fastest_s(), min(ticket.deadline, now + 2.0 * self.fleet.longest_s()))
-        self._add(ticket, rank_of(Priority.PRODUCTION, over_share=False))
-
-    def _remove(self, ticket: Ticket) -> bool:
-        if not self.queue.remove(ticket):
-            return False
-        self._settle()
-        shares = self._shares.get(class_of(ticket.rank))
-        if shares is not None:
-            shares.leave()
-        return True
-
-    def _take(self, choice: Composition) -> None:
-        """Moves the members of a batch out of the queue; the books of shares are kept later, see `_settle`."""
-        size = 0
-        for rank, position, count in choice.slices:
-            members = choice.tickets[size : size + count]
-            self.queue.take(rank, position, members)
-            shares = self._shares.get(class_of(rank))
-            if shares is not None:
-                self._unsettled.append((shares, members))
-            size += count
-            if rank < LOW_RANK:
-                self._ageing.served(count)
-        self._lost *= (1.0 - LOSS_WEIGHT) ** size
-
-    def _settle(self) -> None:
-        """Enters what was served into the books of shares; after the decision, as the batch is to be on its way."""
-        for shares, members in self._unsettled:
-            shares.serve(members)
-        self._unsettled.clear()
-
-    def _note_lost(self, ticket: Ticket) -> None:
-        self._settle()
-        self._lost += LOSS_WEIGHT * (1.0 - self._lost)
-        shares = self._shares.get(ticket.priority)
-        if shares is not None:
-            shares.turn_away()

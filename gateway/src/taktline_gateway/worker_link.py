@@ -53,6 +53,7 @@ class WorkerLink:
         self.info: PolicyInfo | None = None
         self.up = False
         self.failures = 0
+        self.failed_at = 0.0
         self.idle = asyncio.Event()
         self.idle.set()
         self._calls = 0
