@@ -117,6 +117,25 @@ def test_the_limit_comes_from_the_engine_config(
     assert caught.value.code is ErrorCode.IMAGE_TOO_LARGE
 
 
+class NoPool:
+    """Decodes nothing."""
+
+    def submit(self, *_: Any) -> None:
+        raise AssertionError("a frame was handed out for decoding")
+
+
+@pytest.mark.parametrize("state", [[float("nan")] * 6, [0.0], [1e300] * 6])
+def test_whose_state_is_refused_has_no_frame_decoded(
+    folders: Any, config_of: Any, tmp_path: Any, observations: Any, state: list[float]
+) -> None:
+    adapter = load(config_of(folders.lerobot(tmp_path / "policy", "pi05")))
+    with pytest.raises(TaktlineError) as caught:
+        adapter.begin(observations.make(state=state), NoPool())
+    assert caught.value.code is ErrorCode.STATE_INVALID
+    with pytest.raises(AssertionError, match="handed out"):
+        adapter.begin(observations.make(), NoPool())
+
+
 @pytest.mark.parametrize("kind", ["png", "raw"])
 def test_lossless_frames_arrive_as_sent(observations: Any, kind: str) -> None:
     raw = observations.image("raw", 12, 20, seed=3)

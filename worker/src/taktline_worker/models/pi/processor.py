@@ -118,13 +118,14 @@ class PiProcessor:
         """
         frames = self._frames(observation.images)
         raw = self.raw and (observation.rtc is None or self.rtc is None)
-        pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
         state = self._state(observation.state)
         policy_state = aloha.to_policy_state(state) if self.conventions.adapt_to_pi else state
         with np.errstate(over="ignore", invalid="ignore"):  # the check below has a better word for it
             normalised = self.conventions.state_normaliser.forward(policy_state)
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
+        # Now, to be decoded while the prompt is tokenised; who is refused above costs nobody a frame.
+        pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
         tokens = self.tokens(observation.instruction, normalised)
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
