@@ -130,7 +130,7 @@ def test_whose_state_is_refused_has_no_frame_decoded(
 ) -> None:
     adapter = load(config_of(folders.lerobot(tmp_path / "policy", "pi05")))
     with pytest.raises(TaktlineError) as caught:
-        adapter.begin(observations.make(state=state), NoPool())
+        adapter.begin(observations.make(state=np.array(state)), NoPool())
     assert caught.value.code is ErrorCode.STATE_INVALID
     with pytest.raises(AssertionError, match="handed out"):
         adapter.begin(observations.make(), NoPool())
