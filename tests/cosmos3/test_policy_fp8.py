@@ -8,6 +8,9 @@ import pytest
 import torch
 from taktline_kernels import gpu_reference
 from taktline_kernels.fp8_rows import Fp8Rows
+from taktline_kernels.ops import fp8_attention
+from taktline_kernels.ops.fp8_attention import attends_in_fp8
+from taktline_kernels.selector import KernelSelector
 from taktline_protocol import TaktlineError
 from taktline_worker import fp8_layers
 from taktline_worker.models.cosmos3 import fp8, modules, synthetic
@@ -24,6 +27,7 @@ CASES = {"nano": (synthetic.NANO, OFFICIAL_TINY), "edge": (synthetic.EDGE, EDGE_
 def stated(monkeypatch):
     monkeypatch.setattr(fp8_layers, "functions", lambda: gpu_reference)
     monkeypatch.setattr(modules, "functions", lambda: gpu_reference)
+    monkeypatch.setattr(fp8, "attends_in_fp8", lambda *_: True)
 
 
 def runners(kind):
@@ -56,6 +60,27 @@ def test_a_row_in_fp8_is_the_same_alone_and_among_others():
     for row, outcome in zip(rows, runner.run(rows), strict=True):
         [alone] = runner.run([row])
         assert float((outcome.actions - alone.actions).norm() / alone.actions.norm()) < 2e-2
+
+
+def test_where_no_kernel_is_named_attention_stays_in_bf16(monkeypatch):
+    monkeypatch.setattr(fp8, "attends_in_fp8", attends_in_fp8)  # this machine has no table
+    runner = runners("nano")["fp8"]
+    assert all(layer.multipliers is None for layer in runner.weights.joint)
+    assert all(isinstance(layer.qkv, fp8.Fp8Linear) for layer in runner.weights.joint)
+    monkeypatch.setattr(modules, "attention_fp8", None)
+    monkeypatch.setattr(modules, "heads_fp8", None)
+    assert runner.run([make_request(OFFICIAL_TINY, 1, 12)])[0].actions.isfinite().all()
+
+
+@pytest.mark.parametrize("named", [("heads_fp8", "attention_fp8"), ("heads_fp8",), ("attention_fp8",), ()])
+def test_a_table_must_name_kernels_for_heads_and_attention(named, tmp_path, monkeypatch):
+    table = tmp_path / "table.toml"
+    table.write_text("".join(f'[[rule]]\nop = "{op}"\nkernel = "triton"\n' for op in named))
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(table))
+    fresh = KernelSelector()  # the shared one keeps what it chose
+    monkeypatch.setattr(fp8_attention, "default_selector", lambda: fresh)
+    assert attends_in_fp8(32, 8, 128, torch.device("cuda", 0)) == (len(named) == 2)
+    assert not attends_in_fp8(32, 8, 128, torch.device("cpu"))
 
 
 def test_only_the_tower_of_video_and_actions_is_quantised():

@@ -11,7 +11,7 @@ import torch
 from taktline_kernels import gpu_reference
 from taktline_protocol import TaktlineError
 from taktline_worker import fp8_layers
-from taktline_worker.models.cosmos3 import modules
+from taktline_worker.models.cosmos3 import fp8, modules
 from taktline_worker.models.cosmos3.config import open_transformer
 from taktline_worker.models.cosmos3.mesh import Place, better_split, check_mesh, place_of
 from taktline_worker.models.cosmos3.runner import Cosmos3Runner
@@ -73,6 +73,7 @@ def test_every_mesh_gives_the_actions_of_one_process(results, alone, name):
 def test_in_fp8_a_mesh_is_as_near_to_fp32_as_one_process(results, alone, name, monkeypatch):
     monkeypatch.setattr(fp8_layers, "functions", lambda: gpu_reference)
     monkeypatch.setattr(modules, "functions", lambda: gpu_reference)
+    monkeypatch.setattr(fp8, "attends_in_fp8", lambda *_: True)
     kind, branches, ranks, _ = FP8_MESHES[name]
     a, weights = share(results, kind, Place(), eight=True)
     outcomes = Cosmos3Runner(weights, a, SETTINGS[kind], fake_encoder).run(rows(kind))

@@ -9,6 +9,7 @@ from torch.nn import functional
 from taktline_kernels.fp8_heads import Fp8Heads, Fp8Text, filled
 from taktline_kernels.ops.attention import attention_suffix
 from taktline_kernels.ops.dispatch import REGISTRY, register
+from taktline_kernels.selector import REFERENCE, default_selector
 
 _TRITON = "taktline_kernels.triton_impl.fp8_attention"
 Pair = tuple[Tensor, Tensor]
@@ -98,3 +99,14 @@ def attention_fp8(own: Fp8Heads, text: Fp8Text, dtype: torch.dtype) -> Tensor:
     shape = {"lanes": lanes, "rows": rows, "heads": heads, "head_dim": width, "keys": own.k.shape[1]}
     found: Tensor = _ATTENTION.run(shape, own.q, own, text, dtype)
     return found
+
+
+def attends_in_fp8(heads: int, kv_heads: int, head_dim: int, device: torch.device) -> bool:
+    """Whether the GPU's table names kernels that make such heads FP8 and attend over them, thousands of tokens at once.
+
+    Where it does not, the references would compute in fp32 what bf16 computes faster.
+    """
+    rows = {"rows": 4096, "heads": heads + kv_heads, "head_dim": head_dim}
+    attended = {"lanes": 1, "rows": 4096, "heads": heads, "head_dim": head_dim, "keys": 4096}
+    asked = ((_HEADS.name, rows, torch.bfloat16), (_ATTENTION.name, attended, torch.float8_e4m3fn))
+    return all(default_selector().choose(*one, device).kernel != REFERENCE for one in asked)

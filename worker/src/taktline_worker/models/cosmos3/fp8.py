@@ -1,6 +1,7 @@
 """Cosmos3 with FP8 (e4m3) products in the tower of video and actions: a scale a token, a scale an output channel.
 
-Attention multiplies in FP8 as well: queries, keys and values with a scale a layer, which their norms and weights bound.
+Attention multiplies in FP8 as well, where the GPU's table has kernels for it: queries, keys and values with a scale a
+layer, which their norms and weights bound.
 Everything else is as in bf16: the text tower (its keys and values are made once an instruction), residuals, patch,
 action and time projections, and the solver.
 """
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 from taktline_kernels.fp8_heads import head_multipliers
 from taktline_kernels.fp8_rows import quantise_weight
+from taktline_kernels.ops.fp8_attention import attends_in_fp8
 from taktline_kernels.ops.fp8_products import fuses_swiglu_fp8
 
 from taktline_worker.fp8_layers import CAPABILITY, Fp8Linear, check_device, functions, quantised
@@ -35,6 +37,9 @@ def _quantised(layer: TowerLayer) -> TowerLayer:
         return made
     assert isinstance(layer.qkv, Linear)
     assert isinstance(layer.out, Linear)
-    values = (layer.qkv.weight.shape[0] - layer.out.weight.shape[1]) // 2
+    width, queries = len(layer.q_norm), layer.out.weight.shape[1]
+    values = (layer.qkv.weight.shape[0] - queries) // 2
+    if not attends_in_fp8(queries // width, values // width, width, layer.qkv.weight.device):
+        return made
     v_weight = layer.qkv.weight[-values:]
     return replace(made, multipliers=head_multipliers(layer.q_norm, layer.k_norm, v_weight, 1.0 + layer.norm1))
