@@ -160,3 +160,68 @@ def test_the_first_refusal_of_a_kind_is_logged_and_the_others_are_counted(caplog
     assert player.errors == {"robot_conflict": 3}
     assert len(caplog.records) == 1
     assert "another session is live" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_an_observation_over_the_gateways_limit_is_said_at_once_and_sent_once(stack, transport):
+    huge = np.zeros((2048, 2900, 3), dtype=np.uint8)
+    with taktline.Robot(
+        stack.url, "scripted", f"arm with a huge camera over {transport}", transport=transport
+    ) as robot:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        with pytest.raises(TaktlineError, match="JPEG") as said:
+            robot.act({**IMAGES, "wrist": huge}, STATE, "go", BUDGET_MS)
+        assert said.value.code is ErrorCode.BODY_TOO_LARGE
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        if transport == "stream":
+            assert "'wrist' 17.0 MiB" in str(said.value)
+            assert robot.metrics.connects == 1
+            assert robot.metrics.bytes_sent < huge.nbytes
+
+
+def test_an_observation_over_the_limit_ends_a_players_loop():
+    def ask(*_, **__) -> Future:
+        answer: Future = Future()
+        answer.set_exception(TaktlineError(ErrorCode.BODY_TOO_LARGE, "48 MiB", "send JPEG"))
+        return answer
+
+    player = taktline.Player(ask, 0.1)
+    player.observe(IMAGES, STATE, "go")
+    with pytest.raises(TaktlineError, match="48 MiB"):
+        player.next_action()
+
+
+@pytest.mark.parametrize(
+    ("frame", "advice"),
+    [
+        (np.zeros((8, 8, 3), np.float32), r"255 \* frame"),
+        (np.zeros((3, 8, 8), np.uint8), "transpose"),
+        (np.zeros((8, 8, 4), np.uint8), r"\[\.\.\., :3\]"),
+        (np.zeros((8, 8), np.uint8), "uint8 RGB"),
+        ("scene.jpg", "read_bytes"),
+        (None, "uint8 RGB"),
+    ],
+)
+@pytest.mark.parametrize("jpeg_quality", [None, 90])
+def test_what_is_no_frame_is_said_by_ask_itself_with_what_to_pass(frame, advice, jpeg_quality):
+    with taktline.Robot("http://127.0.0.1:9", "scripted", "arm", jpeg_quality=jpeg_quality) as robot:
+        with pytest.raises(TaktlineError, match=advice) as said:
+            robot.ask({"front": frame}, STATE, "go", BUDGET_MS)
+        assert said.value.code is ErrorCode.IMAGE_CORRUPT
+        assert "'front'" in str(said.value)
+
+
+@pytest.mark.parametrize("state", [None, 1.0, np.zeros((2, 3)), ["a"] * 6])
+@pytest.mark.parametrize("ask", ["act", "ask"])
+def test_what_is_no_state_vector_is_said_at_once(state, ask):
+    with taktline.Robot("http://127.0.0.1:9", "scripted", "arm") as robot:
+        with pytest.raises(TaktlineError, match="the state") as said:
+            getattr(robot, ask)(IMAGES, state, "go", BUDGET_MS)
+        assert said.value.code is ErrorCode.STATE_INVALID
+
+
+@pytest.mark.parametrize("changes", [{"transport": "tcp"}, {"robot_id": "x" * 129}])
+def test_arguments_that_no_gateway_takes_are_said_when_the_robot_is_made(changes):
+    with pytest.raises(TaktlineError) as said:
+        taktline.Robot("http://gateway:8080", **{"policy": "scripted", "robot_id": "arm", **changes})
+    assert said.value.code is ErrorCode.CONFIG_INVALID

@@ -51,6 +51,15 @@ def test_rows_that_were_due_while_a_chunk_was_made_are_dropped(buffer):
     assert buffer.largest_seam == pytest.approx(10.0)
 
 
+def test_the_seam_of_an_ensemble_is_the_jump_of_its_mean():
+    buffer = ActionBuffer(DT_S, ensemble=0.0)
+    buffer.add(chunk([0] * 8), buffer.mark())
+    executed(buffer, 2)
+    buffer.add(chunk([10] * 8), buffer.mark())
+    assert executed(buffer, 1) == [5]
+    assert buffer.largest_seam == pytest.approx(5.0)
+
+
 def test_a_chunk_that_comes_when_all_its_rows_are_past_changes_nothing(buffer):
     buffer.add(chunk(range(10)), buffer.mark())
     mark = buffer.mark()

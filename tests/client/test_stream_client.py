@@ -332,7 +332,9 @@ class ScriptedLink:
     """A connection whose sends wait until it is `cut`, and then fail."""
 
     def __init__(self, *, sends: bool) -> None:
-        self.welcome = SimpleNamespace(resumed=False, token=b"t", held={}, pending=())
+        self.welcome = SimpleNamespace(
+            resumed=False, token=b"t", held={}, pending=(), limits=SimpleNamespace(frame_bytes=2**24)
+        )
         self.gone = self.leaving = False
         self.goodbye = None
         self.heard_at = time.monotonic()

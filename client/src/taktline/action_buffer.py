@@ -65,7 +65,7 @@ class ActionBuffer:
         self.hand_offs = 0
         self.late_chunks = 0
         self.largest_seam = 0.0
-        """Largest change of an action at a hand-off beyond what the old chunk would have done itself, in its units."""
+        """Largest change of the action that was due at a hand-off, with the new chunk against without, in its units."""
 
     @property
     def step(self) -> int:
@@ -135,12 +135,13 @@ class ActionBuffer:
                 return False
             self._chunks.appendleft(held)
             return True
-        if newest is not None and newest.end > self._step:
-            seam = np.abs(held.actions[self._step - held.start] - newest.actions[self._step - newest.start])
-            self.largest_seam = max(self.largest_seam, float(seam.max()))
+        before = self._due()
         if self._ensemble is None:
             self._chunks.clear()
         self._chunks.append(held)
+        after = self._due()
+        if before is not None and after is not None:
+            self.largest_seam = max(self.largest_seam, float(np.abs(after - before).max()))
         self.hand_offs += 1
         return True
 
@@ -151,14 +152,18 @@ class ActionBuffer:
         """
         while self._chunks and self._chunks[0].end <= self._step:
             self._chunks.popleft()
-        rows = [held.actions[self._step - held.start] for held in self._chunks if held.start <= self._step < held.end]
+        action = self._due()
         self._step += 1
+        if action is None and self._moving:
+            self.dry_events += 1
+        self._moving = action is not None
+        return action
+
+    def _due(self) -> Actions | None:
+        """What this control step gets from the chunks at hand."""
+        rows = [held.actions[self._step - held.start] for held in self._chunks if held.start <= self._step < held.end]
         if not rows:
-            if self._moving:
-                self.dry_events += 1
-            self._moving = False
             return None
-        self._moving = True
         if self._ensemble is None or len(rows) == 1:
             newest: Actions = rows[-1]
             return newest

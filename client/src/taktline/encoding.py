@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.messages import Image
 
-from taktline.observing import Frame, as_image
+from taktline.observing import Frame, as_image, checked_pixels
 
 NAME_BYTES = 16
 _threads: ThreadPoolExecutor | None = None
@@ -63,7 +63,7 @@ class FrameEncoder:
         if self._quality is None or not isinstance(frame, np.ndarray):
             image = as_image(camera, frame)
             return NamedFrame(_name(image.encoding, image.shape, image.data), image)
-        pixels = _pixels(camera, frame)
+        pixels = np.ascontiguousarray(checked_pixels(camera, frame))
         name = _name(f"jpeg{self._quality}", pixels.shape, pixels.data)
         last = self._last.get(camera)
         if last is not None and last.name == name:
@@ -75,16 +75,6 @@ class FrameEncoder:
 def encode_jpeg(pixels: NDArray[np.uint8], quality: int) -> bytes:
     """JPEG of uint8 RGB (H, W, 3) without chroma subsampling: policies look at small, coloured things."""
     return _jpeg_encoder()(pixels, quality=quality, colorspace="RGB", colorsubsampling="444")
-
-
-def _pixels(camera: str, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or 0 in frame.shape:
-        raise TaktlineError(
-            ErrorCode.IMAGE_CORRUPT,
-            f"the image of camera {camera!r} is {frame.dtype} of shape {frame.shape}",
-            "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes",
-        )
-    return np.ascontiguousarray(frame)
 
 
 def _name(encoding: str, shape: tuple[int, ...] | None, data: bytes | memoryview) -> bytes:

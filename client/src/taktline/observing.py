@@ -19,8 +19,10 @@ from taktline.tracing import current_traceparent
 
 Frame = bytes | NDArray[np.uint8] | Image
 """One camera frame: JPEG or PNG bytes, or a uint8 RGB array (H, W, 3)."""
-State = Sequence[float] | NDArray[np.floating]
+State = Sequence[float] | NDArray[np.floating] | Array
+"""A state vector (D,) in robot units, or its wire form."""
 NETWORK_WINDOW = 32
+NAME_CHARS = 128
 
 
 class Sender:
@@ -99,6 +101,12 @@ def check_names(policy: str, robot_id: str) -> None:
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID, f"the {what} is {name!r}", f"give the {what} as a text that is not empty"
             )
+        if len(name) > NAME_CHARS:
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"the {what} has {len(name)} characters",
+                f"give a {what} of at most {NAME_CHARS} characters",
+            )
 
 
 def _check(instruction: str, budget_ms: float, priority: str) -> None:
@@ -137,23 +145,46 @@ def as_image(camera: str, frame: Frame) -> Image:
                 "pass JPEG or PNG bytes, or a uint8 array (height, width, 3)",
             )
         return Image("jpeg" if encoding == "jpeg" else "png", frame)
-    array = np.asarray(frame)
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
-        raise TaktlineError(
-            ErrorCode.IMAGE_CORRUPT,
-            f"the image of camera {camera!r} is {array.dtype} of shape {array.shape}",
-            "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes",
-        )
+    array = checked_pixels(camera, frame)
     height, width, _ = array.shape
     return Image("raw", np.ascontiguousarray(array).tobytes(), (height, width, 3))
 
 
+def checked_pixels(camera: str, frame: object) -> NDArray[np.uint8]:
+    """`frame` as uint8 RGB (H, W, 3). Raises TaktlineError `image_corrupt` for anything else, and says what to do."""
+    array = np.asarray(frame)
+    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and 0 not in array.shape:
+        return array
+    next_step = "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes"
+    if array.ndim == 3 and array.shape[2] != 3 and array.shape[0] == 3:
+        next_step += "; of (3, height, width) pass frame.transpose(1, 2, 0)"
+    elif array.dtype.kind == "f":
+        next_step += "; of floats in [0, 1] pass (255 * frame).round().astype(np.uint8)"
+    elif array.ndim == 3 and array.shape[2] == 4:
+        next_step += "; of RGBA pass frame[..., :3]"
+    elif array.dtype.kind == "U":
+        next_step += "; of a file pass pathlib.Path(name).read_bytes()"
+    raise TaktlineError(
+        ErrorCode.IMAGE_CORRUPT,
+        f"the image of camera {camera!r} is {array.dtype} of shape {array.shape}",
+        next_step,
+    )
+
+
 def as_state(state: State) -> Array:
     """Wire form of a state vector: float64 (D,). Raises TaktlineError `state_invalid`."""
+    if isinstance(state, Array):
+        return state
     try:
         values = np.asarray(state, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TaktlineError(
             ErrorCode.STATE_INVALID, f"the state is not numeric: {error}", "pass a flat vector of numbers"
         ) from error
+    if values.ndim != 1:
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID,
+            "the state is None" if state is None else f"the state has the shape {values.shape}",
+            "pass a flat vector of numbers, in the order that the policy was trained on",
+        )
     return Array.from_numpy(values)

@@ -29,6 +29,7 @@ _FATAL = frozenset(
         ErrorCode.CAMERA_MISSING,
         ErrorCode.CAMERA_UNKNOWN,
         ErrorCode.IMAGE_TOO_LARGE,
+        ErrorCode.BODY_TOO_LARGE,
         ErrorCode.STATE_INVALID,
         ErrorCode.INSTRUCTION_INVALID,
         ErrorCode.INVALID_BODY,

@@ -11,11 +11,10 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.messages import Imagine, Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
+from taktline_protocol.messages import Image, Imagine, Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
 
 from taktline.access import Access
 from taktline.address import gateway_url
@@ -23,7 +22,7 @@ from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
 from taktline.encoding import FrameEncoder, NamedFrame
 from taktline.loop_thread import LoopThread
-from taktline.observing import Frame, Sender, State, check_names
+from taktline.observing import Frame, Sender, State, as_state, check_names, checked_pixels
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_link import NoStream
@@ -71,6 +70,10 @@ class AsyncRobot:
         # What cannot work is said here and not at the first observation.
         self._url = gateway_url(url)
         check_names(policy, robot_id)
+        if transport not in get_args(Transport):
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID, f"the transport is {transport!r}", "use 'auto', 'stream' or 'http'"
+            )
         self._access = Access.of(api_key, access)
         self._access.headers()
         self._timeout_s = answer_timeout_s
@@ -161,7 +164,7 @@ class AsyncRobot:
         return asyncio.get_running_loop().create_task(
             self.act(
                 copied(images),
-                np.array(state, dtype=np.float64),
+                as_state(state),
                 instruction,
                 budget_ms,
                 captured_at=time.monotonic() if captured_at is None else captured_at,
@@ -346,7 +349,7 @@ class Robot:
         return self._loop.start(
             self._robot.act(
                 copied(images),
-                np.array(state, dtype=np.float64),
+                as_state(state),
                 instruction,
                 budget_ms,
                 captured_at=time.monotonic() if captured_at is None else captured_at,
@@ -403,8 +406,14 @@ def _close_all() -> None:
 
 
 def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
-    """The frames, arrays copied: a camera may write into its own while they are still being encoded."""
-    return {camera: frame.copy() if isinstance(frame, np.ndarray) else frame for camera, frame in images.items()}
+    """The frames, arrays copied: a camera may write into its own while they are still being encoded.
+
+    Raises TaktlineError `image_corrupt` for what is no frame: the next one would be none either.
+    """
+    return {
+        camera: frame if isinstance(frame, (bytes, Image)) else checked_pixels(camera, frame).copy()
+        for camera, frame in images.items()
+    }
 
 
 def list_policies(url: str, access: Access | None = None) -> PolicyList:

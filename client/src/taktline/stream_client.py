@@ -40,7 +40,7 @@ from taktline.clock import ClockEstimate, GatewayClock
 from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
 from taktline.robot_metrics import RobotMetrics
-from taktline.stream_link import Link, NoStream, Timeout, open_link, typed
+from taktline.stream_link import Link, NoStream, Timeout, check_fits, open_link, typed
 from taktline.stream_waiting import Waiting
 
 BACKOFF_S = 0.05
@@ -182,13 +182,15 @@ class StreamClient:
             waiting.stamped = stamped = msgspec.structs.replace(
                 waiting.observation, sent_at=now, budget_ms=max(0.0, 1e3 * left_s)
             )
+            body = encode_frame(to_observe(stamped, whole, unchanged, instruction=say))
+            check_fits(link, len(body), whole)
             waiting.link, waiting.sent_at = link, now
             waiting.sends += 1
             # Said before the await: whatever is sent behind this message may refer to its frames.
             self._held.sent(waiting.frames, waiting.observation.instruction)
             try:
                 await self._tell_clock(link, now)
-                await self._put(link, to_observe(stamped, whole, unchanged, instruction=say))
+                await self._write(link, body)
             except (ConnectionClosed, OSError):
                 link.gone = True  # the reader notices, too, but may have had no turn yet
                 continue
@@ -378,7 +380,9 @@ class StreamClient:
                 await asyncio.sleep(FIRST_PING_S if sent < FIRST_PINGS else PING_S)
 
     async def _put(self, link: Link, frame: FromRobot) -> None:
-        body = encode_frame(frame)
+        await self._write(link, encode_frame(frame))
+
+    async def _write(self, link: Link, body: bytes) -> None:
         self._metrics.bytes_sent += len(body)
         await link.send(body)
 

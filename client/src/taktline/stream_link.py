@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import ANSWER_LIMITS, MediaType, decode_error, error_from_body
 from taktline_protocol.messages import ErrorBody
-from taktline_protocol.stream import Goodbye, Hello, Refusal, Welcome
+from taktline_protocol.stream import Frame, Goodbye, Hello, Refusal, Welcome
 from taktline_protocol.stream_codec import decode_from_gateway, encode_frame
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
@@ -101,6 +102,23 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
     if isinstance(first, Goodbye):
         raise typed(first)
     raise unreachable(uri, f"said {type(first).__name__} instead of Welcome")
+
+
+def check_fits(link: Link, body_bytes: int, whole: Mapping[str, Frame]) -> None:
+    """Raises TaktlineError `body_too_large` for a message over the gateway's limit, for which it would hang up.
+
+    `whole` are the camera frames in the message.
+    """
+    limit = link.welcome.limits.frame_bytes
+    if body_bytes <= limit:
+        return
+    largest = sorted(whole, key=lambda camera: -len(whole[camera].data))[:3]
+    sizes = ", ".join(f"{camera!r} {len(whole[camera].data) / 2**20:.1f} MiB" for camera in largest)
+    raise TaktlineError(
+        ErrorCode.BODY_TOO_LARGE,
+        f"the observation has {body_bytes / 2**20:.1f} MiB, the gateway takes {limit / 2**20:g}; its cameras: {sizes}",
+        "send JPEG (jpeg_quality=95) or smaller frames: policies read a few hundred pixels a side",
+    )
 
 
 async def _drop(connection: ClientConnection) -> None:
