@@ -39,6 +39,8 @@ CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 BUDGET_MS = 20_000.0
 WARM_UP_SHARE = 0.2
 HOPS = ("admission", "queue", "batch", "preprocess", "engine", "postprocess", "reply")
+_numbers = itertools.count()
+"""Of the frames sent so far, by any number of robots."""
 
 
 def pictures(seed: int) -> dict[str, bytes]:
@@ -80,14 +82,13 @@ async def ask(url: str, robots: int, seconds: float, metrics_address: str) -> di
     """Robots in a closed loop for `seconds` after a warm-up."""
     chunks: list[tuple[taktline.Chunk, float]] = []
     shown = [pictures(seed) for seed in range(8)]
-    numbers = itertools.count()
     begin = time.monotonic() + WARM_UP_SHARE * seconds
     end = begin + seconds
 
     async def robot(index: int) -> None:
         async with taktline.AsyncRobot(url, "pi05", f"robot-{index}") as arm:
             while time.monotonic() < end:
-                number = next(numbers)
+                number = next(_numbers)
                 frames = {name: fresh(frame, number) for name, frame in shown[number % 8].items()}
                 asked = time.monotonic()
                 chunk = await arm.act(frames, np.zeros(8, np.float32), "pick up the block", BUDGET_MS)

@@ -149,11 +149,16 @@ class Launching(Scripted):
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
+        self.threads: list[str] = []
+        self.may_launch = threading.Event()
+        self.may_launch.set()
 
     def run(self, rows: list[Any], bucket: int) -> Any:
         raise AssertionError("it was not launched")
 
     def launch(self, rows: list[Any], bucket: int, steps: int = 0) -> Launched:
+        self.threads.append(threading.current_thread().name)
+        assert self.may_launch.wait(30)
         self.launched.append(Launched(list(rows), 0.01 * (1 + len(self.launched))))
         return self.launched[-1]
 
@@ -220,3 +225,39 @@ def test_a_launched_batch_that_fails_answers_every_row_and_harms_no_other(launch
         codes = [outcome.code for outcome in first.result(30).outcomes]
         assert codes == [ErrorCode.WORKER_FAILED, ErrorCode.INTERNAL]
         assert second.result(30).outcomes[0].item() == 3.0
+
+
+def test_a_batch_that_is_alone_is_launched_by_its_own_thread(launching: tuple[Engine, Launching]) -> None:
+    engine, adapter = launching
+    with ThreadPoolExecutor(1, "caller") as callers:
+        for value in range(3):
+            job = callers.submit(engine.infer, [Item(Asked(float(value), "", None))])
+            _until(lambda: len(adapter.launched) > value)  # noqa: B023
+            adapter.launched[-1].ends.set()
+            assert job.result(30).outcomes[0].item() == float(value)
+    # Of the first nobody knows yet that it need not compute.
+    assert [name.split("_")[0] for name in adapter.threads] == ["engine", "caller", "caller"]
+
+
+def test_batches_that_ask_while_one_is_being_launched_follow_in_the_order_of_asking(
+    launching: tuple[Engine, Launching],
+) -> None:
+    engine, adapter = launching
+    with ThreadPoolExecutor(4, "caller") as callers:
+        warm = callers.submit(engine.infer, [Item(Asked(9.0, "", None))])
+        _until(lambda: len(adapter.launched) == 1)
+        adapter.launched[0].ends.set()
+        warm.result(30)
+        adapter.may_launch.clear()
+        jobs = []
+        for value in range(3):
+            jobs.append(callers.submit(engine.infer, [Item(Asked(float(value), "", None))]))
+            _until(lambda: engine._asked == value + 1)  # noqa: B023
+        adapter.may_launch.set()
+        for count in (2, 3, 4):
+            _until(lambda: len(adapter.launched) >= count)  # noqa: B023
+            adapter.launched[count - 1].ends.set()
+        assert [job.result(30).outcomes[0].item() for job in jobs] == [0.0, 1.0, 2.0]
+    assert [running.wait()[0] for running in adapter.launched] == [9.0, 0.0, 1.0, 2.0]
+    assert [name.split("_")[0] for name in adapter.threads] == ["engine", "caller", "engine", "engine"]
+    assert engine._asked == 0

@@ -78,7 +78,7 @@ def png_size(data: bytes, camera: str = "") -> ImageSize:
     depth, color = data[24], data[25]
     if not (0 < width < 2**31 and 0 < height < 2**31) or depth not in _PNG_DEPTHS.get(color, ()):
         raise _corrupt(camera, f"its PNG header declares {width}x{height}, depth {depth}, colour type {color}")
-    if data.find(_PNG_END, 33) < 0:
+    if data.rfind(_PNG_END, 33) < 0:
         raise _corrupt(camera, "the PNG is truncated: its end is missing")
     return ImageSize(height, width, _PNG_CHANNELS[color])
 
@@ -117,7 +117,7 @@ def jpeg_size(data: bytes, camera: str = "") -> ImageSize:
             break
     if size is None:
         raise _corrupt(camera, "the JPEG has no frame header")
-    if data.find(_JPEG_END, position) < 0:
+    if data.rfind(_JPEG_END, position) < 0:  # from behind, where it is in every whole image
         raise _corrupt(camera, "the JPEG is truncated: its end marker is missing")
     return size
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import uvloop
 from taktline_protocol import worker_pb2
 from taktline_protocol.batch_frames import local_name
 
@@ -147,7 +148,7 @@ class BatchPort:
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Listens at once, as `listen`. Raises OSError where host and port cannot be listened on."""
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="batch")
         self._thread = threading.Thread(target=self._loop.run_forever, name="batch-port", daemon=True)
         self._thread.start()

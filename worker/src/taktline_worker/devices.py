@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
+
+_ALIGNMENT = 256
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -32,6 +38,52 @@ def send(target: Tensor, source: Tensor) -> None:
     if target.is_cuda and not source.is_pinned():
         source = source.pin_memory()
     target.copy_(source, non_blocking=True)
+
+
+class Staged:
+    """The small tensors of a batch, side by side on the device, so that one copy brings all of them.
+
+    Each copy of its own would cost the CPU as much as all of them together while the device waits for the batch.
+
+    Attributes:
+        tensors: by name, where a graph reads them; their addresses never change.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        """Everything is zero at first."""
+        self._places: dict[str, tuple[slice, torch.dtype, tuple[int, ...]]] = {}
+        at = 0
+        for name, (shape, dtype) in shapes.items():
+            size = int(np.prod(shape)) * dtype.itemsize
+            self._places[name] = slice(at, at + size), dtype, shape
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._buffer = torch.zeros(at, dtype=torch.uint8, device=device)
+        self.tensors = {
+            name: self._buffer[place].view(dtype).view(shape) for name, (place, dtype, shape) in self._places.items()
+        }
+
+    def letter(self) -> Letter:
+        """A new one to be filled and sent. PyTorch keeps its memory until the device has read it."""
+        return Letter(self._buffer, self._places)
+
+
+class Letter:
+    """What a batch puts into `Staged`: `arrays` have the shapes of its tensors and are zero before they are filled."""
+
+    def __init__(self, buffer: Tensor, places: Mapping[str, tuple[slice, torch.dtype, tuple[int, ...]]]) -> None:
+        self._buffer = buffer
+        self._own = torch.zeros(buffer.shape, dtype=torch.uint8, pin_memory=buffer.is_cuda)
+        flat = self._own.numpy()
+        self.arrays: dict[str, NDArray[np.generic]] = {
+            name: flat[place].view(_NUMPY[dtype]).reshape(shape) for name, (place, dtype, shape) in places.items()
+        }
+
+    def send(self) -> None:
+        """Copies it behind all that the device has to do, without waiting."""
+        self._buffer.copy_(self._own, non_blocking=True)
+
+
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
 class Running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -86,7 +87,8 @@ class Engine:
     """Runs batches of one policy.
 
     Callers' threads check, tokenise and wait; a small pool decodes images; one thread of its own runs the network. An
-    adapter that can launch a batch behind the one that runs lets that thread do no more; callers wait for their own.
+    adapter that can launch a batch behind the one that runs lets that thread do no more, or the caller's where nobody
+    else asks; callers wait for their own.
 
     Args:
         buckets: batch sizes, ascending; a larger batch is run in parts.
@@ -100,7 +102,9 @@ class Engine:
         threads = decode_threads or min(8, os.cpu_count() or 1)
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._launched: deque[RunningBatch] = deque()  # the last part of each batch, touched by that thread only
+        self._asking, self._turn, self._asked = threading.Lock(), threading.Lock(), 0
+        self._launches = False  # whether the adapter launched what it was last given
+        self._launched: deque[RunningBatch] = deque()  # the last part of each batch; whose turn it is may touch it
 
     def infer(
         self,
@@ -125,7 +129,7 @@ class Engine:
         prepared = time.monotonic()
         bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, 0.0, prepared
         if rows:
-            turn, parts = self._lane.submit(self._run, items, rows, outcomes, deadline, cancelled, steps).result()
+            turn, parts = self._in_turn(items, rows, outcomes, deadline, cancelled, steps)
             waited_s = turn - prepared
             for part in parts:
                 ended = self._collect(part, outcomes, ended)
@@ -184,6 +188,31 @@ class Engine:
                 outcomes[index] = _own(error)
         return rows
 
+    def _in_turn(self, *batch: Any) -> tuple[float, list[_Part]]:
+        """`_run`, one batch at a time and in the order of asking.
+
+        A batch that is alone and need only be launched is launched by its own thread: waking another one, and being
+        woken by it, takes longer than the launch. What computes on the CPU keeps to one thread, which has its helpers.
+        """
+        with self._asking:
+            here = self._launches and not self._asked and self._turn.acquire(blocking=False)
+            job = None if here else self._lane.submit(self._run_next, *batch)
+            self._asked += 1
+        try:
+            if job is not None:
+                return job.result()
+            try:
+                return self._run(*batch)
+            finally:
+                self._turn.release()
+        finally:
+            with self._asking:
+                self._asked -= 1
+
+    def _run_next(self, *batch: Any) -> tuple[float, list[_Part]]:
+        with self._turn:
+            return self._run(*batch)
+
     def _run(
         self,
         items: Sequence[Item],
@@ -223,6 +252,7 @@ class Engine:
             if isinstance(self.adapter, LaunchingAdapter):
                 part.running = self.adapter.launch(part.rows, part.bucket, steps)
                 part.launched_at = time.monotonic()
+                self._launches = part.running is not None
             if part.running is None:
                 began = time.monotonic()
                 outputs = self._outputs(part.rows, part.bucket, steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import signal
 import socket
@@ -207,6 +208,15 @@ def address_error(address: str, reason: str) -> TaktlineError:
     return TaktlineError(
         ErrorCode.CONFIG_INVALID, f"cannot listen on {address}: {reason}", "choose a free HOST:PORT of this machine"
     )
+
+
+def spare_what_is_loaded() -> None:
+    """What exists by now lives as long as the process: the collector need not walk it in the middle of a batch.
+
+    With PyTorch and a policy that is a quarter of a second, now and then, in which no thread gets on.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def keep_freed_memory() -> None:

@@ -30,6 +30,7 @@ from taktline_worker.lifecycle import (
     keep_freed_memory,
     read_config,
     run,
+    spare_what_is_loaded,
     split_address,
 )
 from taktline_worker.models.registry import load_adapter
@@ -113,6 +114,7 @@ class Worker:
     def start(self) -> None:
         """Begins to serve, then reports SERVING."""
         keep_freed_memory()
+        spare_what_is_loaded()
         self._server.start()
         self._health.set(serving=True)
         batch_port = self._batches.port if self._batches is not None else 0

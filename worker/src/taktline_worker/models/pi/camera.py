@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from taktline_kernels.triton_impl import camera
 from torch import Tensor
 
-from taktline_worker.devices import send
+from taktline_worker.devices import Staged, send
 from taktline_worker.models.pi.resize import Resize, fitted, to_model_input
 
 _TAPS = 48
@@ -107,8 +107,9 @@ class CameraBuffers:
         self.frame_bytes = frame_bytes
         kind = torch.int32 if method == "pil" else torch.float32
         self._frames = torch.zeros(frame_bytes, dtype=torch.uint8, device=device)
-        self._places = torch.zeros(2, images, dtype=torch.int64, device=device)
-        self._slots = torch.full((images,), -1, dtype=torch.int32, device=device)
+        self._staged = Staged({"places": ((2, images), torch.int64), "slots": ((images,), torch.int32)}, device)
+        self._places, self._slots = self._staged.tensors["places"], self._staged.tensors["slots"]
+        self._slots.fill_(-1)
         self._starts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
         self._counts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
         self._weights = torch.zeros(images, 2, size, _TAPS, dtype=kind, device=device)
@@ -136,23 +137,22 @@ class CameraBuffers:
         sizes = {(frame.shape[0], frame.shape[1]) for frame in frames}
         if len(sizes | self._geometries.keys()) > len(self._slots):
             self._geometries = {}  # sizes come and go: start over with those of this batch
-        at, slots, begins, strides = 0, [], [], []
+        letter = self._staged.letter()
+        places, slots = letter.arrays["places"], letter.arrays["slots"]
+        slots.fill(-1)  # of images that the batch does not have: bytes of none are to be looked for
+        at = 0
         for index, frame in enumerate(frames):
             height, width = frame.shape[:2]
             taken = frame.numel()
             slot = self._geometry(height, width) if at + taken <= self.frame_bytes else -1
-            slots.append(slot)
-            begins.append(at)
-            strides.append(width * 3)
+            slots[index] = slot
+            places[:, index] = at, width * 3
             if slot < 0:
                 send(self._pixels[index], to_model_input(frame.numpy(), self._size, self._method))
                 continue
             send(self._frames[at : at + taken], frame.reshape(-1))
             at += taken
-        count = len(frames)
-        send(self._places[0, :count], torch.tensor(begins, dtype=torch.int64))
-        send(self._places[1, :count], torch.tensor(strides, dtype=torch.int64))
-        send(self._slots[:count], torch.tensor(slots, dtype=torch.int32))
+        letter.send()
 
     def _geometry(self, height: int, width: int) -> int:
         """The slot of a frame size, with its tables copied where it is new; -1 where the tables cannot express it."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from taktline_kernels import gpu, ops
 from taktline_kernels.guidance import Guidance
 from taktline_protocol.deployment import QuantisationOptions
 from torch import Tensor
 
-from taktline_worker.devices import Running, send
+from taktline_worker.devices import Running, Staged
 from taktline_worker.graph_capture import Beside, Captured, GraphPool, Stage
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
@@ -89,17 +90,29 @@ class GraphRunner:
         self._suffix = horizon + int(has_state)
         cache = max(b.rows * (self.slots(b) + self._suffix) for b in buckets)
         self.camera = CameraBuffers(images, images * FRAME_BYTES, a.image_size, a.patch_size, resize, device)
-        self._tokens = torch.zeros(max(b.rows * b.prompt for b in buckets), dtype=torch.int64, device=device)
-        self._source = torch.zeros(rows * slots, dtype=torch.int64, device=device)
-        self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
-        self._actions = torch.zeros(rows, horizon, a.action_width, device=device)
+        chunk = (rows, horizon, a.action_width)
+        self._staged = Staged(
+            {
+                "lengths": ((rows,), torch.int32),
+                "tokens": ((max(b.rows * b.prompt for b in buckets),), torch.int64),
+                "actions": (chunk, torch.float32),
+                "source": ((rows * slots,), torch.int64),
+                **({"state": ((rows, a.action_width), torch.float32)} if has_state else {}),
+                **({} if guidance is None else {"target": (chunk, torch.float32)}),
+                **({} if guidance is None else {"influence": (chunk[:2], torch.float32)}),
+            },
+            device,
+        )
+        staged = self._staged.tensors
+        self._tokens, self._source, self._lengths = staged["tokens"], staged["source"], staged["lengths"]
+        self._actions = staged["actions"]
+        self._lengths.fill_(1)
         self._unnormalise, self.unnormalises = unnormalise, unnormalise is not None
         self._answers = self._actions
         if unnormalise is not None:
             self._answers = torch.zeros(rows, horizon, unnormalise.width, dtype=unnormalise.dtype, device=device)
-        self._state = torch.zeros(rows, a.action_width, device=device) if has_state else None
+        self._state = staged.get("state")
         self._bound, self._times = guidance, weights.times.tolist()
-        self._target, self._influence = torch.zeros_like(self._actions), torch.zeros(rows, horizon, device=device)
         shape = (a.depth * cache + gpu.CACHE_MARGIN) * a.head_dim
         self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
         self._values = torch.zeros_like(self._keys)
@@ -184,8 +197,8 @@ class GraphRunner:
     def _guidance(self, bucket: Bucket) -> list[Guidance] | None:
         if self._bound is None:
             return None
-        rows = bucket.rows
-        return guidance_steps(self._target[:rows], self._influence[:rows], self._times, self._bound)
+        rows, staged = bucket.rows, self._staged.tensors
+        return guidance_steps(staged["target"][:rows], staged["influence"][:rows], self._times, self._bound)
 
     def caches(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Keys and values as (depth, B, C, d)."""
@@ -217,30 +230,27 @@ class GraphRunner:
             self.camera.load_pixels(batch.pixels)
         else:
             self.camera.load_frames(batch.raw)
-        tokens = torch.zeros(rows, bucket.prompt, dtype=torch.int64)
-        tokens[:, :prompt] = batch.tokens
-        send(self._tokens[: rows * bucket.prompt], tokens.view(-1))
+        letter = self._staged.letter()
+        arrays = letter.arrays
+        arrays["lengths"][: bucket.rows] = 1
+        arrays["lengths"][:rows] = batch.lengths.numpy()
+        tokens = arrays["tokens"][: bucket.rows * bucket.prompt].reshape(-1, bucket.prompt)
+        tokens[:rows, :prompt] = batch.tokens.numpy()
+        arrays["actions"][:rows] = batch.noise.numpy()
         # The batch numbers its sources for its own image and prompt counts; the bucket has more of both.
-        tokens_per_image = self.architecture.tokens_per_image
-        text = images * tokens_per_image
-        index = batch.source[:, :slots]
+        text = images * self.architecture.tokens_per_image
+        index = batch.source.numpy()[:, :slots]
         moved = index - text
-        moved = moved // prompt * bucket.prompt + moved % prompt + bucket.rows * bucket.views * tokens_per_image
-        source = torch.zeros(bucket.rows, slots, dtype=torch.int64)
-        source[:rows, : index.shape[1]] = torch.where(index < text, index, moved)
-        send(self._source[: bucket.rows * slots], source.view(-1))
-        lengths = torch.ones(bucket.rows, dtype=torch.int32)
-        lengths[:rows] = batch.lengths
-        send(self._lengths[: bucket.rows], lengths)
-        send(self._actions[:rows], batch.noise)
-        if self._state is not None and batch.state is not None:
-            send(self._state[:rows], batch.state)
-        if self._bound is None:
-            return
-        self._influence.zero_()
-        if batch.rtc is not None:
-            send(self._target[:rows], batch.rtc.target)
-            send(self._influence[:rows], batch.rtc.weights[..., 0].contiguous())
+        moved = moved // prompt * bucket.prompt + moved % prompt
+        moved += bucket.rows * bucket.views * self.architecture.tokens_per_image
+        source = arrays["source"][: bucket.rows * slots].reshape(-1, slots)
+        source[:rows, : index.shape[1]] = np.where(index < text, index, moved)
+        if batch.state is not None and "state" in arrays:
+            arrays["state"][:rows] = batch.state.numpy()
+        if batch.rtc is not None and "target" in arrays:
+            arrays["target"][:rows] = batch.rtc.target.numpy()
+            arrays["influence"][:rows] = batch.rtc.weights[..., 0].numpy()
+        letter.send()
 
     def run(self, batch: PiBatch) -> Tensor:
         """Actions of each row on the CPU: fp32 (B, H, action width), or (B, H, D) where it `unnormalises`.

@@ -113,13 +113,13 @@ def collate(
     images = sum(row.pixels.shape[0] for row in rows)
     tokens = torch.zeros(len(rows), prompt_slots, dtype=torch.int64)
     source = torch.zeros(len(rows), slots, dtype=torch.int64)
-    text_base, image = images * tokens_per_image, 0
+    text_base, image, order = images * tokens_per_image, 0, np.arange(slots)
+    words, places = tokens.numpy(), source.numpy()  # NumPy takes a third of PyTorch's time for so few numbers
     for index, row in enumerate(rows):
-        count = len(row.tokens)
-        tokens[index, :count] = torch.from_numpy(row.tokens)
-        visual = row.pixels.shape[0] * tokens_per_image
-        source[index, :visual] = torch.arange(visual) + image * tokens_per_image
-        source[index, visual : visual + count] = torch.arange(count) + text_base + index * prompt_slots
+        count, visual = len(row.tokens), row.pixels.shape[0] * tokens_per_image
+        words[index, :count] = row.tokens
+        places[index, :visual] = order[:visual] + image * tokens_per_image
+        places[index, visual : visual + count] = order[:count] + (text_base + index * prompt_slots)
         image += row.pixels.shape[0]
     return PiBatch(
         pixels=torch.cat([row.pixels for row in rows]),
