@@ -29,6 +29,9 @@ MESHES = {
     "2x2 sequence": ("nano", 2, 2, "sequence"),
     "1x4 sequence": ("nano", 1, 4, "sequence"),
     "edge 2x2": ("edge", 2, 2, "tensor"),
+    # Without guidance, as at most steps of Edge, the ranks of both branches share the tokens of one.
+    "edge 2x1": ("edge", 2, 1, "tensor"),
+    "edge 2x2 sequence": ("edge", 2, 2, "sequence"),
 }
 FP8_MESHES = {"fp8 1x2": ("nano", 1, 2, "tensor"), "fp8 1x2 sequence": ("nano", 1, 2, "sequence")}
 """With FP8 products and attention, stated plainly."""

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from taktline_worker.models.cosmos3.buffers import Bucket
 from taktline_worker.models.cosmos3.config import read_architecture
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.request import OFFICIAL
-from taktline_worker.models.cosmos3.runner import Bucket, Cosmos3Runner
+from taktline_worker.models.cosmos3.runner import Cosmos3Runner
 from taktline_worker.models.cosmos3.synthetic import EDGE, NANO, random_tensors
 from taktline_worker.models.cosmos3.weights import pack_weights
 
@@ -82,9 +83,9 @@ def test_a_text_that_is_in_its_lane_already_is_not_copied_again(models):
     row, other = make_request(OFFICIAL_TINY, 1, 20), make_request(OFFICIAL_TINY, 2, 12)
     [first] = runner.run([row])
     held = runner.buffers(Bucket(1, 64))
-    held.keys[:, 0, 20:].fill_(7.0)  # beyond the text: nobody may read it
+    held.lanes.keys[:, 0, 20:].fill_(7.0)  # beyond the text: nobody may read it
     assert torch.equal(runner.run([row])[0].actions, first.actions)
-    held.keys[:, 0, 0].fill_(7.0)
+    held.lanes.keys[:, 0, 0].fill_(7.0)
     assert relative(runner.run([row])[0].actions, first.actions) > 1e-3
     runner.run([other])
     assert relative(runner.run([row])[0].actions, first.actions) < 1e-5

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from taktline_worker.graph_capture import Captured, GraphPool
 from taktline_worker.models.cosmos3 import modules
+from taktline_worker.models.cosmos3.buffers import Bucket, Buffers
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture
 from taktline_worker.models.cosmos3.mesh import Mesh
 from taktline_worker.models.cosmos3.request import RequestSettings
-from taktline_worker.models.cosmos3.runner import Bucket, Buffers, Cosmos3Runner, Encoder, StepObserver
+from taktline_worker.models.cosmos3.runner import Cosmos3Runner, Encoder, StepObserver
 from taktline_worker.models.cosmos3.weights import Cosmos3Weights
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class GraphRunner(Cosmos3Runner):
             for text in sorted(set(texts))
             for wanted in ((False, True) if imagine else (False,))
         )
-        self._fixed = {bucket: Buffers(bucket, self) for bucket in self.buckets}
+        self._fixed = {bucket: self.make_buffers(bucket) for bucket in self.buckets}
         self._frames: Tensor | None = None
         self._latents: dict[int, Tensor] = {}
         self._named: set[Bucket] = set()

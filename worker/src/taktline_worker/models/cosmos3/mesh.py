@@ -93,6 +93,13 @@ class Mesh(Protocol):
     def place(self) -> Place:
         """Where this rank stands."""
 
+    @property
+    def everyone(self) -> Mesh | None:
+        """The ranks of both branches as one branch that shares the tokens, for steps without guidance.
+
+        None where there is one branch, or where the ranks of one have a part of the weights each.
+        """
+
     def sum(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts to add up all shards' `x`, maybe in place; the call gives the sum, the same bits on each."""
 
@@ -107,6 +114,7 @@ class OneRank:
     """A mesh of one process."""
 
     place = Place()
+    everyone = None
 
     def sum(self, x: Tensor) -> Callable[[], Tensor]:
         """The value itself."""
@@ -125,6 +133,8 @@ class OneRank:
 class ProcessGroupMesh:
     """The ranks of torch.distributed groups: NCCL, or gloo on CPUs. All ranks of the world construct it together."""
 
+    everyone: Mesh | None = None
+
     def __init__(self, branches: int, ranks: int, split: Split = "tensor") -> None:
         self.place = place_of(dist.get_rank(), branches, ranks, split)
         if dist.get_world_size() != branches * ranks:
@@ -140,6 +150,8 @@ class ProcessGroupMesh:
             if index == self.place.index:
                 own["pair"] = group
         self._branch, self._pair = own["branch"], own["pair"]
+        if branches == 2 and self.place.shards == 1:
+            self.everyone = ProcessGroupMesh(1, branches * ranks, "sequence")
 
     def sum(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Mesh`; what the caller does before it asks for the result runs meanwhile."""

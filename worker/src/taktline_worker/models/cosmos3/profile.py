@@ -9,9 +9,10 @@ from torch import Tensor
 
 from taktline_worker.adapter import Phase
 from taktline_worker.models.cosmos3 import modules
+from taktline_worker.models.cosmos3.buffers import Buffers
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.request import PolicyRequest, draw_noise
-from taktline_worker.models.cosmos3.runner import Buffers, Cosmos3Runner
+from taktline_worker.models.cosmos3.runner import Cosmos3Runner
 from taktline_worker.models.cosmos3.vae_config import VaeConfig
 from taktline_worker.models.cosmos3.work import PHASES, phase_work
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from taktline_kernels import ops
-from taktline_kernels.fp8_heads import quantise_text
 from torch import Tensor
 from torch.nn import functional
 
 from taktline_worker.models.cosmos3 import modules
+from taktline_worker.models.cosmos3.buffers import Bucket, Buffers, Lanes
 from taktline_worker.models.cosmos3.config import PATCH_VALUES, Cosmos3Architecture
-from taktline_worker.models.cosmos3.mesh import Mesh, OneRank
+from taktline_worker.models.cosmos3.mesh import Mesh, OneRank, Place
 from taktline_worker.models.cosmos3.request import LATENT_CHANNELS, PolicyOutcome, PolicyRequest, RequestSettings
 from taktline_worker.models.cosmos3.solver import advance, make_schedule
 from taktline_worker.models.cosmos3.weights import Cosmos3Weights
@@ -31,21 +31,6 @@ KEPT_BUFFERS = 4
 """Buckets whose buffers stay where nothing is captured."""
 KEPT_TEXTS = 32
 """Instructions whose keys and values stay on the device: 30 MB each for Nano at 200 tokens."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Bucket:
-    """The static shape of one run.
-
-    Attributes:
-        rows: requests in a batch.
-        text: text slots a lane.
-        imagine: whether the video is needed after the last step.
-    """
-
-    rows: int
-    text: int
-    imagine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +53,6 @@ class Inputs:
     video: Tensor
     actions: Tensor
     imagine: bool
-
-
-class Buffers:
-    """Everything that a run of one bucket reads and writes; a captured graph holds on to it."""
-
-    def __init__(self, bucket: Bucket, runner: Cosmos3Runner) -> None:
-        a, settings, device, dtype = runner.architecture, runner.settings, runner.device, runner.weights.dtype
-        self.bucket = bucket
-        lanes, kv_heads = bucket.rows * runner.branches_here, a.kv_heads // runner.mesh.place.shards
-        shape = (a.layers, lanes, bucket.text, kv_heads, a.head_dim)
-        self.multipliers: Tensor | None = None
-        if runner.weights.joint[0].multipliers is None:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
-        else:  # as attention in FP8 reads them
-            turned = (*shape[:2], *shape[3:], bucket.text)
-            self.keys, self.values = (
-                torch.zeros(of, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn) for of in (shape, turned)
-            )
-            self.multipliers = torch.ones(a.layers, lanes, 2, device=device)
-        self.lengths = torch.ones(lanes, dtype=torch.int32, device=device)
-        self.cos = torch.zeros(lanes, runner.own_tokens, a.head_dim // 2, device=device)
-        self.sin = torch.zeros_like(self.cos)
-        self.clean = torch.zeros(bucket.rows, runner.frame_tokens, PATCH_VALUES, device=device)
-        self.state = torch.zeros(bucket.rows, int(settings.state_row), settings.raw_dims, device=device)
-        self.noise = torch.zeros(bucket.rows, runner.state_values, device=device)
-        self.result = torch.zeros_like(self.noise)
-        self.held: list[tuple[int, ...]] = [()] * lanes
-        """The prompt in each lane, so that one which is there already is not copied again."""
 
 
 class Cosmos3Runner:
@@ -136,14 +92,15 @@ class Cosmos3Runner:
         self.state_values = self.video_values + settings.actions * settings.raw_dims
         self.branches = 2 if any(self.guided) else 1
         self.branches_here = self.branches if self.mesh.place.branches == 1 else 1
-        self.own_tokens = -(-self.tokens // self.mesh.place.parts)
+        # Steps without guidance: the ranks of the second branch would wait.
+        self.wide: Mesh | None = None if all(self.guided) else self.mesh.everyone
         self.hits: dict[str, int] = {"instruction": 0, "empty_prompt": 0}
         self.misses: dict[str, int] = {"instruction": 0, "empty_prompt": 0}
         self._mask = self._cell_mask()
         self._buffers: OrderedDict[Bucket, Buffers] = OrderedDict()
         self._texts: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._empty_texts: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
-        self._tables: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
 
     def run(self, rows: Sequence[PolicyRequest], observer: StepObserver | None = None) -> list[PolicyOutcome]:
         """Encodes, denoises and reads out a batch; on a mesh every rank calls `solve` with what `prepare` gave."""
@@ -216,19 +173,36 @@ class Cosmos3Runner:
         if bucket not in self._buffers:
             while len(self._buffers) >= KEPT_BUFFERS:
                 self._buffers.popitem(last=False)
-            self._buffers[bucket] = Buffers(bucket, self)
+            self._buffers[bucket] = self.make_buffers(bucket)
         self._buffers.move_to_end(bucket)
         return self._buffers[bucket]
+
+    def make_buffers(self, bucket: Bucket) -> Buffers:
+        """New buffers of a bucket."""
+        lanes = self._lanes(bucket.rows * self.branches_here, bucket.text, self.mesh.place)
+        wide = None if self.wide is None else self._lanes(bucket.rows, bucket.text, self.wide.place)
+        return Buffers(bucket, lanes, wide, self.settings, self.frame_tokens, self.state_values)
+
+    def _lanes(self, count: int, text: int, place: Place) -> Lanes:
+        return Lanes(count, text, self.weights, self.architecture, place.shards, self._own_tokens(place))
+
+    def _own_tokens(self, place: Place) -> int:
+        return -(-self.tokens // place.parts)
 
     def load(self, inputs: Inputs, bucket: Bucket) -> Buffers:
         """Copies a batch into the bucket's buffers; rows beyond it keep what they had and nobody reads them."""
         buffers = self.buffers(bucket)
         rows = len(inputs.conditional)
-        branches = (inputs.conditional, inputs.unconditional)
-        here = branches[: self.branches_here] if self.mesh.place.branches == 1 else branches[self.mesh.place.branch :]
+        branches, place = (inputs.conditional, inputs.unconditional), self.mesh.place
+        here = branches[: self.branches_here] if place.branches == 1 else branches[place.branch :]
         for branch in range(self.branches_here):
             for row, tokens in enumerate(here[branch]):
-                self._load_text(buffers, branch * bucket.rows + row, tokens, here[branch] is inputs.unconditional)
+                text = self._text(tokens, here[branch] is inputs.unconditional)
+                buffers.lanes.put(branch * bucket.rows + row, tokens, text, self._table(len(tokens), place))
+        if self.wide is not None and buffers.wide is not None:
+            for row, tokens in enumerate(inputs.conditional):
+                text = self._text(tokens, False, counted=place.branch == 1)
+                buffers.wide.put(row, tokens, text, self._table(len(tokens), self.wide.place))
         buffers.clean[:rows].copy_(modules.patchify(inputs.clean[:, :, None]))
         if inputs.state is not None:
             buffers.state[:rows].copy_(inputs.state[:, None])
@@ -259,12 +233,14 @@ class Cosmos3Runner:
     ) -> Tensor:
         """fp32 (rows, values) with guidance: u + g (c - u); on a mesh one exchange between the branches."""
         guided, place = self.guided[index], self.mesh.place
+        if not guided and self.wide is not None and buffers.wide is not None:
+            return self._forward(self.wide, buffers.wide, len(x), clean, state, x, index, actions_only)
         if not guided and place.branch == 1:
             values = self.state_values - (self.video_values if actions_only else 0)
             own = x.new_zeros(len(x), values)  # nothing to do here; the other branch's rank has it
         else:
             lanes = len(x) * (self.branches_here if guided else 1)
-            own = self._forward(buffers, clean, state, x, index, lanes, actions_only)
+            own = self._forward(self.mesh, buffers.lanes, lanes, clean, state, x, index, actions_only)
         if place.branches == 1 and not guided:
             return own
         conditional, unconditional = self.mesh.both(own)
@@ -273,17 +249,25 @@ class Cosmos3Runner:
         return unconditional + self.settings.guidance * (conditional - unconditional)
 
     def _forward(
-        self, buffers: Buffers, clean: Tensor, state: Tensor, x: Tensor, index: int, lanes: int, actions_only: bool
+        self,
+        mesh: Mesh,
+        read: Lanes,
+        lanes: int,
+        clean: Tensor,
+        state: Tensor,
+        x: Tensor,
+        index: int,
+        actions_only: bool,
     ) -> Tensor:
-        """One pass of the tower: fp32 (lanes, values), or of the actions alone."""
-        w, a, settings, mesh = self.weights, self.architecture, self.settings, self.mesh
-        rows, parts = len(x), mesh.place.parts
+        """One pass of the tower over the first `lanes` of `read`: fp32 (lanes, values), or of the actions alone."""
+        w, a, settings = self.weights, self.architecture, self.settings
+        rows, parts, own = len(x), mesh.place.parts, self._own_tokens(mesh.place)
         video = x[:, : self.video_values].reshape(rows, -1, PATCH_VALUES).to(w.dtype)
         actions = x[:, self.video_values :].reshape(rows, settings.actions, -1).to(w.dtype)
         h = torch.cat((clean, w.patch_in(video) + w.times[index], state, w.action_in(actions) + w.times[index]), dim=1)
         if parts > 1:
-            h = functional.pad(h, (0, 0, 0, parts * self.own_tokens - self.tokens))
-            h = h[:, mesh.place.part * self.own_tokens :][:, : self.own_tokens]
+            h = functional.pad(h, (0, 0, 0, parts * own - self.tokens))
+            h = h[:, mesh.place.part * own :][:, :own]
         if lanes > rows:
             h = h.repeat(lanes // rows, 1, 1)
         # What nobody reads of the last layer is not computed: the observed frame, and the video at the last step.
@@ -295,13 +279,13 @@ class Cosmos3Runner:
                 a,
                 h,
                 added,
-                buffers.cos[:lanes],
-                buffers.sin[:lanes],
-                buffers.keys[number, :lanes],
-                buffers.values[number, :lanes],
-                buffers.lengths[:lanes],
+                read.cos[:lanes],
+                read.sin[:lanes],
+                read.keys[number, :lanes],
+                read.values[number, :lanes],
+                read.lengths[:lanes],
                 mesh,
-                text_multipliers=None if buffers.multipliers is None else buffers.multipliers[number, :lanes],
+                text_multipliers=None if read.multipliers is None else read.multipliers[number, :lanes],
                 tokens=self.tokens,
                 first=unread if number == a.layers - 1 and parts == 1 else 0,
             )
@@ -319,32 +303,14 @@ class Cosmos3Runner:
         video = (video if parts > 1 else w.patch_out(video)).float()
         return torch.cat(((video * self._mask).flatten(1), actions), dim=1)
 
-    def _load_text(self, buffers: Buffers, lane: int, tokens: tuple[int, ...], empty: bool) -> None:
-        keys, values = self._text(tokens, empty)
-        if buffers.held[lane] == tokens:
-            return
-        length = len(tokens)
-        if buffers.multipliers is None:
-            buffers.keys[:, lane, :length].copy_(keys)
-            buffers.values[:, lane, :length].copy_(values)
-        else:
-            keys, values, buffers.multipliers[:, lane] = quantise_text(keys, values)
-            buffers.keys[:, lane, :length].copy_(keys)
-            buffers.values[:, lane, :, :, :length].copy_(values)
-        buffers.lengths[lane] = length
-        cos, sin = self._table(length)
-        buffers.cos[lane].copy_(cos)
-        buffers.sin[lane].copy_(sin)
-        buffers.held[lane] = tokens
-
-    def _text(self, tokens: tuple[int, ...], empty: bool) -> tuple[Tensor, Tensor]:
+    def _text(self, tokens: tuple[int, ...], empty: bool, *, counted: bool = True) -> tuple[Tensor, Tensor]:
         """Keys and values of a prompt; the empty one's are never given up for an instruction's."""
         kept, name = (self._empty_texts, "empty_prompt") if empty else (self._texts, "instruction")
         if tokens in kept:
-            self.hits[name] += 1
+            self.hits[name] += counted
             kept.move_to_end(tokens)
             return kept[tokens]
-        self.misses[name] += 1
+        self.misses[name] += counted
         found = self.encode_text(tokens)
         while len(kept) >= (1 if empty else KEPT_TEXTS):
             kept.popitem(last=False)
@@ -359,19 +325,18 @@ class Cosmos3Runner:
             self.weights, self.architecture, ids, cos.to(self.device), sin.to(self.device), self.mesh
         )
 
-    def _table(self, length: int) -> tuple[Tensor, Tensor]:
-        """Rotary table of this rank's tokens behind a text of `length` tokens."""
-        if length not in self._tables:
-            while len(self._tables) >= KEPT_TEXTS:
+    def _table(self, length: int, place: Place) -> tuple[Tensor, Tensor]:
+        """Rotary table of this rank's tokens at `place` behind a text of `length` tokens."""
+        key = length, place.parts
+        if key not in self._tables:
+            while len(self._tables) >= 2 * KEPT_TEXTS:
                 self._tables.popitem(last=False)
-            a, part = self.architecture, self.mesh.place.part
+            a, own = self.architecture, self._own_tokens(place)
             positions = modules.joint_positions(a, self.settings, length)
-            missing = self.mesh.place.parts * self.own_tokens - self.tokens
-            positions = functional.pad(positions, (0, 0, 0, missing))
-            own = positions[part * self.own_tokens :][: self.own_tokens]
-            cos, sin = modules.rope_table(a, own)
-            self._tables[length] = cos.to(self.device), sin.to(self.device)
-        return self._tables[length]
+            positions = functional.pad(positions, (0, 0, 0, place.parts * own - self.tokens))
+            cos, sin = modules.rope_table(a, positions[place.part * own :][:own])
+            self._tables[key] = cos.to(self.device), sin.to(self.device)
+        return self._tables[key]
 
     def _cell_mask(self) -> Tensor:
         """(video tokens, values) fp32, 0 at the cells that only fill an odd side up: they stay zero."""
