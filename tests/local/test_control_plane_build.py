@@ -149,8 +149,8 @@ def test_two_builds_at_once_are_one(environment: dict[str, str]) -> None:
 
 @pytest.fixture
 def recipes() -> ModuleType:
-    """The script as a module."""
-    found = importlib.util.spec_from_file_location("taktline_k8s_build", SCRIPT)
+    """What the script builds, as a module."""
+    found = importlib.util.spec_from_file_location("taktline_k8s_recipes", SCRIPT.with_name("recipes.py"))
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -186,3 +186,12 @@ def test_keda_is_built_with_one_scaler(recipes: ModuleType, tmp_path: Path) -> N
     recipes.only_prometheus(tmp_path)
     assert sorted(path.name for path in scalers.iterdir()) == ["prometheus_scaler.go", "scaler.go", "shared.go"]
     assert (scaling / "scalers_builder.go").read_text() == head + cases[1] + tail
+
+
+def test_what_is_taken_away_of_a_source_names_the_build_as_well(recipes: ModuleType) -> None:
+    """A build that was trimmed otherwise is another one, of the same version."""
+    keda, other = recipes.CONTROLLERS["keda"], lambda source: None
+    changed = keda._replace(trim=(keda.trim[0], other))
+    assert recipes.target_folder(changed) != recipes.target_folder(keda)
+    assert recipes.target_folder(keda).name.startswith("keda-prometheus-v")
+    assert recipes.target_folder(recipes.CONTROL_PLANE).name == VERSION

@@ -175,8 +175,13 @@ def test_kueue_is_asked_for_no_move_that_it_refuses(make: Any, serves: bool, que
     if serves or queue is None:
         assert (said["status"], said["reason"]) == ("False", "QueueKept")
         assert "workers serve in queue robots" in said["message"]
+    elif "priorityClass" not in queue:
+        assert said["reason"] == "PriorityKept"
     else:
         assert said["reason"] == "Admitted"
+    # A class that is named no longer stays, and is not hidden by what is said of the queue.
+    dropped = queue is not None and "priorityClass" not in queue
+    assert ("keep priority class line" in said["message"]) == dropped
     # A policy that never was in a queue enters none while it serves.
     plain = make.plan(make.policy(), observed(make), make.settings)
     for found in plain.desired:
@@ -187,6 +192,86 @@ def test_kueue_is_asked_for_no_move_that_it_refuses(make: Any, serves: bool, que
     (deployment,) = [found for found in entered.desired if found["kind"] == "Deployment"]
     assert (kueue.QUEUE_LABEL in deployment["metadata"]["labels"]) == (not serves)
     assert ("no queue" in condition(entered, "Queued")["message"]) == serves
+
+
+class Queues:
+    """An API that knows LocalQueues, by path; it may refuse."""
+
+    def __init__(self, *, status: int = 0, **queues: Json) -> None:
+        self._queues, self._status = queues, status
+        self.asked: list[str] = []
+
+    async def raw(self, path: str) -> Json | None:
+        self.asked.append(path)
+        if self._status:
+            raise ApiError(self._status, "Forbidden", 'User "x" cannot get resource "localqueues"')
+        return self._queues.get(path.rpartition("/")[2]) if "/v1beta1/" in path else None
+
+
+def in_queue(make: Any, *, gated: bool = True) -> tuple[Any, list[Json]]:
+    policy = make.policy(queue={"name": "robots"})
+    pod = make.pod("a", owner=policy, ready=not gated)
+    if gated:
+        pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    return policy, [pod]
+
+
+@pytest.mark.parametrize(
+    ("queues", "state", "reason", "words"),
+    [
+        ({"robots": {"status": {}}}, "open", "WaitingForQuota", "until Kueue admits them to queue robots"),
+        ({}, "absent", "QueueAbsent", "namespace line-1 has no LocalQueue robots"),
+        (
+            {"robots": {"status": {"conditions": [{"type": "Active", "status": "False", "message": "it is stopped"}]}}},
+            "stopped",
+            "QueueStopped",
+            "queue robots, which admits nobody now: it is stopped",
+        ),
+    ],
+)
+async def test_a_queue_that_admits_nobody_is_told_from_one_without_quota(
+    make: Any, queues: Json, state: str, reason: str, words: str
+) -> None:
+    policy, pods = in_queue(make)
+    seen = await kueue.look(Queues(**queues), policy, pods, ALL)
+    assert seen is not None
+    assert seen.state == state
+    assert kueue.admits(seen) == (state == "open")
+    looked = make.Observed(live=make.body(), now=make.now, pods=pods, kinds=ALL, queue=seen)
+    said = condition(make.plan(policy, looked, make.settings), "Queued")
+    assert (said["status"], said["reason"]) == ("True", reason)
+    assert words in said["message"]
+
+
+async def test_a_queue_is_asked_about_only_where_somebody_waits_in_it(make: Any) -> None:
+    policy, pods = in_queue(make, gated=False)
+    api = Queues()
+    assert await kueue.look(api, policy, pods, ALL) is None
+    waiting = in_queue(make)[1]
+    assert await kueue.look(api, policy, waiting, frozenset()) is None, "no Kueue"
+    assert await kueue.look(api, make.policy(), waiting, ALL) is None, "no queue"
+    assert api.asked == []
+    # Without the right it goes on as if nobody knew; any other failure comes again.
+    assert await kueue.look(Queues(status=403), policy, waiting, ALL) is None
+    with pytest.raises(ApiError):
+        await kueue.look(Queues(status=500), policy, waiting, ALL)
+
+
+def test_what_a_default_queue_took_was_not_kept_from_an_earlier_one(make: Any) -> None:
+    """Kueue labels what names no queue where the namespace has one called default: nobody asked for another."""
+    policy = make.policy()
+    first = make.plan(policy, observed(make), make.settings)
+    for found in first.desired:
+        if found["kind"] == "Deployment":
+            found["metadata"]["labels"][kueue.QUEUE_LABEL] = "default"
+            found["status"] = {"readyReplicas": 1}
+    serving = make.plan(policy, observed(make, first.desired, [make.pod("a", owner=policy)]), make.settings)
+    assert condition(serving, "Queued") is None
+    gated = in_queue(make)[1]
+    gated[0]["metadata"]["labels"][kueue.QUEUE_LABEL] = "default"
+    waiting = condition(make.plan(policy, observed(make, first.desired, gated), make.settings), "Queued")
+    assert (waiting["status"], waiting["reason"]) == ("True", "WaitingForQuota")
+    assert waiting["message"].endswith("to queue default")
 
 
 def test_keda_sets_the_number_that_scaling_recommends(make: Any) -> None:

@@ -82,6 +82,8 @@ async def test_who_wrote_which_field_is_not_kept(api: KubeApi, script: Script) -
     about = {"name": "a", "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}]}
     script.answer(200, {"metadata": {}, "items": [{"metadata": about, "spec": {}}]})
     assert await api.list("Pod", "n") == [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {}}]
+    script.answer(200, {"kind": "Pod", "metadata": about | {"managedFields": []}})
+    assert await api.get("Pod", "n", "a") == {"kind": "Pod", "metadata": {"name": "a"}}
 
 
 async def test_a_list_of_metadata_says_so(api: KubeApi, script: Script) -> None:

@@ -105,6 +105,40 @@ def test_waiting_for_quota_past_the_progress_deadline_is_no_stall(make: Any) -> 
     assert said["Progressing"] == ("False", "Stalled")
 
 
+@pytest.mark.parametrize(
+    ("started", "since", "reason"),
+    [
+        ("2026-03-01T07:58:00Z", "2026-03-01T07:30:00Z", "RollingOut"),  # let in after the deadline had passed
+        ("2026-03-01T07:10:00Z", "2026-03-01T07:30:00Z", "Stalled"),  # it had started when the deadline passed
+        ("2026-03-01T06:58:00Z", "2026-03-01T06:30:00Z", "Stalled"),  # let in late, and had as long again
+    ],
+    ids=["just let in", "started before", "had its time"],
+)
+def test_the_end_of_a_wait_for_quota_is_no_stall(make: Any, started: str, since: str, reason: str) -> None:
+    """Kubernetes counted the wait, and its condition stands until the pod serves."""
+    owner = make.policy(pools=TWO)
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "lastTransitionTime": since}
+    live = make.applied(owner)[DEPLOYMENT] | {"status": {"conditions": [late]}}
+    assert live["spec"]["progressDeadlineSeconds"] < 3600
+    starting = make.pod("n", owner=owner, ready=False, startTime=started)
+    said = {c["type"]: (c["status"], c["reason"]) for c in rolling(make, [starting], live=live).status["conditions"]}
+    assert said["Progressing"][1] == reason
+    assert said["Degraded"] == (("True", "Stalled") if reason == "Stalled" else ("False", "AsExpected"))
+
+
+def test_one_pool_that_waits_for_quota_hides_no_stall_of_another(make: Any) -> None:
+    pools = [{"name": "cpu", "accelerator": "cpu"}, {"name": "other", "accelerator": "cpu"}]
+    owner = make.policy(pools=pools)
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "late"}
+    live = make.applied(owner)[DEPLOYMENT] | {"status": {"conditions": [late]}}
+    waits = held_back(make, owner, "2026-03-01T07:00:00Z")
+    waits["metadata"]["labels"]["taktline.dev/pool"] = "other"
+    hangs = make.pod("h", owner=owner, ready=False)
+    said = {c["type"]: c for c in rolling(make, [waits, hangs], live=live, pools=pools).status["conditions"]}
+    assert (said["Degraded"]["status"], said["Degraded"]["reason"]) == ("True", "Stalled")
+    assert "deployment/reach-cpu" in said["Degraded"]["message"]
+
+
 def test_an_edit_that_fits_no_node_costs_no_old_worker(make: Any) -> None:
     owner = make.policy(pools=TWO)
     misplaced = copy.deepcopy(STARVED)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
-from taktline_operator import grouping, ray_services
+from taktline_operator import grouping, kueue, ray_services
 from taktline_operator.lineup import Line, Lineup
 from taktline_protocol.errors import TaktlineError
 
@@ -118,3 +119,48 @@ def test_what_ray_says_of_an_application_that_fails_is_quoted(make: Any) -> None
     assert found.message.endswith("cluster d: its application is DEPLOY_FAILED: checkpoint_invalid: no sidecar")
     # The cluster that serves goes on meanwhile.
     assert ray_services.is_serving(service)
+
+
+def queued(make: Any, name: str = "robots") -> Line:
+    engine = {"runtime": "ray", "parallel": {"search": 4}}
+    policy = make.policy(model=PLANNER, engine=engine, pools=[POOL], queue={"name": name})
+    return Line(policy=policy, pool=policy.spec.pools[0], track="", replicas=1)
+
+
+def test_a_ray_service_that_the_version_before_queued_as_a_whole_is_made_anew(make: Any) -> None:
+    """Kueue suspended it, and KubeRay never starts one that was: nothing is lost with it."""
+    line = queued(make)
+    (now,) = ray_services.of(line, "registry.example/worker-ray:1", ()).objects
+    before = copy.deepcopy(now)
+    before["metadata"]["labels"] |= {kueue.QUEUE_LABEL: "robots"}
+    before["spec"]["rayClusterConfig"] |= {"suspend": True}
+    for part in (before["spec"]["rayClusterConfig"]["headGroupSpec"],):
+        del part["template"]["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]
+    gang = ray_services.of(line, "registry.example/worker-ray:1", [before])
+    assert gang.objects == (), "it is not written before it is gone: what tells it apart would be lost"
+    assert gang.removed == ((ray_services.KIND, now["metadata"]["name"]),)
+    # Gone, it comes again as one whose pods wait.
+    assert ray_services.of(line, "registry.example/worker-ray:1", ()).objects == (now,)
+    # One of this version that a site's default queue suspends is that site's: no loop of deletions.
+    defaulted = copy.deepcopy(now)
+    defaulted["metadata"]["labels"] |= {kueue.QUEUE_LABEL: "robots"}
+    defaulted["spec"]["rayClusterConfig"] |= {"suspend": True}
+    left = ray_services.of(line, "registry.example/worker-ray:1", [defaulted])
+    assert left.removed == ()
+    assert left.objects == (now,)
+
+
+def test_what_makes_another_ray_cluster_makes_another_group(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of a second cluster in the group of the first would be too many for it, and Kueue takes those away."""
+
+    def group(line: Line) -> str:
+        (made,) = ray_services.of(line, "registry.example/worker-ray:1", ()).objects
+        labels = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["metadata"]["labels"]
+        return str(labels["kueue.x-k8s.io/pod-group-name"])
+
+    line = queued(make)
+    before = group(line)
+    assert group(line) == before
+    # A later version of the operator may start ranks otherwise, with the same pods.
+    monkeypatch.setattr(ray_services, "HEAD_PARAMETERS", {"num-cpus": "1"})
+    assert group(line) != before

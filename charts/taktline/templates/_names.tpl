@@ -75,4 +75,8 @@ capabilities: {drop: [ALL]}
 - apiGroups: [keda.sh]
   resources: [scaledobjects]
   verbs: [get, list, create, patch, delete]
+# To say why workers wait in a queue of Kueue's. Without this right the operator does without.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [localqueues]
+  verbs: [get]
 {{- end }}

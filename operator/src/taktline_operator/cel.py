@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -31,10 +32,17 @@ def _program(rule: str) -> celpy.Runner:
 def holds(rule: str, value: Any) -> bool:
     """Whether `rule` is true with `self` bound to `value` (plain JSON data).
 
+    What was found is remembered: policies of one site are alike in most of their parts, and come again at each restart.
+
     Raises:
         ValueError: the rule does not compile or cannot be evaluated on this value.
     """
+    return _holds(rule, json.dumps(value, sort_keys=True))
+
+
+@lru_cache(maxsize=2048)  # a few MB at most
+def _holds(rule: str, text: str) -> bool:
     try:
-        return bool(_program(rule).evaluate({"self": json_to_cel(value)}))
+        return bool(_program(rule).evaluate({"self": json_to_cel(json.loads(text))}))
     except (CELEvalError, CELParseError) as error:
         raise ValueError(f"rule {rule!r} cannot be evaluated: {error}") from error

@@ -77,6 +77,25 @@ class Api(Protocol):
     async def get(self, kind: str, namespace: str, name: str) -> Json | None: ...  # noqa: D102
 
 
+class Paths(Protocol):
+    """The part of `kube.KubeApi` that is asked for what is no object."""
+
+    async def raw(self, path: str) -> Json | None: ...  # noqa: D102
+
+
+async def version(api: Paths) -> tuple[int, int] | None:
+    """Major and minor version of the cluster; None where it does not say them as numbers.
+
+    Raises:
+        ApiError: the API server gave no answer.
+    """
+    found = await api.raw("/version") or {}
+    try:
+        return int(found["major"]), int(str(found["minor"]).rstrip("+"))
+    except (KeyError, ValueError):
+        return None
+
+
 async def usable(api: Api, namespace: str) -> frozenset[str]:
     """The optional kinds that are served, without those that the operator would have to write and may not.
 

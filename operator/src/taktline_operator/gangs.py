@@ -47,6 +47,7 @@ def of(
     now: str,
     *,
     lws_installed: bool,
+    admits: bool = True,
 ) -> Gang:
     """The groups of a line, from what is live.
 
@@ -56,6 +57,7 @@ def of(
         children: live objects of the policy.
         pods: its pods, all members of groups.
         now: RFC 3339 time.
+        admits: whether the policy's queue admits anybody.
     """
     ours = [child for child in children if child["kind"] in _MAKERS and is_of(line, child)]
     kind = groups.LWS_KIND if lws_installed and not any(c["kind"] == "StatefulSet" for c in ours) else "StatefulSet"
@@ -83,16 +85,19 @@ def of(
     elsewhere = len([pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_]) - sum(
         old_sets.values()
     )
-    new = [pod for pod in own if _template_of(pod) == hash_]
-    starved = any(surge.is_without_room(pod) for pod in new)
-    held = any(surge.is_starved(pod, now) for pod in new)
+    new = group_pods.units(pod for pod in own if _template_of(pod) == hash_)
+    serving_old = [unit for name, unit in group_pods.units(own).items() if name in whole and name not in new]
+    pressing = surge.pressing(new.values(), serving_old, now) if admits else []
     chosen = roll(
         line.replicas,
         {numbers[name]: is_ready for name, is_ready in current_sets.items()},
         old_sets,
         elsewhere,
-        starved,
-        held=held,
+        any(surge.is_without_room(pod) for unit in new.values() for pod in unit),
+        held=bool(pressing),
+        coming=any(pod["metadata"].get("deletionTimestamp") for pod in own)
+        or any(name not in whole and not any(map(surge.wants_room, unit)) for name, unit in new.items()),
+        waited_s=surge.waited_s(pressing, now),
     )
     removed = [(kind, name) for name in old_sets if name not in chosen.kept]
     wanted = {groups.group_name(line, hash_, number) for number in chosen.numbers}
@@ -127,12 +132,16 @@ def roll(
     starved: bool = False,
     *,
     held: bool = False,
+    coming: bool = False,
+    waited_s: float = 0.0,
 ) -> Chosen:
     """Which groups to have now.
 
     Old groups that serve are kept until new ones do in their place; those that do not serve go at once. One group more
     than wanted may exist. Where a new one finds no room, and there are two or more, an old one makes room for it; and
-    one group at a time is put together, so that no two wait for each other with half of their pods placed.
+    one group at a time is put together, so that no two wait for each other with half of their pods placed. Where fewer
+    serve than are wanted, as there never was room for all, one of those leaves: but only after so long that the room of
+    each that is missing would have been found, and never the last.
 
     Args:
         wanted: groups in the end.
@@ -141,11 +150,18 @@ def roll(
         elsewhere: workers of other kinds of objects that serve and will go.
         starved: whether the scheduler finds no room for a pod of a new group.
         held: whether a queue has no quota for one; what it does admit it admits as a whole.
+        coming: whether room is about to be found: a group leaves, or a new one has its room and starts.
+        waited_s: how long the last to come of the new groups that find no room has waited; each that leaves brings one.
     """
     serving = sum(current.values())
+    left = sum(old.values()) + max(0, elsewhere)
     spared = max(0, wanted - serving)
-    if (starved or held) and wanted >= 2 and spared:
-        spared -= 1
+    if (starved or held) and wanted >= 2 and 0 < left <= spared and not coming:
+        missing = wanted - serving - left
+        # Time for the room of those that are missing to be found, and of the one that the last new one replaced.
+        times = max(0, missing) + (1 if serving else 0)
+        if not times or waited_s >= surge.HELD_S + times * surge.ROOM_S:
+            spared = max(left - 1, 0 if serving else 1)
     kept = frozenset(sorted(name for name, is_ready in old.items() if is_ready)[: max(0, spared - elsewhere)])
     count = wanted if elsewhere else min(wanted, max(len(current), wanted + 1 - len(kept)))
     if starved:

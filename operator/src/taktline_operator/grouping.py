@@ -32,6 +32,8 @@ def of(
     pods: Sequence[Json] = (),
     kinds: Collection[str] = (),
     now: str = NO_TIME,
+    *,
+    admits: bool = True,
 ) -> dict[str, Gang]:
     """By name, the groups of those lines whose workers are several pods.
 
@@ -42,6 +44,7 @@ def of(
         pods: its pods, all members of groups.
         kinds: optional kinds that the cluster has.
         now: RFC 3339 time; of no account where there are no pods.
+        admits: whether the policy's queue admits anybody.
     """
     found = {}
     for line in (*lines.stable, *lines.candidate):
@@ -49,8 +52,9 @@ def of(
         if line.policy.spec.engine.runtime == "ray":
             found[line.name] = ray_services.of(line, image(line.pool), children)
         elif shape.pods > 1:
+            lws = groups.LWS_KIND in kinds
             found[line.name] = gangs.of(
-                line, image(line.pool), shape, children, pods, now, lws_installed=groups.LWS_KIND in kinds
+                line, image(line.pool), shape, children, pods, now, lws_installed=lws, admits=admits
             )
     return found
 

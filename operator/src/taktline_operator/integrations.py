@@ -145,10 +145,11 @@ def conditions(
     gang_of: Mapping[str, Gang],
     pods: Sequence[Json],
     children: Sequence[Json],
+    queue: kueue.Seen | None = None,
 ) -> dict[str, tuple[str, str, str]]:
     """All conditions about other products that are to be told, by type."""
     found = {
         CONDITION: None if kinds is None else condition(policy, kinds, gang_of, children),
-        kueue.CONDITION: kueue.condition(policy, pods, children),
+        kueue.CONDITION: kueue.condition(policy, pods, children, queue),
     }
     return {kind: said for kind, said in found.items() if said is not None}

@@ -143,13 +143,18 @@ class KubeApi:
             raise
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Json | None:
-        """One object, of a kind without namespaces where that is None; None when it does not exist."""
+        """One object, of a kind without namespaces where that is None; None when it does not exist.
+
+        Who wrote which field is left out, as in lists.
+        """
         try:
-            return await self._request("GET", path_of(kind, namespace, name))
+            found = await self._request("GET", path_of(kind, namespace, name))
         except ApiError as error:
             if error.status == 404:
                 return None
             raise
+        found["metadata"].pop("managedFields", None)
+        return found
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Whether there is an object; only its metadata is asked for, so that no Secret's content is ever read."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
+from taktline_operator.api_errors import ApiError, is_without_rights
 from taktline_operator.spec import PolicyDeployment
 
 Json = dict[str, Any]
@@ -24,6 +25,57 @@ _GROUP_SIZE = "kueue.x-k8s.io/pod-group-total-count"
 _GROUP_SERVES = "kueue.x-k8s.io/pod-group-serving"
 _MANAGED_LABEL = "kueue.x-k8s.io/managed"
 _PARENT = "kueue.x-k8s.io/pod-suspending-parent"
+_DEFAULT_QUEUE = "default"
+"""Where a namespace has a queue of this name, Kueue puts into it whatever names none."""
+
+
+class Seen(NamedTuple):
+    """What became of the queue that a policy names.
+
+    Attributes:
+        state: whether it admits, was stopped, or does not exist.
+        message: what Kueue says of a stopped one.
+    """
+
+    state: Literal["open", "stopped", "absent"]
+    message: str = ""
+
+
+class Api(Protocol):
+    """The part of `kube.KubeApi` that is asked."""
+
+    async def raw(self, path: str) -> Json | None: ...  # noqa: D102
+
+
+async def look(api: Api, policy: PolicyDeployment, pods: Sequence[Json], kinds: Collection[str]) -> Seen | None:
+    """What became of the policy's queue, asked only while a pod waits in it; None where it is not known.
+
+    Args:
+        kinds: optional kinds that the cluster has.
+
+    Raises:
+        ApiError: the API server gave no answer, or refused for another reason than missing rights.
+    """
+    queue = policy.spec.queue
+    if queue is None or KIND not in kinds or not any(map(is_waiting, pods)):
+        return None
+    for version in API_VERSIONS:
+        try:
+            found = await api.raw(f"/apis/{version}/namespaces/{policy.namespace}/localqueues/{queue.name}")
+        except ApiError as error:
+            if not is_without_rights(error):
+                raise
+            return None
+        if found is not None:
+            told = [c for c in found.get("status", {}).get("conditions", []) if c["type"] == "Active"]
+            closed = next((c for c in told if c["status"] == "False"), None)
+            return Seen("open") if closed is None else Seen("stopped", closed.get("message", ""))
+    return Seen("absent")
+
+
+def admits(seen: Seen | None) -> bool:
+    """Whether room in the quota lets anybody in, as far as is known."""
+    return seen is None or seen.state == "open"
 
 
 def labelled(found: Json, policy: PolicyDeployment, live: Json | None = None) -> Json:
@@ -93,35 +145,96 @@ def is_waiting(pod: Json) -> bool:
     return any(gate.get("name", "").startswith(_GATE) for gate in pod.get("spec", {}).get("schedulingGates", []))
 
 
-def condition(policy: PolicyDeployment, pods: Sequence[Json], children: Sequence[Json]) -> tuple[str, str, str] | None:
-    """Status, reason and message of the condition `Queued`; None where the policy asks for no queue."""
+def queue_of(found: Json) -> str:
+    """The queue that an object or a pod is in; empty for none."""
+    return _of(found).get(QUEUE_LABEL, "")
+
+
+def is_from_before(service: Json, policy: PolicyDeployment) -> bool:
+    """Whether a RayService waits in the policy's queue as a whole, as the operator had it once: it would never run."""
+    if policy.spec.queue is None or not is_suspended(service) or queue_of(service) != policy.spec.queue.name:
+        return False
+    # Where a site's default queue takes RayServices, one whose pods are a group already is left to it.
+    head = service["spec"]["rayClusterConfig"].get("headGroupSpec", {}).get("template", {})
+    return _GROUP_LABEL not in head.get("metadata", {}).get("labels", {})
+
+
+def is_suspended(service: Json) -> bool:
+    """Whether Kueue holds a whole RayService back."""
+    return bool(service.get("spec", {}).get("rayClusterConfig", {}).get("suspend"))
+
+
+def condition(
+    policy: PolicyDeployment, pods: Sequence[Json], children: Sequence[Json], seen: Seen | None = None
+) -> tuple[str, str, str] | None:
+    """Status, reason and message of the condition `Queued`; None where the policy asks for no queue and waits in none.
+
+    Args:
+        seen: what became of the queue that it names.
+    """
     stays = sorted({name for child in children if (name := _stays_in(child, policy)) is not None})
     queue = policy.spec.queue
-    if queue is None and not stays:
-        return None
     waiting = [pod for pod in pods if is_waiting(pod)]
     rays = [child for child in children if child["kind"] == "RayService"]
-    held = [ray for ray in rays if ray.get("spec", {}).get("rayClusterConfig", {}).get("suspend")]
-    where = f"queue {queue.name}" if queue is not None else f"queue {stays[0]}"
+    held = [ray for ray in rays if is_suspended(ray)]
+    if queue is None and not (stays or waiting or held):
+        return None
     if waiting or held:
         what = f"{len(waiting)} of {len(pods)} pods" if waiting else f"{len(held)} of {len(rays)} Ray clusters"
-        return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to {where}"
+        names = sorted({name for found in (waiting or held) if (name := queue_of(found))})
+        if len(names) != 1:
+            names = [queue.name] if queue is not None else ["of the cluster's default"]
+        return _waiting(what, names[0], policy, seen)
+    where = f"queue {queue.name}" if queue is not None else f"queue {stays[0]}"
+    classes = sorted({name for child in children if (name := _class_kept(child, policy)) is not None})
+    kept = (
+        f"workers keep priority class {' and '.join(classes)}, for Kueue lets none go without one: name another in"
+        " spec.queue.priorityClass; objects that are made anew have none"
+        if classes
+        else ""
+    )
     if stays:
-        names = " and ".join(f"queue {name}" if name else "no queue" for name in stays)
+        names = [f"queue {name}" if name else "no queue" for name in stays]
         return (
             "False",
             "QueueKept",
             (
-                f"workers serve in {names}, and Kueue moves none that serve; those that are made anew as other objects,"
-                f" or from 0 replicas, go to {where if queue is not None else 'none'}"
+                f"workers serve in {' and '.join(names)}, and Kueue moves none that serve; those that are made anew as"
+                f" other objects, or from 0 replicas, go to {where if queue is not None else 'none'}"
+                f"{'; ' if kept else ''}{kept}"
             ),
         )
+    if kept:
+        return "False", "PriorityKept", f"no worker waits in {where}; {kept}"
     return "False", "Admitted", f"no worker waits in {where}"
+
+
+def _waiting(what: str, name: str, policy: PolicyDeployment, seen: Seen | None) -> tuple[str, str, str]:
+    queue = policy.spec.queue
+    if seen is not None and queue is not None and name == queue.name:
+        if seen.state == "absent":
+            return "True", "QueueAbsent", f"{what} wait, and namespace {policy.namespace} has no LocalQueue {name}"
+        if seen.state == "stopped":
+            return "True", "QueueStopped", f"{what} wait in queue {name}, which admits nobody now: {seen.message}"
+    return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to queue {name}"
 
 
 def _stays_in(child: Json, policy: PolicyDeployment) -> str | None:
     """The queue of a live workload that is not the one asked for; empty where it is in none, None where all is well."""
-    if child["kind"] not in _WORKLOADS or child["metadata"].get("deletionTimestamp"):
+    if not _is_taken(child):
         return None
-    now, wanted = _of(child).get(QUEUE_LABEL, ""), _wanted(policy).get(QUEUE_LABEL, "")
-    return now if now != wanted and _allowed(_wanted(policy), child).get(QUEUE_LABEL, "") == now else None
+    now, wanted = queue_of(child), _wanted(policy).get(QUEUE_LABEL, "")
+    if now == wanted or (not wanted and now == _DEFAULT_QUEUE):
+        return None
+    return now if _allowed(_wanted(policy), child).get(QUEUE_LABEL, "") == now else None
+
+
+def _class_kept(child: Json, policy: PolicyDeployment) -> str | None:
+    """The priority class of a live workload whose policy names none any more."""
+    if not _is_taken(child) or policy.spec.queue is None or policy.spec.queue.priority_class:
+        return None
+    return _of(child).get(PRIORITY_LABEL)
+
+
+def _is_taken(child: Json) -> bool:
+    return child["kind"] in _WORKLOADS and not child["metadata"].get("deletionTimestamp")

@@ -101,6 +101,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         monitoring: kinds of the Prometheus operator that the cluster has; None where nobody looked.
         deliveries: how far pods are that fetch their checkpoint, by name.
         version: of the cluster, as (major, minor); None where nobody looked.
+        queue: what became of the queue that the policy names; None where nobody looked.
         now: RFC 3339 time.
     """
 
@@ -120,6 +121,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     monitoring: frozenset[str] | None = None
     deliveries: Mapping[str, DeliveryProgress] = {}
     version: tuple[int, int] | None = None
+    queue: kueue.Seen | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,14 +230,25 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     workers = group_pods.leaders(observed.pods, ray_services.serving_clusters(children))
     trial = trials.of(policy, observed.live, children, workers, observed.trials, size.replicas, observed.now)
     lines = trial.lines
+    admits = kueue.admits(observed.queue)
     gang_of = grouping.of(
-        lines, around.gpus_per_node, settings.image_for, children, observed.pods, observed.kinds or (), observed.now
+        lines,
+        around.gpus_per_node,
+        settings.image_for,
+        children,
+        observed.pods,
+        observed.kinds or (),
+        observed.now,
+        admits=admits,
     )
     counts = [_count(line, workers, settings, gang_of.get(line.name)) for line in lines.serving]
     strategies = {
-        line.name: surge.strategy(count, observed.children.get(Ref("Deployment", line.name)), observed.now)
+        line.name: surge.strategy(
+            count, observed.children.get(Ref("Deployment", line.name)), observed.now, admits=admits
+        )
         for line, count in zip(lines.serving, counts, strict=True)
     }
+    makers = [gang_of[line.name].kind if line.name in gang_of else "Deployment" for line in lines.serving]
     queued = observed.children if kueue.KIND in (observed.kinds or ()) else None
     desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of, queued)
     desired += tuple(
@@ -260,7 +273,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         deployments,
         settings.gateway_url,
         observed.now,
-        surge.note(counts, list(strategies.values()), observed.now),
+        surge.note(counts, list(strategies.values()), observed.now, makers, admits=admits),
         trial,
         size,
         group_pods.with_followers(trial.serving_pods, observed.pods),
@@ -286,7 +299,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         )
     if observed.monitoring is not None:
         further[monitors.CONDITION] = monitors.condition(observed.monitoring)
-    further |= integrations.conditions(policy, observed.kinds, gang_of, observed.pods, children)
+    further |= integrations.conditions(policy, observed.kinds, gang_of, observed.pods, children, observed.queue)
     previous = observed.live.get("status", {}).get("conditions", [])
     new_status["conditions"] += status.conditions(previous, further, policy.generation, observed.now)
     deletions = leftovers.of(policy, observed.children, observed.pods, desired, trial, counts, gang_of)
@@ -305,7 +318,14 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         route=routing.route(policy, trial.serving_pods, trial.serving_name, trial.candidate_route()),
         again_s=0.0
         if size.moved
-        else _earliest(policy, observed, trial.again_s, hung.again_s, *(gang.again_s for gang in gang_of.values())),
+        else _earliest(
+            policy,
+            observed,
+            any(count.old for count in counts),
+            trial.again_s,
+            hung.again_s,
+            *(gang.again_s for gang in gang_of.values()),
+        ),
     )
 
 
@@ -354,7 +374,7 @@ def _wanted(desired: Sequence[Json], lines: Lineup, gang_of: Mapping[str, Gang])
     return found | {workload.template_hash(gang_of[line.name].template): line.replicas for line in grouped}
 
 
-def _earliest(policy: PolicyDeployment, observed: Observed, *others: float | None) -> float | None:
+def _earliest(policy: PolicyDeployment, observed: Observed, rolling: bool, *others: float | None) -> float | None:
     """When to look again: while a checkpoint is on its way, or a worker starts, whose progress no event tells."""
     fetching = delivery_status.LOOK_S if delivery_status.is_under_way(observed.pods) else None
     children = observed.children.values()
@@ -362,7 +382,7 @@ def _earliest(policy: PolicyDeployment, observed: Observed, *others: float | Non
         fetching,
         ray_services.look_again_s(policy, children),
         unattended.look_again_s(children, observed.now),
-        surge.look_again_s(observed.pods, observed.now),
+        surge.look_again_s(observed.pods, observed.now, rolling=rolling),
     )
     return min((found for found in (*looks, *others) if found is not None), default=None)
 

@@ -25,6 +25,8 @@ KIND = "RayService"
 APPLICATION = "planner"
 IMPORT_PATH = "taktline_worker.ray:app"
 RAY_FOLDER = "/tmp/ray"  # noqa: S108 - where Ray keeps sockets and logs; a mount of the pod
+# Nothing but the Planner runs on the head, and it needs no core of Ray's accounts.
+HEAD_PARAMETERS = {"num-cpus": "0"}
 STARTING_LOOK_S = 5.0
 UPGRADE_LOOK_S = 1.0
 SERVING_LOOK_S = 30.0
@@ -36,11 +38,16 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def of(line: Line, image: str, children: Sequence[Json]) -> Gang:
-    """The RayServices of a line: one for each worker, and what they take the place of."""
+    """The RayServices of a line: one for each worker, and what they take the place of.
+
+    One that waits in a queue as a whole would never run: it goes, and comes again as one whose pods wait.
+    """
     head = _template(line, image, head=True)
-    made = tuple(_service(line, image, head, number) for number in range(line.replicas))
-    names = {found["metadata"]["name"] for found in made}
     own = [child for child in children if gangs.is_of(line, child)]
+    before = {child["metadata"]["name"] for child in own if _is_from_before(child, line)}
+    made = tuple(_service(line, image, head, number) for number in range(line.replicas))
+    made = tuple(found for found in made if found["metadata"]["name"] not in before)
+    names = {found["metadata"]["name"] for found in made}
     services = {child["metadata"]["name"]: child for child in own if child["kind"] == KIND}
     serving = sum(is_serving(child) for child in services.values())
     removed = [(KIND, name) for name in services if name not in names]
@@ -49,6 +56,10 @@ def of(line: Line, image: str, children: Sequence[Json]) -> Gang:
         removed += [(child["kind"], child["metadata"]["name"]) for child in own if child["kind"] in kinds]
     shape = Shape(1 + line.policy.spec.engine.gpus, 1)
     return Gang(head, shape, KIND, made, frozenset(), tuple(sorted(removed)), serving)
+
+
+def _is_from_before(child: Json, line: Line) -> bool:
+    return child["kind"] == KIND and kueue.is_from_before(child, line.policy)
 
 
 def is_serving(service: Json) -> bool:
@@ -127,7 +138,21 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
     ranks = line.policy.spec.engine.gpus
     metadata = groups.metadata(line, f"{groups.base_name(line)}-{number}")
     made, rank = copy.deepcopy(head), _template(line, image, head=False)
-    group = f"{metadata['name']}-{naming.content_hash([made, rank])}"
+    cluster = {
+        "headGroupSpec": {"rayStartParams": HEAD_PARAMETERS, "template": made},
+        "workerGroupSpecs": [
+            {
+                "groupName": "ranks",
+                "replicas": ranks,
+                "minReplicas": ranks,
+                "maxReplicas": ranks,
+                "rayStartParams": {},
+                "template": rank,
+            }
+        ],
+    }
+    # Any change makes KubeRay bring up another cluster beside the one that serves, whose pods are another group.
+    group = f"{metadata['name']}-{naming.content_hash(cluster)}"
     for template in (made, rank):
         kueue.as_group(template, line.policy, group, 1 + ranks)
     return {
@@ -137,20 +162,7 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
         "spec": {
             "serveConfigV2": _serve_config(line.policy),
             "upgradeStrategy": {"type": "NewCluster"},
-            "rayClusterConfig": {
-                # Nothing but the Planner runs on the head, and it needs no core of Ray's accounts.
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": made},
-                "workerGroupSpecs": [
-                    {
-                        "groupName": "ranks",
-                        "replicas": ranks,
-                        "minReplicas": ranks,
-                        "maxReplicas": ranks,
-                        "rayStartParams": {},
-                        "template": rank,
-                    }
-                ],
-            },
+            "rayClusterConfig": cluster,
         },
     }
 

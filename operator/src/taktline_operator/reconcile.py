@@ -22,6 +22,7 @@ from taktline_operator import (
     group_pods,
     healing,
     integrations,
+    kueue,
     meshes,
     monitors,
     naming,
@@ -283,6 +284,7 @@ class Controller:
         strangers = await asyncio.gather(*(self._api.get(ref.kind, policy.namespace, ref.name) for ref in missing))
         children |= {ref: stranger for ref, stranger in zip(missing, strangers, strict=True) if stranger is not None}
         owner = routing.owners(self._created).get(policy.name, policy.key)
+        versioned = policy.spec.model.source.oci or meshes.uses_claims(policy)
         return Observed(
             live=live,
             now=self._clock(),
@@ -299,16 +301,9 @@ class Controller:
             kinds=usable,
             node_gpus=self._node_gpus,
             deliveries=await self._deliveries.of(pods) if self._deliveries and policy.spec.model.source.fetched else {},
-            version=await self._version() if policy.spec.model.source.oci or meshes.uses_claims(policy) else None,
+            version=await discovery.version(self._api) if versioned else None,
+            queue=await kueue.look(self._api, policy, pods, usable or ()),
         )
-
-    async def _version(self) -> tuple[int, int] | None:
-        """Major and minor version of the cluster."""
-        found = await self._api.raw("/version") or {}
-        try:
-            return int(found["major"]), int(str(found["minor"]).rstrip("+"))
-        except (KeyError, ValueError):
-            return None
 
     async def look_at_demand(self) -> None:
         """Ask the gateways, and queue every policy whose number of workers, or their place, is to change.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from taktline_operator import faults, kueue, naming, routing
+from taktline_operator.rollout import seconds_between
 from taktline_operator.sizing import Sizing, profile_rows
 from taktline_operator.spec import PolicyDeployment
 from taktline_operator.trials import Trial
@@ -92,10 +94,11 @@ class PoolCount:
         self.accelerator = accelerator
         self.desired = desired
         self.current_pods = current
+        self.old_pods = [pod for pod in alive if _annotation(pod, naming.ANNOTATION_TEMPLATE) != template]
         self.updated = len([pod for pod in current if not pod["metadata"].get("deletionTimestamp")])
         self.ready = len([pod for pod in alive if routing.is_ready(pod)])
         self.updated_ready = len([pod for pod in current if routing.is_ready(pod)])
-        self.old = len(alive) - len(current)
+        self.old = len(self.old_pods)
 
     @property
     def settled(self) -> bool:
@@ -157,8 +160,7 @@ def observed(
     else:
         available = ("False", "NoReadyWorker", f"{counts}; the Degraded and Progressing conditions say why")
 
-    # What waits for its turn in a queue makes no progress either, and is no fault.
-    stalled = "" if any(kueue.is_waiting(pod) for pod in members or pods) else _stalled(deployments)
+    stalled = _stalled(deployments, members or pods, now)
     if settled:
         progressing = ("False", "Complete", f"revision {revision} runs everywhere")
     elif stalled:
@@ -245,9 +247,39 @@ def _of_trial(
     return progressing, degraded
 
 
-def _stalled(deployments: Sequence[Json]) -> str:
+def _stalled(deployments: Sequence[Json], pods: Sequence[Json], now: str) -> str:
+    """The first Deployment that is past its progress deadline by a fault; empty where there is none.
+
+    What waits for its turn in a queue makes no progress either, and Kubernetes counts that time: a pod that was let in
+    after the deadline has as long again to come up, for the condition stands until it serves.
+    """
     for workload in sorted(deployments, key=lambda found: str(found["metadata"]["name"])):
+        own = [pod for pod in pods if _made_by(workload, pod)]
         for condition in workload.get("status", {}).get("conditions", []):
-            if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+            if condition["type"] != "Progressing" or condition.get("reason") != "ProgressDeadlineExceeded":
+                continue
+            deadline_s = float(workload.get("spec", {}).get("progressDeadlineSeconds", 600))
+            if not any(_is_let_in(pod, condition.get("lastTransitionTime", ""), deadline_s, now) for pod in own):
                 return f"deployment/{workload['metadata']['name']} made no progress before its deadline"
     return ""
+
+
+def _made_by(workload: Json, pod: Json) -> bool:
+    labels, own = pod["metadata"].get("labels", {}), workload["metadata"].get("labels", {})
+    return all(labels.get(name, "") == own.get(name, "") for name in (naming.LABEL_POOL, naming.LABEL_TRACK))
+
+
+def _is_let_in(pod: Json, late: str, deadline_s: float, now: str) -> bool:
+    """Whether a pod waits in its queue, or was let in after the deadline and is still given its time.
+
+    Args:
+        late: RFC 3339 time at which the deadline had passed.
+    """
+    if kueue.is_waiting(pod):
+        return True
+    scheduled: Json = next((c for c in pod.get("status", {}).get("conditions", []) if c["type"] == "PodScheduled"), {})
+    if scheduled.get("reason") == "SchedulingGated":  # let in, and the scheduler has not looked at it yet
+        return True
+    started = pod.get("status", {}).get("startTime", "")
+    after = bool(started and late and datetime.fromisoformat(started) >= datetime.fromisoformat(late))
+    return after and not routing.is_ready(pod) and seconds_between(started, now) < deadline_s

@@ -5,7 +5,9 @@ Opt-in, as Kueue is built from its module once: `make controllers-test`.
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +98,14 @@ def held(policies: Any) -> list[bool]:
     """Of each live pod, whether Kueue holds it back."""
     live = [pod for pod in pods(policies) if not pod["metadata"].get("deletionTimestamp")]
     return [any(gate["name"] == GATE for gate in pod["spec"].get("schedulingGates", [])) for pod in live]
+
+
+def is_ready(pod: Json) -> bool:
+    """Whether a pod is ready and stays."""
+    told = pod["status"].get("conditions", [])
+    return not pod["metadata"].get("deletionTimestamp") and any(
+        one["type"] == "Ready" and one["status"] == "True" for one in told
+    )
 
 
 def ready(policies: Any, name: str) -> int:
@@ -224,6 +234,69 @@ def test_another_revision_comes_through_where_the_quota_is_used_up(policies: Any
 
     wait_until(rolled, f"the second revision serves: {policies.get('rolls')}", timeout_s=LIMIT_S)
     assert policies.wait("rolls", "Progressing", "False", "Complete")
+
+
+@pytest.mark.parametrize(("make", "gpus"), [(plain, 2), (grouped, 8)], ids=["pods", "groups"])
+def test_another_revision_comes_through_where_the_quota_admits_fewer_than_are_wanted(
+    policies: Any, queue: Queue, make: Any, gpus: int
+) -> None:
+    """Two of three serve: no Deployment controller takes one that serves while fewer than wanted do."""
+    queue.gpus(gpus)
+    made = make(policies, "short", 3)
+    made["spec"]["pools"][0]["maxReplicas"] = 3
+    policies.kubectl.apply(made)
+    wait_until(lambda: ready(policies, "short") == 2, "two serve", timeout_s=LIMIT_S)
+    made["spec"]["model"]["revision"] = "b"
+    policies.kubectl.apply(made)
+
+    def rolled() -> bool:
+        assert policies.routes()["short"], "robots have nobody"
+        serving = [pod for pod in pods(policies) if pod["status"].get("podIP") and is_ready(pod)]
+        return {pod["metadata"]["annotations"]["taktline.dev/revision"] for pod in serving} == {"b"}
+
+    wait_until(rolled, f"the second revision serves: {policies.get('short')}", timeout_s=4 * LIMIT_S)
+    assert policies.wait("short", "Degraded", "False")
+
+
+def test_a_queue_that_admits_nobody_costs_no_worker_and_says_so(policies: Any, queue: Queue) -> None:
+    queue.gpus(2)
+    policies.kubectl.apply(plain(policies, "on-hold", 2))
+    wait_until(lambda: ready(policies, "on-hold") == 2, "both serve", timeout_s=LIMIT_S)
+    before = {pod["metadata"]["uid"] for pod in pods(policies)}
+    hold = {"spec": {"stopPolicy": "Hold"}}
+    queue.gpus(8)
+    policies.kubectl(
+        "-n", policies.namespace, "patch", "localqueue", "robots", "--type=merge", f"--patch={json.dumps(hold)}"
+    )
+    policies.kubectl.apply(plain(policies, "on-hold", 2, "b"))
+    said = policies.wait("on-hold", "Queued", "True", "QueueStopped")
+    assert "queue robots, which admits nobody now" in said["message"]
+    wait_until(lambda: [pod for pod in pods(policies) if pod["metadata"]["uid"] not in before], "a new pod")
+
+    def long_enough() -> bool:
+        assert before <= {pod["metadata"]["uid"] for pod in pods(policies)}, "a worker left for nothing"
+        assert ready(policies, "on-hold") == 2
+        return bool(time.monotonic() > until)
+
+    until = time.monotonic() + 45.0  # more than twice as long as one waits before another makes room
+    wait_until(long_enough, "nobody leaves", timeout_s=LIMIT_S)
+    resume = {"spec": {"stopPolicy": "None"}}
+    policies.kubectl(
+        "-n", policies.namespace, "patch", "localqueue", "robots", "--type=merge", f"--patch={json.dumps(resume)}"
+    )
+    wait_until(
+        lambda: (policies.get("on-hold") or {})["status"].get("currentRevision") == "b", "it goes on", timeout_s=LIMIT_S
+    )
+
+
+def test_a_queue_that_is_not_there_is_named(policies: Any, queue: Queue) -> None:
+    policies.kubectl.apply(plain(policies, "nowhere", 1, queue="no-such-queue"))
+    said = policies.wait("nowhere", "Queued", "True", "QueueAbsent")
+    assert f"namespace {policies.namespace} has no LocalQueue no-such-queue" in said["message"]
+    queue.gpus(1)
+    queue.local("no-such-queue")
+    wait_until(lambda: ready(policies, "nowhere") == 1, "it serves", timeout_s=LIMIT_S)
+    assert policies.wait("nowhere", "Queued", "False", "Admitted")
 
 
 def test_a_single_worker_stays_where_its_successor_has_no_quota(policies: Any, queue: Queue) -> None:

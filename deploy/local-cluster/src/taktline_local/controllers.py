@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import socket
@@ -70,15 +71,19 @@ class Controller(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop it and take away what it brought, webhooks first."""
+        """Stop it and take away what it brought, webhooks first.
+
+        Each is tried whatever became of the others: a webhook that is left stops every pod, a process outlives us.
+        """
         hooks = [name for name in self._installed if "webhookconfigurations" in name or "apiservices" in name]
-        if hooks:
-            self.kubectl("delete", *hooks, "--ignore-not-found", "--timeout=60s")
         kinds = [name for name in self._installed if name not in hooks]
-        if kinds:
-            self.kubectl("delete", *kinds, "--ignore-not-found", "--wait=true", "--timeout=120s")
-        for child in self._children:
-            child.stop_blocking(STOP_GRACE_S)
+        with contextlib.ExitStack() as last:  # from the last to the first, and the first error is raised at the end
+            for child in self._children:
+                last.callback(child.stop_blocking, STOP_GRACE_S)
+            if kinds:
+                last.callback(self.kubectl, "delete", *kinds, "--ignore-not-found", "--wait=true", "--timeout=120s")
+            if hooks:
+                last.callback(self.kubectl, "delete", *hooks, "--ignore-not-found", "--timeout=60s")
 
     def before(self) -> list[Object]:
         """What must be there before it starts: its kinds."""
