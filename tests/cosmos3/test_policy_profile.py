@@ -13,6 +13,7 @@ from taktline_worker.models.cosmos3.request import OFFICIAL, PAPER
 from taktline_worker.profiling import report
 from taktline_worker.profiling.subject import Request, open_subject
 
+from tests.cosmos3.served_folders import save_policy
 from tests.cosmos3.tiny_policy import ACTION_WIDTH, DOMAINS, OFFICIAL_TINY, VOCABULARY
 
 
@@ -89,3 +90,11 @@ def test_a_request_by_phase(monkeypatch):
     for bad in ({"precision": "fp8"}, {"views": 2}):  # FP8 needs a GPU that has it
         with pytest.raises(TaktlineError):
             open_subject(Request("random:cosmos3-nano", (1,), device="cpu", **bad))
+
+
+def test_a_folder_is_profiled_as_the_family_that_it_is(tmp_path):
+    subject = open_subject(Request(str(save_policy(tmp_path)), (1,), device="cpu", prompt_tokens=20))
+    assert subject.policy == "cosmos3-nano"
+    (row,) = report.profile(subject, [1], lambda said: None, runs=3, limit_s=0.1)
+    assert [phase.name for phase in row.phases] == ["encode", "denoise"]
+    assert all(0 < phase.mfu <= phase.of_roof for phase in row.phases)

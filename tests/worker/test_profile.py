@@ -108,6 +108,8 @@ def test_what_is_computed_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     assert vision.floor_ms == pytest.approx(2.0)  # bound by products
     assert expert.floor_ms == pytest.approx(4.0)  # bound by memory
     assert vision.of_roof == pytest.approx(2.0 / 3.0)
+    assert vision.mfu == pytest.approx(2.0 / 3.0)
+    assert expert.mfu < expert.of_roof
     assert row.floor_ms == pytest.approx(6.0)
     assert said == ["the machine's roofs", "batch 2: whole request", "batch 2: vision", "batch 2: expert"]
     order.clear()
@@ -136,7 +138,7 @@ def test_profile_command_writes_table_rows_and_figures(folder: Any, tmp_path: Pa
     out = tmp_path / "profile"
     done = _run(profile.profile, str(folder["pi05"]), *FAST, "--out", str(out), "--views", "1", "--prompt-tokens", "9")
     assert done.exit_code == 0, done.output
-    for word in ("vision", "prefix", "expert", "request", "of roof", "views 1, prompt tokens 9"):
+    for word in ("vision", "prefix", "expert", "request", "MFU", "of roof", "views 1, prompt tokens 9"):
         assert word in done.output
     rows = json.loads((out / "profile.json").read_text())
     assert [row["batch"] for row in rows] == [1, 2]

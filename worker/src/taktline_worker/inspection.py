@@ -100,6 +100,18 @@ def inspect(path: Path, *, statistics: str = "", read_weights: bool = True) -> R
     return Report(path=str(path), usable=usable, problems=tuple(problems), **fields)
 
 
+def family_of(path: Path) -> str:
+    """The family that a folder is of, as deployments name it.
+
+    Raises:
+        TaktlineError: the first reason for which a worker would refuse the folder.
+    """
+    other = _other_family(path)
+    if other is not None:
+        return str(other.describe(path, "", False)[0]["family"])
+    return pi_folder.open_folder(path).family
+
+
 def _other_family(path: Path) -> Any:
     """The module of the family that recognises the folder; None leaves it to π0 and π0.5."""
     from taktline_worker.models.cosmos3 import inspection as cosmos3

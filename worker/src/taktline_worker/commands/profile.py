@@ -100,7 +100,7 @@ def _print(rows: Sequence[Row]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("batch", "phase"):
         table.add_column(name, justify="right" if name == "batch" else "left")
-    for name in ("ms", "share", "GFLOP", "MB", "TFLOP/s", "FLOP/B", "of roof"):
+    for name in ("ms", "share", "GFLOP", "MB", "TFLOP/s", "MFU", "FLOP/B", "of roof"):
         table.add_column(name, justify="right")
     for row in rows:
         for phase in row.phases:
@@ -112,6 +112,7 @@ def _print(rows: Sequence[Row]) -> None:
                 f"{phase.gflop:.4g}",
                 f"{phase.mbytes:.4g}",
                 f"{phase.tflops:.3g}",
+                f"{100 * phase.mfu:.1f}%",
                 f"{phase.intensity:.3g}",
                 f"{100 * phase.of_roof:.0f}%",
             )
@@ -119,6 +120,7 @@ def _print(rows: Sequence[Row]) -> None:
             str(row.batch),
             "request",
             f"{row.median_ms:.3f}",
+            "",
             "",
             "",
             "",

@@ -26,6 +26,7 @@ class PhaseRow:
 
     Attributes:
         share: of the phases' sum.
+        mfu: share of the peak rate of products that the phase reached, whatever its intensity.
         intensity: operations a byte.
         floor_ms: the least time under the measured roofs.
         of_roof: share of the rate that the roofs allow at this intensity.
@@ -37,6 +38,7 @@ class PhaseRow:
     gflop: float
     mbytes: float
     tflops: float
+    mfu: float
     intensity: float
     floor_ms: float
     of_roof: float
@@ -149,6 +151,7 @@ def _phase_row(phase: Phase, ms: float, total_ms: float, roofs: Roofs) -> PhaseR
         gflop=phase.flops / 1e9,
         mbytes=phase.bytes / 1e6,
         tflops=rate / 1e12,
+        mfu=rate / roofs.flops_per_s,
         intensity=intensity,
         floor_ms=floor_ms,
         of_roof=floor_ms / ms,

@@ -123,10 +123,10 @@ def _random(request: Request) -> Profile:
 
 
 def _family(path: Path) -> str:
-    """Family of a folder, read off its tensors; planners and others are named in an engine.json."""
-    from taktline_worker.models.pi.folder import open_folder
+    """Family of a folder, read off its files and tensors."""
+    from taktline_worker.inspection import family_of
 
-    return open_folder(path).family
+    return family_of(path)
 
 
 def _read(path: Path) -> EngineConfig:
