@@ -18,6 +18,7 @@ from taktline_worker.adapter import PlannedChunk
 from taktline_worker.models.vjepa2_ac.adapter import VJepa2Adapter, load
 from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
 from taktline_worker.planning.search import Problem, search
+from taktline_worker.planning.timely import Taken
 from taktline_worker.planning.world import Scene
 
 
@@ -175,6 +176,50 @@ def test_a_budget_too_short_for_one_round_is_refused_and_its_neighbour_served(ki
     assert refused.code is ErrorCode.DEADLINE_UNREACHABLE
     assert "20.0 ms" in refused.message
     assert isinstance(served, PlannedChunk)
+
+
+class Late:
+    """A search that was answered without its end: `wait` takes three readings of the clock, or does not come back."""
+
+    busy = True
+
+    def __init__(self, clock: Clock, inner: Any, taken: Taken | None) -> None:
+        self.clock, self.inner, self.taken = clock, inner, taken
+
+    def wait(self, ends: Any) -> Taken | None:
+        for _ in range(3):
+            self.clock()
+        if self.taken is None:
+            raise TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "the plan before this one still runs", "send it again")
+        self.busy = False
+        return self.taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_a_late_plan_is_waited_for_before_images_are_encoded(
+    kit: Any, timed: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(pixels: Any) -> Any:
+        raise AssertionError("the device may be waiting for a rank")
+
+    timed._search = Late(timed._clock, timed._search, None)
+    monkeypatch.setattr(timed.world, "encode", encode)
+    (refused,) = answer(timed, pool, kit.observe())
+    assert isinstance(refused, TaktlineError)
+    assert refused.code is ErrorCode.WORKER_UNAVAILABLE
+
+
+def test_what_a_plan_waits_for_is_not_learned_and_the_late_plan_is(kit: Any, timed: Any, pool: Any) -> None:
+    settings = timed.processor.settings
+    other = VJepa2Adapter(timed.world, timed.processor, "fp32", 0.25, clock=Clock())
+    plan(other, pool, kit.observe())
+    searched_s = other.round_times.round_s(settings)
+    timed._search = Late(timed._clock, timed._search, Taken([(settings, 2)], 20.0, 1))
+    plan(timed, pool, kit.observe())
+    # Ten seconds a round, then a quarter of the way to what this plan took without the wait.
+    assert timed.round_times.round_s(settings) == pytest.approx(10.0 + 0.25 * (searched_s - 10.0))
 
 
 def encoded(mode: str, kind: str, size: tuple[int, int] = (128, 128)) -> EncodedImage:

@@ -50,6 +50,7 @@ class Local:
         self._scorers = [self._new(index) for index in range(size)]
         self.calls = 0
         self.fetched = 0
+        self.untils: list[float | None] = []
 
     def _new(self, index: int) -> ShardScorer:
         return ShardScorer(point_world.PointWorld(), str(index))
@@ -65,7 +66,8 @@ class Local:
         self.calls += 1
         return self._scorers[self.calls % len(self._scorers)]
 
-    def score(self, calls: Sequence[ShardCall]) -> list[ShardReply]:
+    def score(self, calls: Sequence[ShardCall], until: float | None) -> list[ShardReply]:
+        self.untils.append(until)
         return [pickle.loads(pickle.dumps(self._next().score(call, self._fetch))) for call in calls]
 
     def finish(self, plan: str, rounds: Sequence[ScoredRound]) -> list[Plan]:
@@ -141,14 +143,50 @@ class Silent(Local):
 
     silent_from = 0
 
-    def score(self, calls: Sequence[ShardCall]) -> list[ShardReply]:
+    def score(self, calls: Sequence[ShardCall], until: float | None) -> list[ShardReply]:
         if self.calls >= self.silent_from:
             raise TaktlineError(ErrorCode.DEADLINE_EXPIRED, "no world model answered", "send a larger budget")
-        return super().score(calls)
+        return super().score(calls, until)
+
+
+def test_a_round_that_is_late_ends_who_has_a_budget_and_sends_the_others_again() -> None:
+    given = [replace(problems()[0], deadline=1e9), problems()[1], replace(problems()[1], deadline=2e9)]
+    scorers = Silent(2, given)
+    scorers.silent_from = 4
+    found = drive(scorers, "a", given)
+    for index in (0, 2):
+        (expected,) = search(
+            point_world.PointWorld(), [replace(given[index], settings=replace(given[index].settings, rounds=2))]
+        )
+        one = found[index]
+        assert isinstance(one, Plan)
+        assert torch.equal(one.actions, expected.actions)
+        assert one.stopped == "budget"
+    assert isinstance(found[1], TaktlineError)
+    # The first round is not held against a budget; later ones must be there by the first that still counts.
+    assert scorers.untils == [None, 1e9]
+
+
+def test_what_a_new_plan_costs_its_first_round_is_not_held_against_the_next() -> None:
+    """Fetching takes 50 seconds and a round five: several fit, and by the first one's time no second would."""
+    clock = Steps()
+
+    class Slow(Local):
+        def _new(self, index: int) -> ShardScorer:
+            return ShardScorer(point_world.PointWorld(), str(index), clock)
+
+        def _fetch(self) -> list[Problem]:
+            clock.now += 50.0
+            return super()._fetch()
+
+    given = [replace(problems()[0], deadline=71.0)]
+    (found,) = drive(Slow(1, given), "a", given, clock)
+    assert isinstance(found, Plan)
+    assert (found.rounds, found.stopped) == (4, "budget")
 
 
 def test_rounds_that_were_scored_answer_where_the_next_one_is_not_in_time() -> None:
-    given = problems()
+    given = [replace(one, deadline=1e9) for one in problems()]
     scorers = Silent(2, given)
     scorers.silent_from = 6
     found = drive(scorers, "a", given)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.planning import timely
-from taktline_worker.planning.mesh import OneRank
+from taktline_worker.planning.mesh import OneRank, RankLostError
 from taktline_worker.planning.relay import follow
 from taktline_worker.planning.search import Plan, Problem, search
 from taktline_worker.planning.settings import SearchSettings
@@ -193,6 +193,92 @@ def test_a_round_that_is_only_late_keeps_its_mesh(held: threading.Event) -> None
     assert leader.rounds >= 6  # this plan's too were gathered there
 
 
+def test_a_mesh_that_was_only_slow_is_known_to_be(held: threading.Event) -> None:
+    clock = Clock()
+    timed = TimelySearch(point_world.PointWorld(), OneLoss(Leader(holding(held, 3))), clock)
+    deadline = 5.0  # of a clock that stands: the wait for it is five seconds of ours
+    (found,) = timed.plans([problem(deadline)], [deadline], never_known)
+    assert same(found, made_alone(2))
+    assert timed.busy
+    clock.now = 8.0
+    held.set()
+    taken = timed.wait([None])
+    assert taken is not None
+    assert (taken.seconds, taken.ranks) == (8.0, 2)
+    # The round that was late ended after the deadline, and no further one was begun.
+    assert taken.work == [(problem().settings, 3)]
+    assert not timed.busy
+    assert timed.wait([None]) is None
+
+
+def test_a_batch_is_answered_at_the_first_deadline_that_a_round_outlives(held: threading.Event) -> None:
+    ranks = OneLoss(Leader(holding(held, 3)))
+    timed = TimelySearch(point_world.PointWorld(), ranks)
+    soon, later = time.monotonic() + 5.0, time.monotonic() + 1000.0
+    given = [problem(later), problem(soon), problem(), problem(later, rounds=1)]
+    first, second, third, fourth = timed.plans(given, [later, soon, None, later], never_known)
+    assert same(first, made_alone(2))
+    assert same(second, made_alone(2))
+    assert isinstance(third, TaktlineError)  # of which nobody asked for less than all rounds
+    assert "beside this one" in str(third)
+    assert same(fourth, made_alone(1))
+    assert isinstance(fourth, Plan)
+    assert fourth.stopped == "rounds"
+    held.set()
+
+
+def test_a_plan_that_has_ended_does_not_hurry_its_neighbours() -> None:
+    clock = Clock()
+
+    def falter(now: int) -> None:
+        clock.now += 100.0
+
+    timed = TimelySearch(point_world.PointWorld(), OneLoss(Leader(falter)), clock)
+    # The first one's third round would end after its deadline; the second goes on beyond it.
+    first, second = timed.plans([problem(250.0), problem(1e6)], [250.0, 1e6], never_known)
+    assert same(first, made_alone(2))
+    assert same(second, made_alone(6))
+    assert not timed.disturbed
+
+
+class Faulty(point_world.PointWorld):
+    """Fails when it scores unit `at`."""
+
+    at = 6
+
+    def score(self, prepared: Any, actions: torch.Tensor, energies: torch.Tensor) -> None:
+        if len(self.units) == self.at:
+            self.at = -1
+            raise ValueError("out of memory")
+        super().score(prepared, actions, energies)
+
+
+@pytest.mark.parametrize("deadline", [None, 1e9])
+def test_a_world_model_that_fails_here_costs_its_plan_and_not_the_mesh(deadline: float | None) -> None:
+    leader = Leader(lambda now: None)
+    ranks = OneLoss(leader)
+    timed = TimelySearch(Faulty(), ranks)
+    with pytest.raises(ValueError, match="out of memory"):
+        timed.plans([problem(deadline)], [deadline], never_known)
+    assert not ranks.is_lost.is_set()
+    begun = leader.rounds
+    (found,) = timed.plans([problem()], [None], never_known)
+    assert same(found, made_alone(6))
+    assert leader.rounds == begun + 6  # the others were in step
+
+
+def test_a_plan_that_fails_between_its_ranks_has_them_start_again() -> None:
+    def falter(now: int) -> None:
+        if now == 2:
+            raise KeyError("energies")
+
+    ranks = OneLoss(Leader(falter))
+    timed = TimelySearch(point_world.PointWorld(), ranks)
+    with pytest.raises(KeyError, match="energies"):
+        timed.plans([problem()], [None], never_known)
+    assert ranks.is_lost.is_set()
+
+
 def test_a_rank_that_stays_silent_is_given_up(held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timely, "PATIENCE_S", 0.1)
     ranks = OneLoss(Leader(holding(held, 2)))
@@ -209,7 +295,7 @@ def breaking(number: int, then: Callable[[], None] = lambda: None) -> Callable[[
     def falter(now: int) -> None:
         if now == number:
             then()
-            raise RuntimeError("Connection closed by peer")
+            raise RankLostError("Connection closed by peer")
 
     return falter
 

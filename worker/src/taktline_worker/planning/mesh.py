@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 
+class RankLostError(RuntimeError):
+    """A collective failed: a rank is gone, or cannot be reached."""
+
+
 class Mesh(Protocol):
-    """Ranks that run the same search; each scores its units, all fit the same belief."""
+    """Ranks that run the same search; each scores its units, all fit the same belief.
+
+    Every call may raise RankLostError.
+    """
 
     @property
     def rank(self) -> int:
@@ -75,17 +83,24 @@ class ProcessGroupMesh:
         padded = mine.new_zeros(rows, mine.shape[1])
         padded[: len(mine)] = mine
         everyone = mine.new_empty(self.size * rows, mine.shape[1])
-        dist.all_gather_into_tensor(everyone, padded, group=self._group)
+        _together(dist.all_gather_into_tensor, everyone, padded, group=self._group)
         # Row k of rank r is unit k * size + r.
         return everyone.view(self.size, rows, -1).transpose(0, 1).reshape(self.size * rows, -1)[:total]
 
     def agree(self, flags: Tensor) -> Tensor:
         """See `Mesh`."""
-        dist.broadcast(flags, group=self._control, group_src=0)
+        _together(dist.broadcast, flags, group=self._control, group_src=0)
         return flags
 
     def send(self, value: Tensor) -> Tensor:
         """See `Mesh`."""
         group = self._control if value.device == torch.device("cpu") else self._group
-        dist.broadcast(value, group=group, group_src=0)
+        _together(dist.broadcast, value, group=group, group_src=0)
         return value
+
+
+def _together(collective: Callable[..., object], *tensors: Tensor, **options: Any) -> None:
+    try:
+        collective(*tensors, **options)
+    except RuntimeError as error:  # all that torch.distributed raises for a closed connection, an abort or a timeout
+        raise RankLostError(f"a collective of the process group failed: {error}") from error

@@ -47,7 +47,8 @@ def lead(
         standings: see `search`.
 
     Raises:
-        RuntimeError: a rank is gone, as torch.distributed reports it.
+        RankLostError: a rank is gone.
+        ScoringError: rank 0 could not score its units; the others are in step and wait for the next order.
     """
     if mesh.size > 1:
         _send_order(mesh, _Order(tuple(_head(problem) for problem in problems)))

@@ -100,6 +100,10 @@ def units_of(settings: SearchSettings, micro_batch: int) -> int:
     return -(-settings.candidates // micro_batch)
 
 
+class ScoringError(RuntimeError):
+    """Rank 0's world model failed in a search that the other ranks went through to its end; the cause is chained."""
+
+
 class _Search:
     """The state of one problem between rounds."""
 
@@ -238,26 +242,46 @@ def search(
     other number of ranks. A search with a deadline stops before the round that would end after it; its first round is
     always run (the caller refuses budgets that are too short for one).
 
+    A world model that fails on rank 0 of a mesh must not leave the others in the middle of a collective: it scores no
+    further unit, and takes part in all that is left.
+
     Args:
         mesh: all its ranks must call with equal problems; None = this process alone.
         clock: monotonic seconds; only rank 0's is read.
         standings: called after each round of a search with a deadline, with where all of them stand and the seconds of
             that round.
         start: by problem, where to go on from; this process alone.
+
+    Raises:
+        ScoringError: see above; a search of this process alone raises what its world model does.
+        RankLostError: a rank is gone.
     """
     mesh = mesh if mesh is not None else OneRank()
     searches = Searches(world, problems, start)
     timed = any(problem.deadline is not None for problem in problems)
+    failed: Exception | None = None
     while searches.running:
         began = clock() if timed else 0.0
         units = searches.sample()
-        mine = searches.score(share(mesh.rank, mesh.size, units))
+        own = share(mesh.rank, mesh.size, units)
+        if failed is None:
+            try:
+                mine = searches.score(own)
+            except Exception as error:
+                if mesh.size == 1 or mesh.rank:  # a process that ends is how the others learn of it
+                    raise
+                failed = error
+        if failed is not None:
+            mine = torch.full((len(own), world.micro_batch), torch.nan, device=world.device, dtype=world.dtype)
         searches.fit(mesh.gather(mine, units), observer)
         if timed:
             world.synchronize()
             now = clock()
-            flags = mesh.agree(torch.tensor(late(problems, now, now - began), dtype=torch.int64))
-            searches.stop(flags.tolist())
-            if standings is not None:
+            # All of them where it failed: what is left would be scored in vain.
+            ends = late(problems, now, now - began) if failed is None else [True] * len(problems)
+            searches.stop(mesh.agree(torch.tensor(ends, dtype=torch.int64)).tolist())
+            if standings is not None and failed is None:
                 standings(searches.standings(), now - began)
+    if failed is not None:
+        raise ScoringError(f"the world model failed: {failed}") from failed
     return searches.plans()

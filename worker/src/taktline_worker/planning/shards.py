@@ -60,12 +60,14 @@ class ShardReply:
         energies: (own units, micro_batch).
         seconds: that scoring took, the scorer's own replay and sampling included.
         scorer: who answered.
+        prepared_s: the part of `seconds` that went before: taking up a plan that was new here, and earlier rounds.
     """
 
     units: int
     energies: NDArray[Any]
     seconds: float
     scorer: str
+    prepared_s: float = 0.0
 
 
 class ShardScorer:
@@ -87,9 +89,10 @@ class ShardScorer:
         """
         began = self._clock()
         searches = self._at(call.plan, call.rounds, problems)
+        prepared_s = self._clock() - began
         units = searches.sample() if searches.running else 0
         energies = searches.score(share(call.index, call.count, units)).cpu().numpy()
-        return ShardReply(units, energies, self._clock() - began, self._name)
+        return ShardReply(units, energies, self._clock() - began, self._name, prepared_s)
 
     def finish(self, plan: str, rounds: Sequence[ScoredRound], problems: Callable[[], Sequence[Problem]]) -> list[Plan]:
         """The plans after their last round, tensors on the CPU."""
@@ -122,11 +125,14 @@ class Scorers(Protocol):
     def size(self) -> int:
         """Shards of a round: as many as there are scorers when all are well."""
 
-    def score(self, calls: Sequence[ShardCall]) -> list[ShardReply]:
+    def score(self, calls: Sequence[ShardCall], until: float | None) -> list[ShardReply]:
         """Replies in the order of the calls, which run side by side.
 
+        Args:
+            until: instant of the driver's clock by which they must be there; None leaves that to the scorers.
+
         Raises:
-            TaktlineError: nobody answered in time.
+            TaktlineError: DEADLINE_EXPIRED or another code; nobody answered in time.
         """
 
     def finish(self, plan: str, rounds: Sequence[ScoredRound]) -> list[Plan]:
@@ -148,10 +154,12 @@ def drive(
     problems: Sequence[Problem],
     clock: Callable[[], float] = time.monotonic,
     observer: Callable[[RoundSpan], None] | None = None,
-) -> list[Plan]:
+) -> list[Plan | TaktlineError]:
     """Runs one plan to its end. Only this side's clock counts for budgets, as rank 0's does on a mesh.
 
-    Where nobody scores a further round in time, the plan of the rounds so far is the answer.
+    The first round is not ended by a budget, for there is no plan without it. Where nobody scores a further one before
+    the first of the deadlines that still count, the rounds so far are the answer of all that have a deadline, and the
+    others' is an error that has them sent again.
 
     Args:
         problems: whose settings and deadlines count here; the scorers have their own copies.
@@ -160,15 +168,18 @@ def drive(
         TaktlineError: nobody answered in time, and no round was scored.
     """
     rounds: tuple[ScoredRound, ...] = ()
-    ended = [False] * len(problems)
+    ended, cut = [False] * len(problems), False
     while not all(ended):
         began = clock()
+        due = [one.deadline for one, done in zip(problems, ended, strict=True) if not done and one.deadline is not None]
+        calls = [ShardCall(plan, rounds, index, scorers.size) for index in range(scorers.size)]
         try:
-            replies = scorers.score([ShardCall(plan, rounds, index, scorers.size) for index in range(scorers.size)])
+            replies = scorers.score(calls, min(due, default=None) if rounds else None)
         except TaktlineError as error:
             if not rounds or error.code is not ErrorCode.DEADLINE_EXPIRED:
                 raise
             rounds = (*rounds[:-1], replace(rounds[-1], late=(True,) * len(problems)))
+            cut = True
             break
         if replies[0].units == 0:
             break
@@ -176,13 +187,27 @@ def drive(
         if observer is not None:
             slowest = max(reply.seconds for reply in replies)
             observer(RoundSpan(now - began, slowest, tuple(reply.scorer for reply in replies)))
-        flags = late(problems, now, now - began)
+        # The next round fetches and replays nothing: what this one spent on that is not held against a budget.
+        round_s = now - began - max(reply.prepared_s for reply in replies)
+        flags = late(problems, now, round_s)
         rounds = (*rounds, ScoredRound(_in_order(replies), tuple(flags)))
         ended = [
             done or flag or problem.settings.rounds == len(rounds)
             for done, flag, problem in zip(ended, flags, problems, strict=True)
         ]
-    return scorers.finish(plan, rounds)
+    plans = scorers.finish(plan, rounds)
+    return [
+        _cut_short() if cut and not done and problem.deadline is None else found
+        for found, done, problem in zip(plans, ended, problems, strict=True)
+    ]
+
+
+def _cut_short() -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.WORKER_UNAVAILABLE,
+        "a round of the plan was late, and the budget of a plan beside it ended",
+        "send a new observation, to another worker if there is one",
+    )
 
 
 def _placed(problem: Problem, device: torch.device) -> Problem:

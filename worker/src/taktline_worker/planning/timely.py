@@ -18,16 +18,32 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
-from taktline_worker.planning.mesh import Mesh, OneRank
+from taktline_worker.planning.mesh import Mesh, OneRank, RankLostError
 from taktline_worker.planning.ranks import Ranks
 from taktline_worker.planning.relay import lead
-from taktline_worker.planning.search import Plan, Problem, Standing, late, search, units_of
+from taktline_worker.planning.search import Plan, Problem, ScoringError, Standing, late, search, units_of
+from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.world import WorldModel
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """For a round that outlives its plan's deadline; then a rank is taken to be lost, though its process is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a search on the mesh took that was answered before it ended.
+
+    Attributes:
+        work: the settings of each robot's plan with the rounds it ran.
+        seconds: from its first round's beginning to its end.
+        ranks: of its mesh.
+    """
+
+    work: list[tuple[SearchSettings, int]]
+    seconds: float
+    ranks: int
 
 
 @dataclass(slots=True)
@@ -38,6 +54,7 @@ class _Attempt:
         poses: (7,) on the CPU, where each problem's arm is; empty where no problem has a deadline.
         standings: after the newest round that all ranks took part in; empty before the first.
         round_s: what that round took.
+        seconds: what all of it took, once it has ended.
     """
 
     problems: Sequence[Problem]
@@ -45,6 +62,7 @@ class _Attempt:
     poses: list[Tensor]
     standings: list[Standing] = field(default_factory=list)
     round_s: float = 0.0
+    seconds: float = 0.0
     ended: Future[list[Plan]] = field(default_factory=Future)
 
 
@@ -65,42 +83,68 @@ class TimelySearch:
         self._clock = clock
         self._late: _Attempt | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a plan that was answered without its end may still run: `wait` before anything touches the device."""
+        return self._late is not None
+
+    def wait(self, ends: Sequence[float | None]) -> Taken | None:
+        """Waits for such a plan; returns what it took, where its mesh went through it.
+
+        Raises:
+            TaktlineError: WORKER_UNAVAILABLE; it still runs at the last of `ends`.
+        """
+        if self._late is None:
+            return None
+        attempt = self._late
+        if not self._done(attempt, _last(ends)):
+            raise _unanswered("the plan before this one still waits for a rank of the mesh")
+        self._late = None
+        if attempt.ended.exception() is not None or not self._ranks.sound(attempt.mesh):
+            return None
+        work = [(one.settings, plan.rounds) for one, plan in zip(attempt.problems, attempt.ended.result(), strict=True)]
+        return Taken(work, attempt.seconds, attempt.mesh.size)
+
     def plans(
         self, problems: Sequence[Problem], ends: Sequence[float | None], alone_s: Callable[[Problem], float | None]
     ) -> list[Plan | TaktlineError]:
         """A plan or a typed error for each problem.
 
         Where a rank is lost, rounds that were whole stay, and this process makes the others alone, with the same bytes
-        as a result, as far as the deadlines allow.
+        as a result, as far as the deadlines allow. Where a round outlives the deadline of any of them, all are answered
+        there, for a batch is answered as a whole: with the rounds they have, or, without a deadline of their own, with
+        an error that has them sent again.
 
         Args:
             ends: instants after which an answer is of no use; None = never.
             alone_s: seconds of one round of a problem in this process alone; None where nobody knows.
 
         Raises:
-            RuntimeError: what the search itself raised where no mesh can be blamed.
+            Exception: what the world model or the search raised where no rank was lost.
         """
-        known = [end for end in ends if end is not None]
-        until = max(known) if len(known) == len(ends) else None
         self.disturbed = False
-        if self._late is not None:
-            if not self._done(self._late, until):
-                return [_unanswered("the plan before this one still waits for a rank of the mesh")] * len(problems)
-            self._late = None
+        try:
+            self.wait(ends)
+        except TaktlineError as refusal:
+            return [refusal] * len(problems)
         mesh = self._ranks.mesh()
         if mesh.size == 1:
             return list(lead(self._world, problems, mesh, self._clock))
         timed = any(problem.deadline is not None for problem in problems)
         attempt = _Attempt(problems, mesh, [one.scene.pose.cpu() for one in problems] if timed else [])
         self._start(attempt)
-        if not self._done(attempt, until):
+        if not self._in_time(attempt, ends):
             return self._cut(attempt)
         error = attempt.ended.exception()
-        if error is not None and not isinstance(error, RuntimeError):  # torch.distributed raises RuntimeErrors
-            raise error
-        if error is None and self._ranks.sound(mesh):
+        lost = isinstance(error, RankLostError) or not self._ranks.sound(mesh)
+        if error is None and not lost:
             return list(attempt.ended.result())
         self.disturbed = True
+        if error is not None and not lost:
+            if isinstance(error, ScoringError):
+                raise error.__cause__ or error
+            self._give_up(error)
+            raise error
         cause = "a follower ended during the plan" if error is None else str(error)[:500]
         logger.error("a plan lost a rank; this one goes on alone", extra={"ranks": mesh.size, "cause": cause})
         self._ranks.lost()
@@ -121,10 +165,13 @@ class TimelySearch:
                 attempt.round_s, attempt.standings = seconds, standings
 
         def run() -> None:
+            began = self._clock()
             try:
                 if device is not None:
                     torch.cuda.set_device(device)
                 plans = lead(self._world, attempt.problems, attempt.mesh, self._clock, keep)
+                self._world.synchronize()
+                attempt.seconds = self._clock() - began
                 attempt.ended.set_result(plans)
             except BaseException as error:  # whatever it is, the caller's thread is the one to raise it
                 attempt.ended.set_exception(error)
@@ -135,6 +182,21 @@ class TimelySearch:
         """Whether it ended by `until`; waits for that."""
         timeout = None if until is None else max(0.0, until - self._clock())
         return bool(wait([attempt.ended], timeout).done)
+
+    def _in_time(self, attempt: _Attempt, ends: Sequence[float | None]) -> bool:
+        """Waits for the search; whether it ended before it had to be answered without."""
+        deadlines = [
+            (end, index)
+            for index, (problem, end) in enumerate(zip(attempt.problems, ends, strict=True))
+            if problem.deadline is not None and end is not None
+        ]
+        for end, index in sorted(deadlines):
+            if self._done(attempt, end):
+                return True
+            standings = attempt.standings
+            if not standings or standings[index].stopped is None:
+                return False
+        return self._done(attempt, _last(ends))
 
     def _cut(self, attempt: _Attempt) -> list[Plan | TaktlineError]:
         """The answers at the deadline, while the search still runs or waits."""
@@ -150,14 +212,28 @@ class TimelySearch:
             return [_unanswered("no round of the plan was whole by its deadline")] * len(attempt.problems)
         return [
             self._plan(problem, pose, standing)
+            if standing.stopped is not None or problem.deadline is not None
+            else _unanswered("the budget of a plan beside this one ended while a round was late")
             for problem, pose, standing in zip(attempt.problems, attempt.poses, standings, strict=True)
         ]
 
     def _settle(self, attempt: _Attempt) -> None:
         """Waits for a search that was answered without; where a rank is the cause, it is lost."""
-        ended = bool(wait([attempt.ended], PATIENCE_S).done)
-        if not ended or attempt.ended.exception() is not None or not self._ranks.sound(attempt.mesh):
+        if not wait([attempt.ended], PATIENCE_S).done:
             self._ranks.lost()
+            return
+        error = attempt.ended.exception()
+        if isinstance(error, RankLostError) or not self._ranks.sound(attempt.mesh):
+            self._ranks.lost()
+        elif isinstance(error, ScoringError):
+            logger.error("a plan failed after its answer; its mesh is well", exc_info=error)
+        elif error is not None:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """No rank was lost, but this one left the others midway: the next plan's collectives would meet theirs."""
+        logger.error("a plan failed between its ranks; they must start again", exc_info=error)
+        self._ranks.lost()
 
     def _alone(
         self, attempt: _Attempt, ends: Sequence[float | None], alone_s: Callable[[Problem], float | None]
@@ -194,6 +270,12 @@ class TimelySearch:
         scene = replace(problem.scene, pose=pose)
         poses = self._world.poses(scene, standing.actions)
         return Plan(standing.actions, poses, standing.energies, standing.rounds, standing.stopped or "budget")
+
+
+def _last(ends: Sequence[float | None]) -> float | None:
+    """The last of some instants, of which None never comes."""
+    known = [end for end in ends if end is not None]
+    return max(known) if len(known) == len(ends) else None
 
 
 def _unanswered(reason: str) -> TaktlineError:

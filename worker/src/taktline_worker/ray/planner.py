@@ -63,11 +63,14 @@ class ServeScorers:
         self._until = until
         self._clock = clock
 
-    def score(self, calls: Sequence[ShardCall]) -> list[ShardReply]:
+    def score(self, calls: Sequence[ShardCall], until: float | None) -> list[ShardReply]:
         """See `Scorers`: the handle deals the calls out in turn, one to each replica."""
+        ends = self._until if until is None else min(until, self._until)
         responses = [self._handle.score.remote(call, self._problems) for call in calls]
         return [
-            await_reply(response, partial(self._handle.score.remote, call, self._problems), self._left_s)
+            await_reply(
+                response, partial(self._handle.score.remote, call, self._problems), lambda: ends - self._clock()
+            )
             for call, response in zip(calls, responses, strict=True)
         ]
 
@@ -77,9 +80,6 @@ class ServeScorers:
         until = max(self._until, self._clock() + FINISH_S)
         found: list[Plan] = await_reply(call(), call, lambda: until - self._clock())
         return found
-
-    def _left_s(self) -> float:
-        return self._until - self._clock()
 
 
 def await_reply(response: Any, again: Callable[[], Any], left_s: Callable[[], float]) -> Any:
@@ -133,12 +133,9 @@ class RayPlannerAdapter(PlannerAdapter):
         self._size = size
         self.spans: deque[RoundSpan] = deque(maxlen=_SPANS)
 
-    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan]:
+    def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[Plan | TaktlineError]:
         """See `PlannerAdapter`: latents enter the object store once, then rounds move energies alone."""
-        until = max(
-            min((one for one in (row.expires_at, deadline) if one is not None), default=math.inf)
-            for row, deadline in zip(rows, deadlines, strict=True)
-        )
+        until = max(math.inf if row.expires_at is None else row.expires_at for row in rows)
         encode = partial(self._handle.encode.remote, list(rows), list(deadlines))
         problems = await_reply(encode(), encode, lambda: until - self._clock())
         scorers = ServeScorers(self._handle, self._size, ray.put(problems), until, self._clock)

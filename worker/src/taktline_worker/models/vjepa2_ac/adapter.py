@@ -16,7 +16,7 @@ from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.vjepa2_ac.config import PUBLISHED_CONTROL_PERIOD_S, Sidecar
-from taktline_worker.models.vjepa2_ac.planner import FAMILY, PlannerAdapter
+from taktline_worker.models.vjepa2_ac.planner import FAMILY, PlannerAdapter, ends_of
 from taktline_worker.models.vjepa2_ac.processor import PlannerProcessor, PlannerRow
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, find_file, open_checkpoint, pack_weights
@@ -67,17 +67,24 @@ class VJepa2Adapter(PlannerAdapter):
         Without a deadline such a plan is made whole by this rank alone, with bit-identical results.
         """
         problems = [problem_of(self.world, row, deadline) for row, deadline in zip(rows, deadlines, strict=True)]
+        alone = self.round_times.on(1)
+        found = self._search.plans(problems, ends_of(rows, deadlines), lambda problem: alone.round_s(problem.settings))
+        self.ordinary = not self._search.disturbed
+        return found
+
+    def wait_turn(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> bool:
+        """See `PlannerAdapter`: the device may be waiting for a rank, and would keep the images' encoding with it."""
+        waits = self._search.busy
+        if waits:
+            taken = self._search.wait(ends_of(rows, deadlines))
+            if taken is not None:
+                # The round that was late: budgets are held against what rounds take now.
+                self.round_times = self.round_times.on(taken.ranks)
+                self.round_times.learn(taken.work, taken.seconds)
         ranks = self.ranks.mesh().size
         if ranks != self.round_times.ranks:
             self.round_times = self.round_times.on(ranks)
-        ends = [
-            min((one for one in (row.expires_at, deadline) if one is not None), default=None)
-            for row, deadline in zip(rows, deadlines, strict=True)
-        ]
-        alone = self.round_times.on(1)
-        found = self._search.plans(problems, ends, lambda problem: alone.round_s(problem.settings))
-        self.ordinary = not self._search.disturbed
-        return found
+        return waits
 
     def close(self) -> None:
         """Lets the other ranks go."""

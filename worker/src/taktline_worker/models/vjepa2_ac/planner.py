@@ -66,6 +66,15 @@ class PlannerAdapter(ABC):
             control_period_s=control_period_s,
         )
 
+    def wait_turn(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> bool:
+        """Waits until a search may begin; whether it had to.
+
+        Raises:
+            TaktlineError: it may not begin in time for any of the rows.
+        """
+        del rows, deadlines
+        return False
+
     @abstractmethod
     def plans(self, rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> Sequence[Plan | TaktlineError]:
         """Plans of all rows, tensors anywhere; a search ends before the round that would end after its deadline.
@@ -82,8 +91,13 @@ class PlannerAdapter(ABC):
         """Plans of all rows, or the refusal of those whose budget is too short for one round."""
         del bucket  # units have a fixed shape already; a batch of fewer robots is just fewer of them
         began = self._clock()
-        round_s = sum(self.round_times.round_s(row.settings) or 0.0 for row in rows)
         deadlines = [_deadline(row, began) for row in rows]
+        try:
+            # What a plan waits for is not what searching takes.
+            began = self._clock() if self.wait_turn(rows, deadlines) else began
+        except TaktlineError as error:
+            return [_Outcome(None, error)] * len(rows)
+        round_s = sum(self.round_times.round_s(row.settings) or 0.0 for row in rows)
         outcomes: dict[int, _Outcome] = {}
         for index, deadline in enumerate(deadlines):
             if deadline is not None and began + round_s > deadline:
@@ -119,6 +133,14 @@ class PlannerAdapter(ABC):
             settings=self.processor.settings,
             seed=0,
         )
+
+
+def ends_of(rows: Sequence[PlannerRow], deadlines: Sequence[float | None]) -> list[float | None]:
+    """By row, the instant after which an answer is of no use; None = never."""
+    return [
+        min((one for one in (row.expires_at, deadline) if one is not None), default=None)
+        for row, deadline in zip(rows, deadlines, strict=True)
+    ]
 
 
 def _deadline(row: PlannerRow, began: float) -> float | None:
