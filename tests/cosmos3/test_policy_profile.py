@@ -97,4 +97,4 @@ def test_a_folder_is_profiled_as_the_family_that_it_is(tmp_path):
     assert subject.policy == "cosmos3-nano"
     (row,) = report.profile(subject, [1], lambda said: None, runs=3, limit_s=0.1)
     assert [phase.name for phase in row.phases] == ["encode", "denoise"]
-    assert all(0 < phase.mfu <= phase.of_roof for phase in row.phases)
+    assert all(0 < phase.mfu <= 1.001 * phase.of_roof for phase in row.phases)
