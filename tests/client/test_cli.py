@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,10 @@ def test_help_lists_every_command_and_loads_none():
     )
     loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
     assert loaded.stdout.strip().endswith("[]")
+
+
+def test_the_version_is_an_option_too():
+    assert taktline("--version").stdout.strip() == f"taktline {version('taktline')}"
 
 
 def test_version():

@@ -74,6 +74,13 @@ def test_images_are_never_assigned_by_guess(cameras, sent, code):
     assert refused.value.code.value == code
 
 
+def test_a_camera_without_colours_is_named_as_what_it_is():
+    with pytest.raises(TaktlineError) as refused:
+        read({"observation/front": FRAME[..., 0], "state": [0.0], "prompt": "go"}, info("front"))
+    assert refused.value.code.value == "camera_missing"
+    assert refused.value.next_step == "'observation/front' is uint8 of shape (2, 4): send uint8 (height, width, 3)"
+
+
 def test_mapping_reads_what_it_lists_and_nothing_else():
     mapping = ClientMapping(images={"cams/a": "front"}, state=("b", "a"), instruction="say", default_instruction="d")
     sent = {"cams": {"a": FRAME, "x": FRAME}, "a": [1.0], "b": np.array([2, 3], np.int32), "say": "hi", "prompt": "no"}

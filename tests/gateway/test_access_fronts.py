@@ -275,7 +275,9 @@ def test_a_revoked_key_ends_an_open_connection_at_its_next_observation(guarded):
 def test_groot_wants_its_token(guarded):
     for token in (None, "wrong", 7):
         message = {"endpoint": "ping"} | ({} if token is None else {"api_token": token})
-        assert guarded.groot(message)["error"].startswith("Unauthorized")
+        said = guarded.groot(message)["error"]
+        assert said.startswith("Unauthorized")
+        assert "api_token=KEY" in said, "what a GR00T client can do, and not a header that it cannot send"
     assert guarded.groot({"endpoint": "ping", "api_token": guarded.keys["arm-a"]})["status"] == "ok"
     assert "error" in guarded.groot({"endpoint": "get_modality_config", "api_token": "x"})
 
@@ -286,6 +288,8 @@ def test_lerobot_has_no_key_and_is_refused_unless_the_file_says_otherwise(guarde
         with pytest.raises(grpc.RpcError) as caught:
             ask(b"", timeout=20)
         assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
+        if caught.value.code() is grpc.StatusCode.UNAUTHENTICATED:
+            assert "can send no key" in caught.value.details()
 
 
 def test_a_protocol_named_in_the_file_goes_without_a_key(guarded):

@@ -51,6 +51,8 @@ def test_who_is_not_known_gets_no_stream(guarded, headers):
     with pytest.raises(InvalidStatus) as caught:
         StreamRobot(guarded.stack.url, headers=headers)
     assert caught.value.response.status_code == 401
+    until(lambda: "connection rejected (401" in guarded.stack.log.read_text(), "the line about it")
+    assert "completing handshake" not in guarded.stack.log.read_text(), "a caller without a key is no fault of ours"
 
 
 def test_a_key_that_is_revoked_before_hello_takes_over_no_session(guarded):

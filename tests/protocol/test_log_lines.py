@@ -107,6 +107,14 @@ def test_secrets_are_known_by_their_names(logger, lines, name):
     assert "hunter2" not in lines.texts[-1]
 
 
+@pytest.mark.parametrize("kind", ["key", "token", "anonymous"])
+def test_how_a_caller_is_known_is_shown_and_a_credential_is_not(logger, lines, kind):
+    log(logger, logging.INFO, "access_decision", credential=kind, credentials=kind)
+    assert (lines.last["credential"], lines.last["credentials"]) == (kind, REDACTED)
+    log(logger, logging.INFO, "access_decision", credential="hunter2")
+    assert lines.last["credential"] == REDACTED
+
+
 @pytest.mark.parametrize("name", ["prompt_tokens", "key", "tokens", "keys_added"])
 def test_names_that_only_look_like_secrets_are_shown(logger, lines, name):
     log(logger, logging.INFO, "x", **{name: 48})

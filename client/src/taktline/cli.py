@@ -60,7 +60,11 @@ def build(chosen: str) -> typer.Typer:
     )
 
     @app.callback()
-    def root() -> None:
+    def root(
+        shown: bool = typer.Option(
+            False, "--version", help="Show the version and exit.", is_eager=True, callback=_print_version
+        ),
+    ) -> None:
         """Keeps the commands a group, however few are installed."""
 
     plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -70,6 +74,14 @@ def build(chosen: str) -> typer.Typer:
         if name not in _OWN:
             _add(app, name, _summary(entry), partial(_load, entry) if name == chosen else None)
     return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"taktline {version('taktline')}")
+        raise typer.Exit
 
 
 def _add(app: typer.Typer, name: str, summary: str, load: Callable[[], Any] | None) -> None:

@@ -211,9 +211,10 @@ def _check_time(observation: Observation, limits: Limits) -> None:
         )
     reserved = observation.actuate_ms + observation.network_ms
     if budget <= reserved:
+        left = f"{budget:g} ms left when sent, {reserved:g} ms of it reserved by the robot"
         raise TaktlineError(
             ErrorCode.DEADLINE_EXPIRED,
-            f"the control budget is spent: {budget:g} ms left when sent, {reserved:g} ms of it reserved by the robot",
+            f"the control budget is spent: {left if budget else 'nothing was left of it when it was sent'}",
             "send the observation earlier: ask for the next chunk while the buffer still holds actions",
         )
 

@@ -30,6 +30,9 @@ REDACTED = "[redacted]"
 RESERVED = frozenset({"time", "level", "service", "logger", "message", "traceback"})
 """Names of the line's own fields; a field of a call with such a name is written with `_` behind it."""
 
+CREDENTIAL_KINDS = ("key", "token", "anonymous")
+"""What a field `credential` may say: how a caller is known, as the audit log tells it."""
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _SECRET_NAMES = re.compile(
     r"(^|_)(authorization|credentials?|cookie|passwd|password|secret|private_key|api_?key|x_api_key"
@@ -152,7 +155,7 @@ def _blot(match: re.Match[str]) -> str:
 
 def _clean(name: str, value: object, depth: int) -> object:
     """`value` as JSON has it: no bytes, no secret, bounded in length and depth."""
-    if _SECRET_NAMES.search(name):
+    if _SECRET_NAMES.search(name) and not (name == "credential" and value in CREDENTIAL_KINDS):
         return REDACTED
     if value is None or isinstance(value, bool):
         return value

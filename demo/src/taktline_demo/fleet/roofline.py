@@ -120,8 +120,8 @@ def _curves(plot: _Plot) -> list[str]:
         f'<polyline class="roof" points="{roof}"/>',
         f'<text class="curve" x="{plot.x(0.62):.0f}" y="{plot.y(0.80):.0f}" text-anchor="end">'
         "overlapped: Y = min(1, X)</text>",
-        f'<text class="curve" x="{WIDTH - _RIGHT - 10}" y="{plot.y(0.84):.0f}" text-anchor="end">'
-        "serial: Y = X / (1 + X)</text>",
+        # Below the curve on the inference-bound side: on the other one are the dots of a fleet that keeps pace.
+        f'<text class="curve" x="{plot.x(0.36):.0f}" y="{plot.y(0.12):.0f}">serial: Y = X / (1 + X)</text>',
     ]
 
 

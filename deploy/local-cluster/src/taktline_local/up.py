@@ -19,13 +19,15 @@ from taktline_local import DEVICE_NOTICE
 
 FLEET_GRACE_S = 5.0
 INTERRUPTED = 130
+DEFAULT_PORT = 8080
+"""What the SDK and the commands ask where no URL is given."""
 
 
 def up(
     file: Annotated[Path, typer.Argument(help="PolicyDeployment YAML, e.g. deploy/examples/demo-reach.yaml")],
     robots: Annotated[int, typer.Option(min=0, help="simulated robots in closed loop; 0 only serves")] = 4,
     workers: Annotated[int | None, typer.Option(min=1, help="workers of each pool; default what the file says")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="the gateway's port; 0 picks a free one")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the gateway's port; 0 picks a free one")] = DEFAULT_PORT,
     episodes: Annotated[int, typer.Option(min=1, help="episodes each robot plays")] = 3,
     seed: Annotated[int, typer.Option(help="seed of the robots' scenes")] = 0,
     report: Annotated[Path, typer.Option(help="where the HTML report goes")] = Path(".taktline/report.html"),
@@ -97,7 +99,8 @@ async def run(
     try:
         say(f"watch it live in a browser: {stack.url}/")
         if robots == 0:
-            say(f"serving {', '.join(stack.policies)} at {stack.url}; try `taktline policies`; Ctrl-C ends it")
+            look = "taktline policies" + ("" if port == DEFAULT_PORT else f" --url {stack.url}")
+            say(f"serving {', '.join(stack.policies)} at {stack.url}; try `{look}`; Ctrl-C ends it")
             await interrupted.wait()
             return 0
         return await run_fleet(stack.url, chosen, robots, fleet_arguments, interrupted)

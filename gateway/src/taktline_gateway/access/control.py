@@ -24,7 +24,7 @@ from taktline_gateway.access.access_file import (
 from taktline_gateway.access.audit import AuditLog, Decision
 from taktline_gateway.access.keys import UNKNOWN, StoredHash, split_key
 from taktline_gateway.access.rates import Quota, admit
-from taktline_gateway.access.rights import OPEN, Kind, Principal, Right, unauthenticated
+from taktline_gateway.access.rights import OPEN, Kind, Principal, Right, told_over, unauthenticated
 from taktline_gateway.access.tokens import TokenVerifier
 from taktline_gateway.logs import log
 from taktline_gateway.routes import POLL_S, file_identity
@@ -111,7 +111,7 @@ class AccessControl:
             return await self._known_principal(credential.secret)
         except TaktlineError as error:
             self._note(OPEN, credential, error.code.value, "", "", "", "")
-            raise
+            raise told_over(credential.protocol, error) from error
 
     async def _known_principal(self, secret: str) -> Principal:
         if len(secret) > MAX_CREDENTIAL_CHARS:

@@ -64,6 +64,17 @@ class Principal:
 
 OPEN = Principal("", "anyone", frozenset(ALL_RIGHTS))
 """Everyone, where no access file is given."""
+_SENDS_NONE = (
+    "this client can send no key: have an `anonymous` entry for its protocol in the gateway's access file, or a proxy"
+    " that adds authorization"
+)
+_SHOW_A_KEY = {
+    "openpi": "give the client a valid key or token: WebsocketClientPolicy(..., api_key=KEY)",
+    "groot": "give the client a valid key or token: PolicyClient(..., api_token=KEY)",
+    "lerobot": _SENDS_NONE,
+    "vla-eval": _SENDS_NONE,
+}
+"""How the published clients that do not set the header themselves show a credential."""
 NOBODY = Principal("", "nobody", frozenset())
 """Sees nothing: stands for the caller where an error is written without knowing who will read it."""
 
@@ -81,3 +92,11 @@ def unauthenticated(reason: str, *, retry_after_ms: float | None = None) -> Takt
         "send a valid key or token: Authorization: Bearer KEY (SDK: api_key=, TAKTLINE_API_KEY, --api-key-file)",
         retry_after_ms=retry_after_ms,
     )
+
+
+def told_over(protocol: str, error: TaktlineError) -> TaktlineError:
+    """`error` with the next step that a client of `protocol` can take: each shows its key in its own way, or none."""
+    shown = _SHOW_A_KEY.get(protocol)
+    if shown is None or error.code is not ErrorCode.UNAUTHENTICATED:
+        return error
+    return TaktlineError(error.code, error.message, shown, retry_after_ms=error.retry_after_ms)

@@ -158,9 +158,17 @@ def _conventional_images(leaves: Mapping[str, Any], info: PolicyInfo) -> dict[st
         raise TaktlineError(
             ErrorCode.CAMERA_MISSING,
             f"policy {info.policy!r} needs {_shown(missing)}; the observation has {_shown(leaves)}",
-            "send an image for each camera, or name them in the route's clients mapping",
+            _flat(leaves, missing) or "send an image for each camera, or name them in the route's clients mapping",
         )
     return found
+
+
+def _flat(leaves: Mapping[str, Any], missing: list[str]) -> str | None:
+    """What to do about an array that has a missing camera's name and is no image, as one without colours."""
+    for key, value in leaves.items():
+        if isinstance(value, np.ndarray) and _camera_of(_short(key), missing) is not None:
+            return f"{key[:64]!r} is {value.dtype} of shape {value.shape}: send uint8 (height, width, 3)"
+    return None
 
 
 def _looks_like_an_image(value: Any) -> bool:
