@@ -14,7 +14,6 @@ from starlette.types import Receive, Send
 from taktline_protocol import ErrorCode, Observation, TaktlineError
 from taktline_protocol.checks import check_observation
 from taktline_protocol.stream import (
-    VERSIONS,
     Ack,
     Backpressure,
     Bye,
@@ -22,11 +21,9 @@ from taktline_protocol.stream import (
     Clock,
     FromGateway,
     Goodbye,
-    Hello,
     Observe,
     Ping,
     Pong,
-    Welcome,
 )
 from taktline_protocol.stream_codec import (
     decode_from_robot,
@@ -39,10 +36,10 @@ from taktline_gateway.access.rights import Principal
 from taktline_gateway.http_io import Exchange, internal_error
 from taktline_gateway.lane import ClientGone
 from taktline_gateway.logs import log
+from taktline_gateway.stream.greeting import arrive, welcome
 from taktline_gateway.stream.progress import report
 from taktline_gateway.stream.resolving import budget_from, resolve
 from taktline_gateway.stream.sessions import Flight, HeldFrame, Session
-from taktline_gateway.stream.settings import told_limits
 
 if TYPE_CHECKING:
     from taktline_gateway.stream.endpoint import Caller, Streams
@@ -215,57 +212,13 @@ class Conversation:
             raise TaktlineError(
                 ErrorCode.STREAM_IDLE, f"no hello came within {self._settings.hello_s:g} s", "send hello at once"
             ) from error
-        hello = decode_from_robot(body, self._streams.limits)
-        if not isinstance(hello, Hello):
-            raise TaktlineError(
-                ErrorCode.INVALID_BODY, f"the first frame is {type(hello).__name__}, not Hello", "send hello first"
-            )
-        chosen = max((v for v in hello.versions if v in VERSIONS), default=None)
-        if chosen is None:
-            raise TaktlineError(
-                ErrorCode.STREAM_VERSION,
-                f"the robot speaks stream versions {list(hello.versions)}, this gateway {list(VERSIONS)}",
-                "use an SDK of this gateway's release, or POST /v1/policies/{policy}/act",
-            )
-        # Whoever is refused here has changed nothing: the session stays with the connection that it has.
-        request_id = Exchange({"headers": ()}).request_id
-        principal = await self._streams.principal(self._caller, self.policy, hello.robot_id, request_id)
-        robot = principal.robot(hello.robot_id)
-        found, result = await self._streams.find(self.policy, robot, hello)
-        seq = hello.seq if found is None else max(hello.seq, found.seq)
-        info = self._streams.admit(self.policy, principal, hello, seq, now)
-        session = self._streams.sessions.open(self.policy, robot, hello) if found is None else found
-        self._streams.sessions.take(session, self, hello)
-        self._session = session
-        kept, session.kept = session.kept, None
-        self._streams.telemetry.session(self.policy, result)
-        log(
-            _logger,
-            logging.INFO,
-            "stream_opened",
-            policy=self.policy,
-            robot=hello.robot_id,
-            session=result,
-            client=hello.client,
-            seq=session.seq,
-        )
-        await self.deliver(
-            encode_frame(
-                Welcome(
-                    version=chosen,
-                    token=session.token,
-                    resumed=result in ("resumed", "moved"),
-                    held={camera: frame.name for camera, frame in session.held.items()},
-                    pending=session.coming(),
-                    limits=told_limits(self._streams.limits, self._settings),
-                    policy=info,
-                    sent_at=time.monotonic(),
-                    admission=self._streams.admission(self.policy, principal, hello),
-                )
-            )
-        )
-        if kept is not None and kept[0] > hello.answered:
-            await self.deliver(kept[1])
+        arrival = await arrive(self._streams, self.policy, self._caller, body, now)
+        self._streams.sessions.take(arrival.session, self, arrival.hello)
+        self._session = arrival.session
+        told, kept = welcome(self._streams, self.policy, arrival)
+        await self.deliver(encode_frame(told))
+        if kept is not None:
+            await self.deliver(kept)
 
     # ----- what the robot says
 
