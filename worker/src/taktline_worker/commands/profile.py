@@ -97,7 +97,7 @@ def _print(rows: Sequence[Row]) -> None:
         markup=False,
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)  # 80 columns hold it
     for name in ("batch", "phase"):
         table.add_column(name, justify="right" if name == "batch" else "left")
     for name in ("ms", "share", "GFLOP", "MB", "TFLOP/s", "MFU", "FLOP/B", "of roof"):
@@ -113,7 +113,7 @@ def _print(rows: Sequence[Row]) -> None:
                 f"{phase.mbytes:.4g}",
                 f"{phase.tflops:.3g}",
                 f"{100 * phase.mfu:.1f}%",
-                f"{phase.intensity:.3g}",
+                f"{phase.intensity:.0f}" if phase.intensity >= 100 else f"{phase.intensity:.3g}",
                 f"{100 * phase.of_roof:.0f}%",
             )
         table.add_row(
