@@ -42,24 +42,24 @@ class PreparedRow:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiRow:
-    """A checked observation whose images are still being decoded, in the checkpoint's camera order."""
+    """A checked observation whose images are still being decoded, in the checkpoint's camera order, and its prompt."""
 
     pixels: tuple[Future[tuple[Tensor, bytes]], ...]
-    tokens: NDArray[np.int64]
-    noise: Tensor
+    text: Future[tuple[NDArray[np.int64], Tensor]]
     model_state: Tensor | None
     state: NDArray[np.float64]
     rtc: RtcRow | None
     raw: bool = False
 
     def result(self) -> PreparedRow:
-        """The finished row. Raises TaktlineError where an image is corrupt or too large."""
+        """The finished row. Raises TaktlineError where an image is corrupt or too large, or INSTRUCTION_INVALID."""
+        tokens, noise = self.text.result()
         frames = [future.result() for future in self.pixels]
         images = tuple(pixels for pixels, _ in frames)
         row = PiRow(
             pixels=torch.empty(len(frames), 0) if self.raw else torch.stack(images),
-            tokens=self.tokens,
-            noise=self.noise,
+            tokens=tokens,
+            noise=noise,
             state=self.model_state,
             rtc=self.rtc,
             frames=tuple(key for _, key in frames),
@@ -111,10 +111,10 @@ class PiProcessor:
         self.optional_cameras = tuple(shown[s.key] for s in conventions.slots if s.key in shown and not s.required)
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
-        """Checks an observation, tokenises its prompt, and hands its images to `pool`.
+        """Checks an observation, and hands its images and its prompt to `pool`.
 
         Raises:
-            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, INSTRUCTION_INVALID or RTC_INVALID.
+            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or RTC_INVALID.
         """
         frames = self._frames(observation.images)
         raw = self.raw and (observation.rtc is None or self.rtc is None)
@@ -124,19 +124,25 @@ class PiProcessor:
             normalised = self.conventions.state_normaliser.forward(policy_state)
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
-        # Now, to be decoded while the prompt is tokenised; who is refused above costs nobody a frame.
+        # Now; who is refused above costs nobody a frame. The prompt goes behind them, as tokenising holds the
+        # interpreter's lock for half of the time that a frame takes: here it would keep them from being begun.
         pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
-        tokens = self.tokens(observation.instruction, normalised)
+        text = pool.submit(self._text, observation.instruction, normalised, observation.seed)
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
             width = self.architecture.action_width
             rtc = read_row(self.conventions, self.rtc, width, observation.rtc, policy_state)
-        seed = secrets.randbits(63) if observation.seed is None else observation.seed
         model_state = None
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
-        return PendingPiRow(pixels, tokens, self.noise(seed), model_state, policy_state, rtc, raw)
+        return PendingPiRow(pixels, text, model_state, policy_state, rtc, raw)
+
+    def _text(
+        self, instruction: str, normalised: NDArray[np.floating], seed: int | None
+    ) -> tuple[NDArray[np.int64], Tensor]:
+        """Tokens and noise of a row."""
+        return self.tokens(instruction, normalised), self.noise(secrets.randbits(63) if seed is None else seed)
 
     def _pixels(self, name: str, image: EncodedImage, raw: bool) -> tuple[Tensor, bytes]:
         """A frame (`raw`) or its network input, and its key; the same bytes always give the same."""
