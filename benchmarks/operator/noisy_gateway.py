@@ -84,19 +84,28 @@ class NoisyGateway:
         Args:
             node: labels of the node that gives it the address at which its port answers.
         """
-        ports = [{"name": "http", "containerPort": self.port}]
-        allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        container = {"name": "gateway", "image": "none", "ports": ports, "securityContext": allowed}
-        user = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
-        labels = {"app.kubernetes.io/name": "taktline-gateway"}
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": GATEWAY, "namespace": SYSTEM, "labels": labels},
-            "spec": {
-                "containers": [container],
-                "securityContext": user,
-                "automountServiceAccountToken": False,
-                "nodeSelector": dict(node),
-            },
-        }
+        return gateway_pod(self.port, node)
+
+
+def gateway_pod(port: int, node: Mapping[str, str]) -> Json:
+    """The Pod by which the operator finds a gateway that listens on `port` of an address that its node gives.
+
+    Args:
+        node: labels of that node.
+    """
+    ports = [{"name": "http", "containerPort": port}]
+    allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    container = {"name": "gateway", "image": "none", "ports": ports, "securityContext": allowed}
+    user = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+    labels = {"app.kubernetes.io/name": "taktline-gateway"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": GATEWAY, "namespace": SYSTEM, "labels": labels},
+        "spec": {
+            "containers": [container],
+            "securityContext": user,
+            "automountServiceAccountToken": False,
+            "nodeSelector": dict(node),
+        },
+    }

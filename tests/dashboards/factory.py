@@ -1,4 +1,4 @@
-"""The factory of the incident run: a real gateway, workers, a real worker with a model, robots, an operator."""
+"""The factory of the incident run: a real gateway, workers, a real worker with a model, and robots."""
 
 from __future__ import annotations
 
@@ -109,6 +109,8 @@ class Factory:
         self.processes: dict[str, subprocess.Popen] = {}
         self.addresses: dict[str, str] = {}
         self.routes: dict[str, dict] = {}
+        self._carried: list[dict] = []  # by an operator
+        self._writing = threading.Lock()
         self.gateway = f"127.0.0.1:{free_port()}"
         self.worker_metrics = f"127.0.0.1:{free_port()}"
 
@@ -143,9 +145,18 @@ class Factory:
 
     def route(self, policy: str, *targets: dict, **options: float) -> None:
         self.routes[policy] = {"policy": policy, "targets": list(targets), "max_wait_ms": 0, **options}
-        part = self.folder / "routes.part"
-        part.write_text(json.dumps({"routes": list(self.routes.values())}))
-        part.replace(self.folder / "routes.json")
+        self._write_routes()
+
+    def carry(self, routes: list[dict]) -> None:
+        """Routes of other policies, as an operator wrote them; they replace those carried before."""
+        self._carried = routes
+        self._write_routes()
+
+    def _write_routes(self) -> None:
+        with self._writing:
+            part = self.folder / "routes.part"
+            part.write_text(json.dumps({"routes": [*self.routes.values(), *self._carried]}))
+            part.replace(self.folder / "routes.json")
 
     def start_gateway(self) -> None:
         command = [BIN / "taktline-gateway", "serve", "--routes", self.folder / "routes.json", "--listen", self.gateway]
@@ -156,7 +167,7 @@ class Factory:
 
     def ready(self, policies: Sequence[str]) -> bool:
         """Whether every policy has its workers; fails where a process has ended by itself."""
-        for name, process in self.processes.items():
+        for name, process in list(self.processes.items()):
             assert process.poll() is None, f"{name}: {(self.folder / f'{name}.log').read_text()[-2000:]}"
         try:
             return all(self.policy(name).get("workers", 0) == len(self.routes[name]["targets"]) for name in policies)

@@ -14,7 +14,7 @@ from taktline_operator.slo_windows import Clock
 from taktline_protocol import slo
 
 from .factory import MODEL, MODEL_POLICY, Factory, Fleet, Robots, model_observation, scripted_observation
-from .operator_run import OperatorRun
+from .operator_run import BUDGET_MS, OperatorRun
 from .outside_exporter import OutsideExporter
 from .prometheus_run import PrometheusRun
 
@@ -24,6 +24,7 @@ HEALTHY, SLOW, DEAD, FLOOD, CHANGE = "healthy", "slow", "dead", "flood", "change
 SCRIPTED = (HEALTHY, SLOW, DEAD, FLOOD)
 # Long beside what a busy machine adds to any of them.
 BUDGETS_MS = {HEALTHY: 8000.0, SLOW: 1500.0, DEAD: 4000.0, FLOOD: 2500.0, MODEL_POLICY: 20_000.0}
+ROBOTS_BUDGET_MS = BUDGETS_MS | {CHANGE: BUDGET_MS}
 
 WORKERS = {
     HEALTHY: {"t_ms": 200.0},
@@ -52,6 +53,8 @@ class Record:
     ended: float = 0.0
     fired: dict[str, set[str]] = field(default_factory=dict)  # by policy
     codes: dict[str, set[int]] = field(default_factory=dict)
+    taken_back: dict = field(default_factory=dict)  # status.rollout after the bad rollout
+    events: set[tuple[str, str]] = field(default_factory=set)  # type and reason, of the policy that changed
     gateway_down_fired: bool = False
     rarely_scraped: list[str] = field(default_factory=list)
 
@@ -79,7 +82,7 @@ class Incident:
         self.record = Record()
         self.factory = Factory(folder)
         self.outside = OutsideExporter()
-        self.operator = OperatorRun(CHANGE)
+        self.operator = OperatorRun(CHANGE, self.factory, folder / "operator")
         clock = Clock(SCALE)
         groups = [group for name in BUDGETS_MS for group in slo_rules.policy_groups(deployment(name), clock=clock)]
         jobs = {
@@ -107,6 +110,7 @@ class Incident:
         prometheus, factory = self.prometheus, self.factory
         policies = [*SCRIPTED, MODEL_POLICY]
         prometheus.until(lambda: factory.ready(policies), "all workers being ready", 180)
+        prometheus.until(self.operator.ready, f"{CHANGE} being served", 180)
         self.record.began = time.time()
         self._send_robots(flood=False)
         prometheus.until(lambda: not prometheus.targets_down(), "every target being scraped")
@@ -122,6 +126,8 @@ class Incident:
         for policy, alerts in EXPECTED.items():
             for name, labels in alerts:
                 prometheus.until(lambda n=name, m=labels, p=policy: self._fires(n, p, m), f"{name} of {policy} firing")
+        self.record.taken_back = self.operator.status()["rollout"]
+        self.record.events = self.operator.events()
 
         factory.speed(SLOW, 1)
         factory.worker(DEAD, DEAD, **WORKERS[DEAD])
@@ -129,6 +135,7 @@ class Incident:
         self.operator.revert()
         for policy in EXPECTED:
             prometheus.until(lambda p=policy: not self._open(p), f"the alerts of {policy} clearing", 180)
+        prometheus.until(self.operator.ready, f"{CHANGE} being served as before", 180)
         missing = prometheus.query(f"avg_over_time(up[{int(time.time() - self.record.began)}s]) < 0.5")
         self.record.rarely_scraped = [series["metric"]["job"] for series in missing]
         self.record.ended = time.time()
@@ -147,13 +154,14 @@ class Incident:
         known = self.robots.fleets
 
         def fleet(policy: str, robots: int, period_s: float, observation=ordinary) -> None:
-            found = Fleet(policy, robots, period_s, BUDGETS_MS[policy], observation)
+            found = Fleet(policy, robots, period_s, ROBOTS_BUDGET_MS[policy], observation)
             found.seen = known[policy].seen if policy in known else []
             self.robots.set(found)
 
         fleet(HEALTHY, 3, 0.4)
         fleet(SLOW, 3, 0.8)
         fleet(DEAD, 4, 0.4)
+        fleet(CHANGE, 4, 0.3)
         fleet(FLOOD, 24, 0.5) if flood else fleet(FLOOD, 2, 2.0)
         model = known[MODEL_POLICY].observation if MODEL_POLICY in known else None
         fleet(MODEL_POLICY, 2, 1.5, model or model_observation(self.factory.policy(MODEL_POLICY)))

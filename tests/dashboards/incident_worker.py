@@ -50,7 +50,7 @@ class IncidentWorker(worker_pb2_grpc.WorkerServicer):
         began = time.monotonic()
         async with self.engine:
             await asyncio.sleep(self.options.t_ms * self.factor() / 1e3)
-        actions = to_tensor(np.zeros((4, 2), dtype=np.float32))
+        actions = to_tensor(np.full((4, 2), self.options.action, dtype=np.float32))
         results = [worker_pb2.InferResult(request_id=item.request_id, actions=actions) for item in request.items]
         total = 1e3 * (time.monotonic() - began)
         return worker_pb2.InferResponse(
@@ -69,6 +69,7 @@ async def main() -> None:
     parser.add_argument("--revision", default="r1")
     parser.add_argument("--t-ms", type=float, default=10.0)
     parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--action", type=float, default=0.0, help="of all dimensions at all times")
     parser.add_argument("--speed-file", type=Path, required=True)
     options = parser.parse_args()
     server = grpc.aio.server(options=SERVER_OPTIONS)

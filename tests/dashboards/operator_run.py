@@ -1,128 +1,190 @@
-"""The operator of the incident run: its real controller and telemetry on a simulated cluster, scraped over HTTP.
+"""The operator of the incident run: its own process and account on a real API server, beside the run's gateway.
 
-The cluster is the double that the operator's own tests use; what Prometheus reads is the operator's real endpoint.
+What a kubelet does is done here: pods of the policy get scripted workers with addresses of their own, the gateway's
+process stands for its pod, and the routing table reaches it as a file.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import json
+import os
+import random
+import socket
 import threading
-import time
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 
-from taktline_operator import health
-from taktline_operator.telemetry import Telemetry
-from taktline_protocol import metrics
+import pytest
+import yaml
+from kubernetes import client, config
+from taktline_local.cluster import KUBECONFIG_VARIABLE, Cluster
+from taktline_local.kubectl import wait_until
+from taktline_local.programs import find_programs
+from taktline_operator import naming
 
-from tests.operator import conftest as doubles
-from tests.operator.simulated_cluster import Cluster, differing_trial, good_trial
+from benchmarks.operator.noisy_gateway import GATEWAY, SYSTEM, gateway_pod
+from tests.cluster.operator.conftest import MANIFESTS, NODE, HandDrivenNode, OperatorProcess
 
+from .factory import Factory
 from .prometheus_run import free_port
 
-_VERBS = {
-    "get": "GET",
-    "kinds": "GET",
-    "group_versions": "GET",
-    "list": "GET",
-    "apply": "PATCH",
-    "annotate": "PATCH",
-    "create": "POST",
-    "delete": "DELETE",
-}
-
-# The cluster runs fast; Prometheus, which scrapes each second and is asked in steps of two, must see a candidate.
-SCRAPES_OF_A_CANDIDATE = 3
-
-ROLLOUT = {"strategy": "Progressive", "stepSeconds": 60, "shadow": {"percent": 50, "minObservations": 100}}
+Json = dict[str, Any]
+NAMESPACE = "factory"
+BUDGET_MS = 4000.0
+GOOD, BAD = "a", "b"
+ACTIONS = {GOOD: 0.0, BAD: 1.0}
+"""Action of each revision's workers, in all dimensions at all times."""
+ROLLOUT = {"strategy": "Progressive", "stepSeconds": 60, "shadow": {"percent": 100, "minObservations": 60}}
+LIMIT_S = 120.0
 
 
-class _Counted:
-    """The API double, with each call counted as `kube.KubeApi` counts its requests."""
+def require_control_plane() -> None:
+    """Skips, saying what is missing, or fails where the cluster's tests do."""
+    if os.environ.get(KUBECONFIG_VARIABLE):
+        pytest.skip("the incident is played on a control plane of its own")
+    if find_programs() is None:
+        required = os.environ.get("CI") == "true" or os.environ.get("TAKTLINE_REQUIRE_CLUSTER") == "1"
+        (pytest.fail if required else pytest.skip)("no control plane is built here: run `make control-plane`")
 
-    def __init__(self, api: object, telemetry: Telemetry) -> None:
-        self._api = api
-        self._telemetry = telemetry
 
-    def __getattr__(self, name: str):
-        call = getattr(self._api, name)
+class _Node(HandDrivenNode):
+    """Pods of the policy are scripted workers on loopback addresses of their own; the gateway's is its process."""
 
-        async def counted(*arguments, **named):
-            began = time.monotonic()
-            result = await call(*arguments, **named)
-            kind = "other"
-            if name not in ("kinds", "group_versions"):
-                kind = arguments[0] if isinstance(arguments[0], str) else arguments[0]["kind"]
-            self._telemetry.requested(_VERBS[name], kind, 200, time.monotonic() - began)
-            return result
+    def __init__(self, api: client.CoreV1Api, factory: Factory) -> None:
+        super().__init__(api)
+        self._factory = factory
+        # Workers listen on one port everywhere: another run of the tests has another network.
+        self._network = f"127.{random.randint(64, 250)}.{random.randint(1, 250)}"
+        self.behave = self._behave
+        self.ran: set[str] = set()  # revisions
 
-        return counted
+    def address(self, pod: Json) -> str:
+        if pod["metadata"]["name"] == GATEWAY:
+            return "127.0.0.1"
+        return self._addresses.setdefault(pod["metadata"]["uid"], f"{self._network}.{len(self._addresses) + 1}")
+
+    def _behave(self, pod: Json) -> Json:
+        if pod["metadata"]["name"] == GATEWAY:
+            return self.serving(pod)
+        metadata = pod["metadata"]
+        revision, policy = metadata["annotations"][naming.ANNOTATION_REVISION], metadata["labels"][naming.LABEL_POLICY]
+        address = f"{self.address(pod)}:{naming.WORKER_PORT}"
+        if metadata["name"] not in self._factory.addresses:
+            self.ran.add(revision)
+            self._factory.addresses[metadata["name"]] = address
+            self._factory.worker(metadata["name"], policy, t_ms=50.0, revision=revision, action=ACTIONS[revision])
+        return self.serving(pod) if _listens(address) else self.starting(pod)
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, int(port))) == 0
 
 
 class OperatorRun:
-    """A thread with an operator for one policy; `roll_out_badly` and `revert` are what a person does."""
+    """An operator for one policy; `roll_out_badly` and `revert` are what a person does."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, factory: Factory, folder: Path) -> None:
+        """Start everything; `ready` says when the policy is served."""
         self.address = f"127.0.0.1:{free_port()}"
-        self._policy = policy
+        self._policy, self._factory, self._folder = policy, factory, folder
         self._stop = threading.Event()
-        self._commands: list[str] = []
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._thread.start()
-        assert self._started.wait(30)
+        self._carrier = threading.Thread(target=self._carry_routes, daemon=True)
+        folder.mkdir()
+        with contextlib.ExitStack() as stack:
+            self.cluster = stack.enter_context(Cluster.open(folder))
+            self._install()
+            self._api = client.CoreV1Api(config.new_client_from_config(str(self.cluster.kubeconfig)))
+            self._node = _Node(self._api, factory)
+            stack.enter_context(self._node)
+            arguments = (f"--health-listen={self.address}", "--lease=taktline-operator")
+            process = OperatorProcess(self._own_kubeconfig(), folder / "operator.log", *arguments)
+            process.start()
+            stack.callback(process.stop, kill=True)
+            port = int(factory.gateway.rpartition(":")[2])
+            self.cluster.kubectl.apply(gateway_pod(port, {"taktline-test": NODE}))
+            self._carrier.start()
+            stack.callback(self._carrier.join, 30)
+            stack.callback(self._stop.set)
+            self._apply(GOOD)
+            self._stack = stack.pop_all()
+
+    def ready(self) -> bool:
+        """Whether the policy is served by way of the gateway, with nothing under way."""
+        conditions = {found["type"]: found["status"] for found in self.status().get("conditions", [])}
+        settled = (conditions.get("Available"), conditions.get("Progressing")) == ("True", "False")
+        return settled and self._factory.policy(self._policy).get("workers", 0) == 1
+
+    def status(self) -> Json:
+        """The policy's status."""
+        found = self.cluster.kubectl.get("pd", self._policy, NAMESPACE) or {}
+        status: Json = found.get("status", {})
+        return status
+
+    def events(self) -> set[tuple[str, str]]:
+        """Type and reason of the Events of the policy."""
+        return {(found["type"], found["reason"]) for found in self.cluster.kubectl.list("events", NAMESPACE)}
+
+    def revisions_served(self) -> set[str]:
+        """Revisions of which a worker ran."""
+        return self._node.ran
 
     def roll_out_badly(self) -> None:
         """A person applies a revision whose actions differ from those of the one that serves."""
-        self._commands.append("bad")
+        self._apply(BAD)
 
     def revert(self) -> None:
         """A person takes the change back."""
-        self._commands.append("revert")
+        self._apply(GOOD)
 
     def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
+        """Ends everything."""
+        self._stack.close()
 
-    async def _run(self) -> None:
-        telemetry = Telemetry()
-        make = SimpleNamespace(body=doubles.body, Api=doubles.ApiDouble, settings=doubles.SETTINGS)
-        pools = [{"name": "cpu", "accelerator": "cpu", "minReplicas": 2}]
-        cluster = Cluster(make, doubles.body(self._policy, "factory", pools=pools, rollout=ROLLOUT))
-        cluster.door = _Counted(cluster.api, telemetry)
-        cluster.boot()
-        telemetry.watch(
-            lambda: {
-                metrics.OPERATOR_LEADS: 1.0,
-                metrics.OPERATOR_QUEUE: float(cluster.controller.queue.depth),
-                metrics.OPERATOR_SILENCE: 0.0,
-                metrics.OPERATOR_WATCH_DEAD: 0.0,
-            },
-            lambda: list(cluster.controller.statuses.values()),
-        )
-        scraped = asyncio.Semaphore(0)
+    def _install(self) -> None:
+        kubectl = self.cluster.kubectl
+        for name in ("namespace", "policydeployments", "rbac"):
+            kubectl("apply", "--server-side", "-f", str(MANIFESTS / f"{name}.yaml"))
+        kubectl("create", "namespace", NAMESPACE)
 
-        def exposition() -> bytes:
-            scraped.release()
-            return telemetry.exposition()
+        def known() -> bool:
+            kubectl("get", "pd", "-A", check=False)
+            return "PolicyDeployment" in kubectl("explain", "pd", check=False)
 
-        runner = await health.serve(self.address, lambda: "", lambda: "", exposition)
-        self._started.set()
-        original = cluster.live["spec"]["model"]
-        while not self._stop.is_set():
-            if self._commands:
-                bad = self._commands.pop(0) == "bad"
-                cluster.trial = differing_trial if bad else good_trial
-                cluster.edit(model=original | {"revision": "b"} if bad else original)
-            began = time.monotonic()
-            await cluster.run(10.0)  # ten seconds of the cluster's time
-            telemetry.reconciled("done", time.monotonic() - began)
-            await asyncio.sleep(0.2)
-            if b'track="candidate"' in telemetry.exposition():
-                while not scraped.locked():  # those before this one
-                    await scraped.acquire()
-                for _ in range(SCRAPES_OF_A_CANDIDATE):
-                    # None comes any more once Prometheus has been stopped.
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(scraped.acquire(), 5.0)
-        await runner.cleanup()
+        wait_until(known, "kubectl explain knows pd", timeout_s=LIMIT_S)
+        for namespace in (NAMESPACE, SYSTEM):
+            wait_until(lambda place=namespace: kubectl.get("serviceaccount", "default", place), "an account for pods")
+
+    def _own_kubeconfig(self) -> Path:
+        """A kubeconfig with nothing but the operator's own account's token."""
+        token = self.cluster.kubectl("-n", SYSTEM, "create", "token", "taktline-operator").strip()
+        found = yaml.safe_load(self.cluster.kubeconfig.read_text())
+        found["users"] = [{"name": user["name"], "user": {"token": token}} for user in found["users"]]
+        path = self._folder / "operator-kubeconfig"
+        path.write_text(yaml.safe_dump(found))
+        return path
+
+    def _apply(self, revision: str) -> None:
+        spec = {
+            "model": {"family": "pi05", "source": {"path": "/srv/policies/change"}, "revision": revision},
+            "pools": [{"name": "line", "accelerator": "h100", "nodeSelector": {"taktline-test": NODE}}],
+            "slo": {"controlBudgetMs": BUDGET_MS},
+            "rollout": ROLLOUT,
+        }
+        about = {"name": self._policy, "namespace": NAMESPACE}
+        kind = {"apiVersion": "taktline.dev/v1alpha1", "kind": "PolicyDeployment"}
+        self.cluster.kubectl.apply(kind | {"metadata": about, "spec": spec})
+
+    def _carry_routes(self) -> None:
+        """The operator's routing table beside the run's own routes, as a mounted ConfigMap would bring it."""
+        seen = ""
+        while not self._stop.wait(0.3):
+            with contextlib.suppress(client.ApiException):  # not written yet
+                found = self._api.read_namespaced_config_map(naming.ROUTES_NAME, SYSTEM)
+                text = (found.data or {}).get("routes.json", seen)
+                if text != seen:
+                    seen = text
+                    self._factory.carry(json.loads(text).get("routes", []))

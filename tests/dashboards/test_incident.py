@@ -12,6 +12,7 @@ from taktline_protocol import slo
 
 from .conftest import ROOT, committed, panels
 from .incident import CHANGE, DEAD, EXPECTED, FLOOD, HEALTHY, SLOW, SLOW_TO_CLEAR, Incident
+from .operator_run import BAD, GOOD, require_control_plane
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,6 +28,7 @@ EMPTY_HERE = {
 @pytest.fixture(scope="module")
 def incident(programs, tmp_path_factory):
     """The story, told once."""
+    require_control_plane()
     run = Incident(programs, tmp_path_factory.mktemp("incident"))
     try:
         run.tell()
@@ -46,7 +48,19 @@ def test_a_fault_names_only_its_own_cause(incident):
     fired = incident.record.fired
     assert slo.POOL_DOWN not in fired[SLOW] | fired[FLOOD]
     assert slo.TRANSFER_LATE not in fired[DEAD] | fired[FLOOD]
-    assert fired[CHANGE] <= {slo.ROLLED_BACK, slo.POLICY_DEGRADED}
+    assert fired[CHANGE] - {slo.WORKER_SLOWED} <= {slo.ROLLED_BACK, slo.POLICY_DEGRADED, slo.REVISION_WORSE}
+
+
+def test_the_operator_took_the_bad_rollout_back_for_what_the_gateway_measured(incident):
+    """The operator's process on a real API server asked the real gateway, which compared both revisions' answers."""
+    record = incident.record
+    assert record.taken_back["reason"] == "ParityFailed"
+    assert record.taken_back["phase"] in ("RollingBack", "RolledBack")
+    assert ("Warning", "ParityFailed") in record.events
+    assert record.codes[CHANGE] == {200}, "no robot of it lost an answer"
+    ends = incident.operator.status()
+    assert (ends["currentRevision"], ends["rollout"]["phase"]) == (GOOD, "Complete")
+    assert incident.operator.revisions_served() == {GOOD, BAD}
 
 
 def test_the_policy_without_a_fault_was_silent_beside_four_that_had_one(incident):
