@@ -52,4 +52,12 @@ def test_what_cannot_be_measured_is_refused(kit: Any, command: Any, tmp_path: Pa
     result = command(tmp_path / "engine.json")
     assert isinstance(result.exception, TaktlineError)
     assert "does not plan" in result.exception.message
-    assert command(folder, "--ranks", "one").exit_code == 2
+    for wrong in (("--ranks", "one"), ("--precision", "fp4"), ("--device", "tpu")):
+        refused = command(folder, *wrong)
+        assert refused.exit_code == 2
+        assert wrong[0] in refused.output
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    result = command(tmp_path / "other")
+    assert isinstance(result.exception, TaktlineError)
+    assert "no world model" in result.exception.message

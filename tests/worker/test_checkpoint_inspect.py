@@ -108,6 +108,15 @@ def test_a_path_that_holds_no_checkpoint(tmp_path: Path, name: str) -> None:
     assert "next:" in output
 
 
+def test_a_folder_without_its_config_is_no_planners(folders: Any, tmp_path: Path) -> None:
+    path = folders.lerobot(tmp_path / "policy", "pi05")
+    (path / "config.json").unlink()
+    code, output = _inspect(str(path))
+    assert code == 1
+    assert "config.json" in output
+    assert "planner.md" not in output
+
+
 def test_an_openpi_folder(folders: Any, tmp_path: Path) -> None:
     report = json.loads(_inspect("--json", str(folders.openpi(tmp_path / "policy", preset="pi0_libero")))[1])
     assert (report["family"], report["layout"], report["resize"]) == ("pi0", "openpi", "pil")

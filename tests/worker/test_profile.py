@@ -196,7 +196,8 @@ def test_batches() -> None:
     for wrong in ([], [0], [2000]):
         with pytest.raises(TaktlineError):
             check_batches(wrong)
-    assert _run(bench.app, "engine", "x", "--batches", "1;2", group="bench").exit_code == 2
+    for wrong in (("--batches", "1;2"), ("--precision", "fp4"), ("--device", "tpu")):
+        assert _run(bench.app, "engine", "x", *wrong, group="bench").exit_code == 2
 
 
 @pytest.mark.parametrize("family", ["pi05", "pi0"])

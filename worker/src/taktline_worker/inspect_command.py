@@ -20,7 +20,10 @@ def checkpoint() -> None:
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Checkpoint folder: LeRobot, openpi, GR00T, Cosmos3 or V-JEPA 2-AC.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Checkpoint folder: LeRobot, openpi, GR00T, MiniCPM-Robot, Cosmos3 or V-JEPA 2-AC."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     statistics: Annotated[str, typer.Option(help="openpi asset id or GR00T tag, where there are several.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Do not read the weights: no digests, no NaN check.")] = False,

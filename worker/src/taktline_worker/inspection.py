@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from taktline_protocol import TaktlineError
 
-from taktline_worker.checkpoint import TensorFiles, file_sha256
+from taktline_worker.checkpoint import TensorFiles, file_sha256, refuse
 from taktline_worker.models.pi import folder as pi_folder
 from taktline_worker.models.pi.normalise import Normaliser
 from taktline_worker.models.pi.processor import PiProcessor
@@ -119,7 +119,13 @@ def _other_family(path: Path) -> Any:
     from taktline_worker.models.minicpm_robot import inspection as minicpm
     from taktline_worker.models.vjepa2_ac import inspection as vjepa2
 
-    return next((module for module in (cosmos3, groot, minicpm, vjepa2) if module.recognises(path)), None)
+    found = next((module for module in (cosmos3, groot, minicpm, vjepa2) if module.recognises(path)), None)
+    openpi = (path / "assets").exists()
+    if found is None and not openpi and not (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        raise refuse(
+            f"{path} holds no config.json", "add that of the checkpoint: only openpi's folders and planners go without"
+        )
+    return found
 
 
 def _inspect_other(path: Path, family: Any, statistics: str, read_weights: bool) -> Report:

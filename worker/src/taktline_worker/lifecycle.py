@@ -121,7 +121,9 @@ def read_config(path: Path) -> EngineConfig:
         return msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TaktlineError(
-            ErrorCode.CONFIG_INVALID, f"{path} is no engine config: {error}", "the operator writes this file; see docs"
+            ErrorCode.CONFIG_INVALID,
+            f"{path} is no engine config: {error}",
+            "the operator writes this file; its fields: docs/engine.md",
         ) from error
 
 

@@ -38,12 +38,20 @@ LimitOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON, and nothing else, to stdout.")]
 
 
-def read_batches(text: str) -> tuple[int, ...]:
+def read_batches(text: str, what: str = "batch sizes", option: str = "--batches") -> tuple[int, ...]:
     """`1,2,4` as numbers. Raises typer.BadParameter for anything else."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of batch sizes; write 1,2,4", param_hint="--batches") from None
+        raise typer.BadParameter(f"{text!r} is no list of {what}; write 1,2,4", param_hint=option) from None
+
+
+def check_place(device: str, precision: str) -> None:
+    """Raises typer.BadParameter for a device or a precision that there is not."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is no device; write auto, cpu or cuda", param_hint="--device")
+    if precision not in ("", "fp32", "bf16", "fp8"):
+        raise typer.BadParameter(f"{precision!r} is no precision; write fp32, bf16 or fp8", param_hint="--precision")
 
 
 def open_profile(
@@ -58,6 +66,7 @@ def open_profile(
     quantisation: str = "",
 ) -> Profile:
     """The policy, loaded; torch is imported here. Raises TaktlineError where it is refused."""
+    check_place(device, precision)
     if quantisation not in ("", "fp8", "int8"):
         raise typer.BadParameter(
             f"{quantisation!r} is no format of weights; write fp8 or int8", param_hint="--quantisation"

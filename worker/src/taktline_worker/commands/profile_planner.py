@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from taktline_worker.commands.options import DeviceOption, JsonOption, PrecisionOption, progress, read_batches
+from taktline_worker.commands.options import (
+    DeviceOption,
+    JsonOption,
+    PrecisionOption,
+    check_place,
+    progress,
+    read_batches,
+)
 
 
 def profile_planner(
@@ -31,7 +38,8 @@ def profile_planner(
 
     Each further rank is a process of its own: on a GPU of its own, or on a share of this machine's cores.
     """
-    sizes = read_batches(ranks)
+    sizes = read_batches(ranks, "numbers of ranks", "--ranks")
+    check_place(device, precision)
     with progress() as say:
         from taktline_worker.profiling.ranks import check_sizes, measure, planner_config
 

@@ -16,6 +16,7 @@ from taktline_protocol.deployment import SearchOptions as Options
 from taktline_protocol.search_latency import LatencyModel
 
 from taktline_worker.lifecycle import read_config
+from taktline_worker.models.vjepa2_ac import inspection
 from taktline_worker.models.vjepa2_ac.adapter import FAMILY, load
 from taktline_worker.planning.latency import Measurement, fit
 
@@ -60,6 +61,12 @@ def planner_config(source: Path, device: str, precision: str) -> EngineConfig:
         TaktlineError: CONFIG_INVALID where it is neither, or of another family.
     """
     if source.is_dir():
+        if not inspection.recognises(source):
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"{source} holds no world model",
+                f"give the checkpoint folder of a {FAMILY} policy; `taktline profile` is for the others",
+            )
         options = EngineOptions(device=device, precision=precision or "bf16", search=Options())  # type: ignore[arg-type]
         model = ModelConfig(family=FAMILY, path=str(source), revision="profile")
         return EngineConfig(policy=source.name, model=model, engine=options)

@@ -87,7 +87,8 @@ def open_subject(request: Request) -> Profile:
     if not isinstance(adapter, HasProfile):
         raise _invalid(
             f"the engine of {config.model.family} does not tell its phases",
-            "read T_sync of its workers from GET /v1/policies/{policy}",
+            "measure a planner with taktline profile-planner, or read T_sync of its workers from"
+            " GET /v1/policies/{policy}",
         )
     return adapter.profile(views=request.views, prompt_tokens=request.prompt_tokens)
 

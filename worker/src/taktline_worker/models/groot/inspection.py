@@ -57,7 +57,7 @@ def describe(path: Path, tag: str, read_weights: bool) -> tuple[dict[str, Any], 
         },
     }
     notes = []
-    tags = [tag] if tag else sorted(read_json(find(path, STATISTICS_FILE)))
+    tags = [tag] if tag else sorted(read_json(find(path, STATISTICS_FILE))) or [""]
     for one in tags:
         embodiment = read_embodiment(path, one, head.horizon)
         fields["facts"][f"embodiment {one}"] = _embodiment(embodiment)

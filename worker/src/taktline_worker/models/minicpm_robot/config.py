@@ -140,7 +140,8 @@ def read_architecture(config: Mapping[str, Any], stated: Stated, shapes: Shapes)
     except (KeyError, IndexError, ValueError, TypeError, ZeroDivisionError, StopIteration) as error:
         raise refuse(
             f"config.json and the tensors do not describe a MiniCPM-RobotManip model: {type(error).__name__} {error}",
-            "use the whole checkpoint folder as published, config.json included",
+            "use the whole checkpoint folder as published, config.json included; what no shape tells of a model of"
+            " another size is stated as architecture in taktline.json (docs/minicpm.md)",
         ) from error
     _check(found, shapes)
     return found
@@ -173,6 +174,8 @@ def _vision(config: Mapping[str, Any], stated: Stated, shapes: Shapes, tower: st
     insert = held(config, "insert_layer_id", _INSERT_LAYER) if stated.insert_layer is None else stated.insert_layer
     heads = stated.vision_heads or own.get("num_attention_heads") or width // _VISION_HEAD_WIDTH
     size = stated.image_size or _IMAGE_SIZE
+    if not heads:
+        raise ValueError(f"a vision tower of width {width} is not the published one, and nothing states its heads")
     if width % heads or size % (4 * patch):
         raise ValueError(f"{heads} vision heads of width {width}, or frames of {size} px in patches of {patch}")
     depth = count_layers(shapes, f"{tower}encoder.layers.")
@@ -228,6 +231,8 @@ def _head(config: Mapping[str, Any], stated: Stated, shapes: Shapes) -> HeadConf
     heads = stated.head_heads or width // _HEAD_WIDTH
     horizon = stated.action_horizon or next((config[f] for f in _HORIZON_FIELDS if f in config), _HORIZON)
     positions = shapes[f"{HEAD}position_embedding.weight"][0]
+    if not heads:
+        raise ValueError(f"an action head of width {width} is not the published one, and nothing states its heads")
     if width % heads or not 1 <= horizon <= positions:
         raise ValueError(f"{heads} heads of width {width}, or {horizon} actions in {positions} positions")
     return HeadConfig(

@@ -20,16 +20,32 @@ from taktline_worker.models.vjepa2_ac.processor import CAMERA, GOAL
 from taktline_worker.models.vjepa2_ac.weights import find_file, open_checkpoint
 
 _TORCH = (".pt", ".pth", ".pth.tar")
+_OF_OTHERS = frozenset(
+    {
+        "assets",
+        "config.json",
+        "policy_preprocessor.json",
+        "policy_postprocessor.json",
+        "processor_config.json",
+        "statistics.json",
+        "embodiment_id.json",
+        "preprocessor_config.json",
+        "chat_template.jinja",
+        "tokenizer",
+        "tokenizer.json",
+        "tokenizer.model",
+    }
+)
+"""Names in the folders of the policies with an action head; one that lacks its config.json is no planner's for that."""
 
 
 def recognises(path: Path) -> bool:
-    """Whether the folder holds a torch file, or a safetensors file of encoder and predictor and no config.json."""
+    """Whether the folder holds a torch file, or a safetensors file and nothing that other families' folders have."""
     if not path.is_dir():
         return False
     names = [one.name for one in path.iterdir() if one.is_file()]
     return any(name.endswith(_TORCH) for name in names) or (
-        "config.json" not in names
-        and "assets" not in {one.name for one in path.iterdir()}
+        _OF_OTHERS.isdisjoint(one.name for one in path.iterdir())
         and any(name.endswith(".safetensors") for name in names)
     )
 
