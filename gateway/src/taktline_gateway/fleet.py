@@ -15,6 +15,8 @@ HANG_FACTOR = 5.0
 HANG_FLOOR_S = 1.0
 TRIAL_AFTER_S = 1.0
 """A worker that sat idle for so long while everything was refused gets a trial, so that its times can be corrected."""
+LUCK = 2.0
+"""How far below its median what is ahead of a ticket may end, in units of the way from there to the 99th percentile."""
 SILENT_FACTOR = 1.5
 SILENT_FLOOR_S = 0.005
 """A batch that takes longer than this many times its predicted tail, and so much more, makes its worker silent."""
@@ -260,6 +262,21 @@ class Fleet:
     def fastest_s(self) -> float:
         """Median duration of the shortest batch that any worker runs."""
         return min((worker.levels[-1].median[1] for worker in self._workers.values()), default=0.0)
+
+    def luckiest_s(self) -> float:
+        """What the shortest batch that any worker runs takes at least, but for one in a hundred."""
+        return min((w.cheapest.median[1] ** 2 / w.cheapest.tail[1] for w in self._workers.values()), default=0.0)
+
+    def luckiest_completion(self, now: float) -> float:
+        """Before when no ticket that comes now can be done, by far: what is ahead of it and itself are `LUCK` quick."""
+        found = math.inf
+        for worker in self._workers.values():
+            times = worker.cheapest
+            variance = times.variance[1]
+            for flight in worker.flights:
+                variance += (flight.tail_s - flight.batch.median_s) ** 2
+            found = min(found, worker.free_at(now) + times.median[1] - LUCK * math.sqrt(variance))
+        return found
 
     def longest_s(self) -> float:
         """Tail duration of the longest batch that any worker runs."""

@@ -7,15 +7,15 @@ again. docs/scheduling.md describes the algorithm.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
-from enum import Enum
 
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.composition import compose
 from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
+from taktline_gateway.decisions import Plan, Refusal, Refused
 from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
+from taktline_gateway.long_shot import LongShot
 from taktline_gateway.overload import price_hz
 from taktline_gateway.queue_books import QueueBooks
 from taktline_gateway.service_times import ServiceTimes
@@ -26,47 +26,6 @@ AHEAD_SERVED = 0.25
 """So much of the work ahead of a ticket counts when it is admitted: of those ahead many may be lost, and leave."""
 DROPS_A_POLL = 4
 """Tickets refused in one decision; none in one that starts a batch, which waits for none. The next follows at once."""
-
-
-class Refusal(Enum):
-    """Why a ticket leaves without an answer from a worker."""
-
-    UNREACHABLE = "unreachable"
-    NO_WORKER = "no_worker"
-    QUEUE_FULL = "queue_full"
-
-
-@dataclasses.dataclass(slots=True)
-class Refused:
-    """A ticket that will not be served, with the prediction behind that decision.
-
-    Attributes:
-        completion: predicted instant at which a worker's answer would be there; None where no worker is known.
-        retry_s: after how long a new observation has a chance.
-    """
-
-    ticket: Ticket
-    reason: Refusal
-    completion: float | None
-    retry_s: float
-
-
-@dataclasses.dataclass(slots=True)
-class Plan:
-    """What to do now, and when to ask again (None: at the next event).
-
-    Attributes:
-        silent: batches whose worker has just gone silent; offer their members to the others with `resubmit`.
-        recalled: batches that waited behind those, and have left their worker; `requeue` their members.
-        expired: tickets that wait on a worker behind a late batch, and whose deadlines have passed.
-    """
-
-    batches: tuple[Batch, ...]
-    refused: tuple[Refused, ...]
-    wake_at: float | None
-    silent: tuple[Batch, ...] = ()
-    recalled: tuple[Batch, ...] = ()
-    expired: tuple[Refused, ...] = ()
 
 
 class Scheduler:
@@ -82,6 +41,7 @@ class Scheduler:
         self._books = QueueBooks(self.queue)
         self._in_flight = 0
         self._trial: Ticket | None = None
+        self._long = LongShot(self.fleet, self.arrivals)
 
     # ----- workers
 
@@ -205,6 +165,9 @@ class Scheduler:
             if open_to_trial and not len(self.queue) and self.fleet.rusty(now) is not None:
                 self._trial = ticket
                 return None, tried
+            chanced = self._long.of(ticket.source)
+            if older is None and tried is None and self._long.take(ticket, now):
+                return None, chanced
             self._books.turn_away(ticket)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
@@ -213,6 +176,8 @@ class Scheduler:
             self._books.remove(older)
         elif tried is not None:
             older, self._trial = tried, None
+        elif self._long.of(ticket.source) is not None:
+            older = self._long.drop()
         self._books.add(ticket, rank)
         return None, older
 
@@ -222,8 +187,7 @@ class Scheduler:
         Args:
             avoid: the worker that has the ticket and does not answer; it does not count as one that could.
         """
-        newer = self.queue.queued(ticket.source) or self._trial
-        if (newer is not None and newer.source == ticket.source) or not len(self.fleet):
+        if self._newer(ticket) is not None or not len(self.fleet):
             return False
         rank = self._books.rank(ticket, now)
         ahead = self.queue.ahead_of(ticket.due, rank)
@@ -235,27 +199,36 @@ class Scheduler:
 
     def requeue(self, ticket: Ticket, now: float) -> Ticket | None:
         """Queues a ticket again that its worker had not begun; where a newer one of its robot waits, gives that one."""
-        newer = self.queue.queued(ticket.source) or self._trial
-        if newer is not None and newer.source == ticket.source:
+        newer = self._newer(ticket)
+        if newer is not None:
             return newer
         self._books.add(ticket, self._books.rank(ticket, now))
         return None
+
+    def _newer(self, ticket: Ticket) -> Ticket | None:
+        """What waits of the robot of a ticket that does not."""
+        if self._trial is not None and self._trial.source == ticket.source:
+            return self._trial
+        return self.queue.queued(ticket.source) or self._long.of(ticket.source)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Takes a ticket out of the queue; False where it is not queued (in flight or done)."""
         if ticket is self._trial:
             self._trial = None
             return True
+        if ticket is self._long.ticket:
+            self._long.drop()
+            return True
         return self._books.remove(ticket)
 
     @property
     def depth(self) -> int:
         """How many tickets have been admitted and are on no worker."""
-        return len(self.queue) + (self._trial is not None)
+        return len(self.queue) + (self._trial is not None) + (self._long.ticket is not None)
 
     def waiting(self) -> list[Ticket]:
         """Those tickets, in service order."""
-        return [*((self._trial,) if self._trial is not None else ()), *self.queue]
+        return [*(ticket for ticket in (self._trial, self._long.ticket) if ticket is not None), *self.queue]
 
     def predicted_completion(self, ahead: int, now: float) -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it."""
@@ -291,6 +264,8 @@ class Scheduler:
                     wake_at = later
                     break
         refused = () if batches else self._drop_unreachable(now)
+        if not batches and not len(self.queue):
+            batches = self._try(now)
         wake = self._next_wake(wake_at, now)
         return Plan(tuple(batches), tuple(refused), wake, tuple(silent), tuple(recalled), tuple(expired))
 
@@ -305,6 +280,15 @@ class Scheduler:
         worker.trial = True
         self._in_flight += 1
         return [worker.launch((ticket,), 0, now)]
+
+    def _try(self, now: float) -> list[Batch]:
+        """The ticket that nobody is expected to make goes to a worker that has nothing else to do."""
+        worker = self._long.worker(now)
+        ticket = None if worker is None else self._long.drop()
+        if worker is None or ticket is None:
+            return []
+        self._in_flight += 1
+        return [worker.launch((ticket,), len(worker.levels) - 1, now)]
 
     def _batch_for(self, worker: WorkerState, idle: int, now: float) -> tuple[Batch | None, float | None]:
         # Idle workers share what waits: two small batches in parallel beat one large one.
@@ -363,20 +347,26 @@ class Scheduler:
         """Refuses tickets whose last possible start has passed, earliest first."""
         refused: list[Refused] = []
         fastest = self.fleet.fastest_s()
-        completion: float | None = None
+        if self._long.ends_at <= now and (given_up := self._long.drop()) is not None:
+            refused.append(self._lost(given_up, fastest, now))
         while (ticket := self.queue.earliest()) is not None and ticket.due < now + fastest:
             if ticket.due < ticket.deadline:  # moved up by ageing, and passed over: its deadline still stands
                 self._move_up(ticket, now)
                 continue
             self._books.remove(ticket)
-            self._books.turn_away(ticket)
-            reason = Refusal.UNREACHABLE if len(self.fleet) else Refusal.NO_WORKER
-            if completion is None and len(self.fleet):
-                completion = self.fleet.predicted_completion(0, now)
-            refused.append(Refused(ticket, reason, completion, max(0.001, fastest)))
+            if self._long.take(ticket, now):
+                continue
+            refused.append(self._lost(ticket, fastest, now))
             if len(refused) == DROPS_A_POLL:
                 break
         return refused
+
+    def _lost(self, ticket: Ticket, retry_s: float, now: float) -> Refused:
+        self._books.turn_away(ticket)
+        known = len(self.fleet) > 0
+        completion = self.fleet.predicted_completion(0, now) if known else None
+        reason = Refusal.UNREACHABLE if known else Refusal.NO_WORKER
+        return Refused(ticket, reason, completion, max(0.001, retry_s))
 
     def _move_up(self, ticket: Ticket, now: float) -> None:
         """Puts a ticket among production's, due when the longest batch that may run now has ended and a next one."""
@@ -388,5 +378,6 @@ class Scheduler:
         if ticket is not None:
             # Just past the last start, so that a ticket on the edge still gets its chance.
             wake_at = min(wake_at, ticket.due - self.fleet.fastest_s() + 1e-4)
+        wake_at = min(wake_at, self._long.ends_at + 1e-4)
         wake_at = min(wake_at, self.fleet.next_event(now, queued=ticket is not None))
         return None if wake_at == math.inf else wake_at

@@ -1,0 +1,73 @@
+"""The ticket that no worker is expected to make, kept for one that has nothing else to do: it may be quick for once."""
+
+from __future__ import annotations
+
+import math
+
+from taktline_gateway.arrivals import Arrivals
+from taktline_gateway.batching import TAIL_QUANTILE
+from taktline_gateway.deadline_queue import Priority, Ticket
+from taktline_gateway.fleet import Fleet, WorkerState
+
+LEAST_CHANCE = 0.01
+"""A ticket with less is not worth a batch, whatever else the worker could do."""
+WHO_COMES = 0.3
+"""So much of a ticket is lost for each one that comes while the batch runs."""
+
+
+class LongShot:
+    """Holds one ticket at most; all its operations take O(w) for w workers.
+
+    Only of production: whoever asks for safety is told at once, and low classes are never in a hurry.
+    """
+
+    def __init__(self, fleet: Fleet, arrivals: Arrivals) -> None:
+        self.ticket: Ticket | None = None
+        self._fleet = fleet
+        self._arrivals = arrivals
+
+    def of(self, source: tuple[str, str]) -> Ticket | None:
+        """The ticket, if it is this robot's."""
+        return self.ticket if self.ticket is not None and self.ticket.source == source else None
+
+    def take(self, ticket: Ticket, now: float) -> bool:
+        """Whether a ticket that is to be refused is kept: it may be made, and there is no other robot's."""
+        if (self.ticket is not None and self.ticket.source != ticket.source) or not self._may(ticket, now):
+            return False
+        self.ticket = ticket
+        return True
+
+    def drop(self) -> Ticket | None:
+        """Gives it up."""
+        ticket, self.ticket = self.ticket, None
+        return ticket
+
+    @property
+    def ends_at(self) -> float:
+        """The instant from which it is not worth a try any more; infinite where there is none."""
+        return math.inf if self.ticket is None else self.ticket.deadline - self._fleet.luckiest_s()
+
+    def worker(self, now: float) -> WorkerState | None:
+        """The idle worker that it is worth to be tried on now, if there is one."""
+        ticket = self.ticket
+        if ticket is None:
+            return None
+        for worker in self._fleet.idle(now):
+            times = worker.cheapest
+            if worker.flights or worker.probation:
+                continue
+            comes = self._arrivals.expected_within(times.median[1], now) / len(self._fleet)
+            if chance(times.median[1], times.tail[1], ticket.deadline - now) >= max(LEAST_CHANCE, WHO_COMES * comes):
+                return worker
+        return None
+
+    def _may(self, ticket: Ticket, now: float) -> bool:
+        plain = ticket.priority is Priority.PRODUCTION and not ticket.extra and not ticket.attempts
+        return plain and self._fleet.luckiest_completion(now) <= ticket.deadline
+
+
+def chance(median: float, tail: float, seconds: float) -> float:
+    """Of a batch of that median and 99th percentile to end within `seconds`: durations are log-normal."""
+    if seconds <= 0.0 or tail <= median:
+        return float(seconds >= median)
+    return 0.5 + 0.5 * math.erf(TAIL_QUANTILE * math.log(seconds / median) / (math.log(tail / median) * math.sqrt(2.0)))
