@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -487,9 +488,9 @@ def test_a_long_answer_is_sent_whole_before_the_port_is_closed():
 def test_a_port_with_a_loop_of_its_own_stops_it_only_after_the_last_answer():
     size, entered = 32 << 20, threading.Event()
 
-    def infer(request, frames, context):
+    def infer(request, frames, context, answered):
         entered.set()
-        return worker_pb2.InferResponse(results=[{"imagined": {"parts": [bytes(size)]}}])
+        answered(worker_pb2.InferResponse(results=[{"imagined": {"parts": [bytes(size)]}}]))
 
     port = BatchPort("127.0.0.1", infer, 1)
     closing = threading.Thread(target=port.close, args=(120.0,))
@@ -505,6 +506,45 @@ def test_a_port_with_a_loop_of_its_own_stops_it_only_after_the_last_answer():
             came += len(part)
     closing.join(120.0)
     assert came > size
+
+
+def test_a_call_in_a_thread_is_answered_once_whatever_comes_after():
+    recorded = []
+
+    def infer(request, frames, context, answered):
+        word = request.policy
+        if word == "abort":
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+        if word == "raise":
+            raise ValueError("before the answer")
+        if word == "nothing":
+            return
+        answered(worker_pb2.InferResponse(revision="first"))
+        recorded.append(word)
+        if word == "raise behind it":
+            raise ValueError("behind the answer")
+        if word == "twice":
+            answered(worker_pb2.InferResponse(revision="second"))
+
+    port = BatchPort("127.0.0.1", infer, 2)
+
+    async def body():
+        channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        for word, code in (("abort", "DEADLINE_EXCEEDED"), ("raise", "UNKNOWN"), ("nothing", "UNKNOWN")):
+            with pytest.raises(WorkerCallError) as caught:
+                await channel.infer(worker_pb2.InferRequest(policy=word), [], 30.0, ())
+            assert caught.value.code == code
+        for word in ("good", "raise behind it", "twice", "good"):
+            answer = await channel.infer(worker_pb2.InferRequest(policy=word), [], 30.0, ())
+            assert answer.revision == "first"
+        channel.close()
+
+    run(body)
+    port.close(30.0)
+    ends_at = time.monotonic() + 60.0
+    while len(recorded) < 4 and time.monotonic() < ends_at:  # what follows an answer may take its time
+        time.sleep(0.001)
+    assert sorted(recorded) == ["good", "good", "raise behind it", "twice"]
 
 
 @pytest.mark.parametrize(

@@ -150,13 +150,20 @@ class Launching(Scripted):
     def __init__(self) -> None:
         self.launched: list[Launched] = []
         self.threads: list[str] = []
+        self.drafts: list[object] = []
+        self.given: list[object] = []
         self.may_launch = threading.Event()
         self.may_launch.set()
 
     def run(self, rows: list[Any], bucket: int) -> Any:
         raise AssertionError("it was not launched")
 
-    def launch(self, rows: list[Any], bucket: int, steps: int = 0) -> Launched:
+    def draft(self, pending: list[Any], steps: int = 0) -> Any:
+        self.drafts.append(object())
+        return self.drafts[-1]
+
+    def launch(self, rows: list[Any], bucket: int, steps: int = 0, draft: Any = None) -> Launched:
+        self.given.append(draft)
         self.threads.append(threading.current_thread().name)
         assert self.may_launch.wait(30)
         self.launched.append(Launched(list(rows), 0.01 * (1 + len(self.launched))))
@@ -261,3 +268,28 @@ def test_batches_that_ask_while_one_is_being_launched_follow_in_the_order_of_ask
     assert [running.wait()[0] for running in adapter.launched] == [9.0, 0.0, 1.0, 2.0]
     assert [name.split("_")[0] for name in adapter.threads] == ["engine", "caller", "engine", "engine"]
     assert engine._asked == 0
+
+
+def test_a_draft_is_used_for_the_very_rows_that_it_was_made_for(launching: tuple[Engine, Launching]) -> None:
+    """Not where one of them is refused or comes too late, and not for a batch that runs in parts."""
+    engine, adapter = launching
+
+    def run(*items: Item) -> None:
+        with ThreadPoolExecutor(1) as callers:
+            job = callers.submit(engine.infer, items)
+            while not job.done():
+                for running in list(adapter.launched):
+                    running.ends.set()
+                time.sleep(0.001)
+            job.result()
+
+    good = [Item(Asked(1.0, "", None)), Item(Asked(2.0, "", None))]
+    run(*good)
+    assert adapter.given == adapter.drafts
+    run(good[0], Item(Asked(2.0, "result", ValueError())))
+    run(good[0], Item(Asked(2.0, "", None), expires_at=time.monotonic() - 1.0))
+    assert len(adapter.drafts) == 3
+    assert adapter.given[1:] == [None, None]
+    run(*good, good[0])
+    assert len(adapter.drafts) == 3
+    assert adapter.given[3:] == [None, None]

@@ -144,8 +144,17 @@ class RunningBatch(Protocol):
 class LaunchingAdapter(Protocol):
     """An adapter whose device takes a batch while it runs another; its `finish` may be called by several threads."""
 
-    def launch(self, rows: Sequence[Any], bucket: int, steps: int = 0) -> RunningBatch | None:
-        """As `run`, or `run_cheaper` with `steps`, without waiting; None for rows that only those can run."""
+    def draft(self, pending: Sequence[Any], steps: int = 0) -> Any:
+        """What can be done for `launch` while the images of these observations are still being decoded; any thread.
+
+        None where that is nothing, as where one of them is to be refused.
+        """
+
+    def launch(self, rows: Sequence[Any], bucket: int, steps: int = 0, draft: Any = None) -> RunningBatch | None:
+        """As `run`, or `run_cheaper` with `steps`, without waiting; None for rows that only those can run.
+
+        `draft` is what `draft` gave for the observations of just these rows.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -77,10 +80,21 @@ class CallContext:
 
 
 Infer = Callable[[worker_pb2.InferRequest, Frames, CallContext], Coroutine[Any, Any, worker_pb2.InferResponse]]
+Answered = Callable[[worker_pb2.InferResponse], None]
+InferThere = Callable[[worker_pb2.InferRequest, Frames, CallContext, Answered], None]
+"""Runs a batch in the thread that calls it, and hands out the response once; or raises."""
+
+
+class InThreads:
+    """Batches that are run by threads of a pool, for a service whose calls wait."""
+
+    def __init__(self, infer: InferThere, pool: Executor) -> None:
+        self.infer = infer
+        self.pool = pool
 
 
 class BatchConnection(FrameProtocol):
-    """One gateway's connection. `infer` runs on the loop; what it raises becomes the call's failure.
+    """One gateway's connection. `infer` runs on the loop, or in threads; what it raises becomes the call's failure.
 
     Attributes:
         opened: whether the gateway has said its token.
@@ -88,7 +102,7 @@ class BatchConnection(FrameProtocol):
         gone: set once the connection has ended.
     """
 
-    def __init__(self, token: bytes, infer: Infer, connections: set[BatchConnection]) -> None:
+    def __init__(self, token: bytes, infer: Infer | InThreads, connections: set[BatchConnection]) -> None:
         """`connections` are those of the port; this one is among them while it lasts."""
         super().__init__()
         self.most_bytes = 0  # whoever has not opened has nothing to send but an opening
@@ -100,11 +114,11 @@ class BatchConnection(FrameProtocol):
         self._connections = connections
         self._refused = False
         self._leaving = False
-        self._calls: dict[int, tuple[asyncio.Task[None], CallContext]] = {}
+        self._calls: dict[int, tuple[asyncio.Future[None], CallContext]] = {}
 
-    def running(self) -> list[asyncio.Task[None]]:
+    def running(self) -> list[asyncio.Future[None]]:
         """The calls that run now."""
-        return [task for task, _ in self._calls.values()]
+        return [call for call, _ in self._calls.values()]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A gateway has connected."""
@@ -185,22 +199,74 @@ class BatchConnection(FrameProtocol):
         if self._leaving:
             self._write(Failure(call.number, "UNAVAILABLE", "the worker is going away"))
             return
-        context = CallContext(call)
-        task = asyncio.get_running_loop().create_task(self._run(call.number, message, images, context))
-        self._calls[call.number] = (task, context)
+        context, loop = CallContext(call), asyncio.get_running_loop()
+        if isinstance(self._infer, InThreads):
+            done = loop.create_future()
+            self._calls[call.number] = (done, context)
+            work = _Work(self._infer.infer, call.number, partial(self._tell, loop, call.number))
+            self._infer.pool.submit(work, message, images, context)
+        else:
+            task = loop.create_task(self._run(self._infer, call.number, message, images, context))
+            self._calls[call.number] = (task, context)
 
-    async def _run(self, number: int, request: worker_pb2.InferRequest, images: Frames, context: CallContext) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, number: int, pieces: list[bytes | memoryview]) -> None:
+        """In a thread."""
+        loop.call_soon_threadsafe(self._finish, number, pieces)
+
+    def _finish(self, number: int, pieces: list[bytes | memoryview]) -> None:
+        """What a thread has to say of a call."""
+        found = self._calls.pop(number, None)
+        if found is not None:
+            self._send(pieces)
+            found[0].set_result(None)
+
+    async def _run(
+        self, infer: Infer, number: int, request: worker_pb2.InferRequest, images: Frames, context: CallContext
+    ) -> None:
         try:
-            response = await self._infer(request, images, context)
+            response = await infer(request, images, context)
             self._write(Answer(number), response.SerializeToString())
         except Abort as abort:
             self._write(Failure(number, abort.code, abort.details))
         except Exception as error:
-            logger.exception("a batch failed")
-            self._write(Failure(number, "UNKNOWN", f"{type(error).__name__}: {error}"[:300]))
+            self._write(_fault(number, error))
         finally:
             self._calls.pop(number, None)
 
     def _write(self, head: Head, body: bytes = b"") -> None:
+        self._send(frame(head, (body,)))
+
+    def _send(self, pieces: list[bytes | memoryview]) -> None:
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(b"".join(frame(head, (body,))))
+            self.transport.write(b"".join(pieces))
+
+
+class _Work:
+    """One call in a thread of the pool: says once what becomes of it, and goes on with what nobody waits for."""
+
+    def __init__(self, infer: InferThere, number: int, tell: Callable[[list[bytes | memoryview]], object]) -> None:
+        self._infer, self._number, self._tell, self._told = infer, number, tell, False
+
+    def __call__(self, request: worker_pb2.InferRequest, images: Frames, context: CallContext) -> None:
+        try:
+            self._infer(request, images, context, self._answer)
+            if not self._told:
+                raise RuntimeError("there is no answer")
+        except Abort as abort:
+            self._say(frame(Failure(self._number, abort.code, abort.details)))
+        except Exception as error:
+            self._say(frame(_fault(self._number, error)))
+
+    def _answer(self, response: worker_pb2.InferResponse) -> None:
+        self._say(frame(Answer(self._number), (response.SerializeToString(),)))
+
+    def _say(self, pieces: list[bytes | memoryview]) -> None:
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):  # the port has been closed, and its loop with it
+                self._tell(pieces)
+
+
+def _fault(number: int, error: Exception) -> Failure:
+    logger.error("a batch failed", exc_info=error)
+    return Failure(number, "UNKNOWN", f"{type(error).__name__}: {error}"[:300])

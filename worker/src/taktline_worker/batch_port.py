@@ -10,16 +10,23 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
-from taktline_protocol import worker_pb2
 from taktline_protocol.batch_frames import local_name
 
-from taktline_worker.batch_connection import BatchConnection, CallContext, Frame, Frames, Infer
+from taktline_worker.batch_connection import (
+    Answered,
+    BatchConnection,
+    CallContext,
+    Frame,
+    Frames,
+    Infer,
+    InferThere,
+    InThreads,
+)
 
-__all__ = ["BatchConnection", "BatchListener", "BatchPort", "CallContext", "Frame", "Frames", "listen"]
+__all__ = ["Answered", "BatchConnection", "BatchListener", "BatchPort", "CallContext", "Frame", "Frames", "listen"]
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
@@ -30,7 +37,9 @@ MAX_ENTERING = 64
 ACCEPT_AGAIN_S = 0.5
 
 
-async def listen(host: str, infer: Infer, port: int = 0, context: ssl.SSLContext | None = None) -> BatchListener:
+async def listen(
+    host: str, infer: Infer | InThreads, port: int = 0, context: ssl.SSLContext | None = None
+) -> BatchListener:
     """Listens on the running loop, on a free port of `host` where `port` is 0; TLS with a `context`. Raises OSError."""
     six = ":" in host
     bound = socket.create_server(
@@ -45,7 +54,7 @@ async def listen(host: str, infer: Infer, port: int = 0, context: ssl.SSLContext
 class BatchListener:
     """An open batch port, on the running loop; without TLS also a Unix socket, which costs gateways beside it less."""
 
-    def __init__(self, bound: socket.socket, infer: Infer, context: ssl.SSLContext | None) -> None:
+    def __init__(self, bound: socket.socket, infer: Infer | InThreads, context: ssl.SSLContext | None) -> None:
         self.token = os.urandom(TOKEN_BYTES)
         self.port: int = bound.getsockname()[1]
         self._bound = [bound]
@@ -142,7 +151,7 @@ class BatchPort:
     def __init__(
         self,
         host: str,
-        infer: Callable[[worker_pb2.InferRequest, Frames, CallContext], worker_pb2.InferResponse],
+        infer: InferThere,
         threads: int,
         port: int = 0,
         context: ssl.SSLContext | None = None,
@@ -153,13 +162,8 @@ class BatchPort:
         self._thread = threading.Thread(target=self._loop.run_forever, name="batch-port", daemon=True)
         self._thread.start()
 
-        async def run(
-            request: worker_pb2.InferRequest, images: Frames, context: CallContext
-        ) -> worker_pb2.InferResponse:
-            return await self._loop.run_in_executor(self._pool, infer, request, images, context)
-
         try:
-            opening = listen(host, run, port, context)
+            opening = listen(host, InThreads(infer, self._pool), port, context)
             self._listener = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
         except OSError:
             self._stop()

@@ -125,11 +125,11 @@ class Engine:
         """
         started = time.monotonic()
         outcomes: list[Outcome | None] = [None] * len(items)
-        rows = self._prepare(items, outcomes)
+        rows, draft = self._prepare(items, outcomes, steps)
         prepared = time.monotonic()
         bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, 0.0, prepared
         if rows:
-            turn, parts = self._in_turn(items, rows, outcomes, deadline, cancelled, steps)
+            turn, parts = self._in_turn(items, rows, outcomes, deadline, cancelled, steps, draft)
             waited_s = turn - prepared
             for part in parts:
                 ended = self._collect(part, outcomes, ended)
@@ -166,8 +166,13 @@ class Engine:
         if isinstance(self.adapter, Closable):
             self.adapter.close()
 
-    def _prepare(self, items: Sequence[Item], outcomes: list[Outcome | None]) -> list[tuple[int, Any]]:
-        """(index, row) of the good items. All images of the batch are decoded side by side."""
+    def _prepare(
+        self, items: Sequence[Item], outcomes: list[Outcome | None], steps: int
+    ) -> tuple[list[tuple[int, Any]], Any]:
+        """(index, row) of the good items, and the adapter's draft of their batch where they are all and run together.
+
+        All images of the batch are decoded side by side.
+        """
         pending = []
         for index, item in enumerate(items):
             try:
@@ -180,13 +185,19 @@ class Engine:
                 pending.append((index, self.adapter.begin(item.observation, self._decoders)))
             except Exception as error:
                 outcomes[index] = _own(error)
+        draft = None
+        if len(pending) <= self.buckets[-1] and isinstance(self.adapter, LaunchingAdapter):
+            try:
+                draft = self.adapter.draft([row for _, row in pending], steps)
+            except Exception as error:  # the launch does it all, and says whose fault it is
+                logger.error("drafting a batch failed", exc_info=error)
         rows = []
         for index, row in pending:
             try:
                 rows.append((index, row.result()))
             except Exception as error:
                 outcomes[index] = _own(error)
-        return rows
+        return rows, draft if len(rows) == len(pending) else None
 
     def _in_turn(self, *batch: Any) -> tuple[float, list[_Part]]:
         """`_run`, one batch at a time and in the order of asking.
@@ -221,6 +232,7 @@ class Engine:
         deadline: float | None,
         cancelled: Callable[[], bool],
         steps: int,
+        draft: Any,
     ) -> tuple[float, list[_Part]]:
         """The instant at which the batch's turn came, and its parts: run, or launched."""
         while len(self._launched) >= LAUNCHED:  # what is launched can be dropped no more
@@ -241,16 +253,16 @@ class Engine:
             members = live[start : start + self.buckets[-1]]
             size = next(bucket for bucket in self.buckets if bucket >= len(members))
             parts.append(_Part([index for index, _ in members], [row for _, row in members], size))
-            self._begin(parts[-1], outcomes, steps)
+            self._begin(parts[-1], outcomes, steps, draft if len(members) == len(rows) else None)
         if parts and parts[-1].running is not None:
             self._launched.append(parts[-1].running)
         return now, parts
 
-    def _begin(self, part: _Part, outcomes: list[Outcome | None], steps: int) -> None:
+    def _begin(self, part: _Part, outcomes: list[Outcome | None], steps: int, draft: Any) -> None:
         """Launches a part behind what runs; where that cannot be, runs it."""
         try:
             if isinstance(self.adapter, LaunchingAdapter):
-                part.running = self.adapter.launch(part.rows, part.bucket, steps)
+                part.running = self.adapter.launch(part.rows, part.bucket, steps, draft)
                 part.launched_at = time.monotonic()
                 self._launches = part.running is not None
             if part.running is None:

@@ -17,7 +17,7 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_protocol.rpc import to_error
 
 from taktline_worker.adapter import GuidedChunk, ImaginedChunk, PlannedChunk
-from taktline_worker.batch_port import BatchPort, CallContext, Frame, Frames
+from taktline_worker.batch_port import Answered, BatchPort, CallContext, Frame, Frames
 from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
 from taktline_worker.observation import EncodedImage, ImagineInput, RobotInput, RtcInput, SearchInput
@@ -85,24 +85,34 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             {name: (image.encoding, tuple(image.shape), image.data) for name, image in item.images.items()}
             for item in request.items
         ]
-        return self.infer(request, frames, context)
+        answers: list[worker_pb2.InferResponse] = []
+        self.infer(request, frames, context, answers.append)
+        return answers[0]
 
     def infer(
-        self, request: worker_pb2.InferRequest, frames: Frames, context: grpc.ServicerContext | CallContext
-    ) -> worker_pb2.InferResponse:
-        """Runs one batch, however it came: `frames` are its items' images, apart from the items."""
+        self,
+        request: worker_pb2.InferRequest,
+        frames: Frames,
+        context: grpc.ServicerContext | CallContext,
+        answered: Answered,
+    ) -> None:
+        """Runs one batch, however it came: `frames` are its items' images, apart from the items.
+
+        `answered` gets the response; what comes after it, the records, delays nobody.
+        """
         received = time.monotonic()
         refusal = self._refusal(request)
         if refusal is not None:
-            result = BatchResult((refusal,) * len(request.items), 0, 0.0, 0.0, 0.0)
-            return self._response(request, result, received)
+            self._answer(request, _refused(refusal, request), received, answered)
+            return
         if not self._places.acquire(blocking=False):
             busy = TaktlineError(
                 ErrorCode.OVERLOADED,
                 f"{MAX_WAITING_BATCHES} batches wait for this worker already",
                 "send the batch to another worker, or later",
             )
-            return self._response(request, BatchResult((busy,) * len(request.items), 0, 0.0, 0.0, 0.0), received)
+            self._answer(request, _refused(busy, request), received, answered)
+            return
         try:
             remaining = context.time_remaining()
             deadline = None if remaining is None else received + remaining
@@ -118,9 +128,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise
         finally:
             self._places.release()
-        response = self._response(request, result, received)
+        self._answer(request, result, received, answered)
         self._traces.batch(context.invocation_metadata(), received, result, self._config.model.revision)
-        return response
 
     def _refusal(self, request: worker_pb2.InferRequest) -> TaktlineError | None:
         if request.policy != self._config.policy:
@@ -143,9 +152,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         return None
 
-    def _response(
-        self, request: worker_pb2.InferRequest, result: BatchResult, received: float
-    ) -> worker_pb2.InferResponse:
+    def _answer(
+        self, request: worker_pb2.InferRequest, result: BatchResult, received: float, answered: Answered
+    ) -> None:
+        total_ms = (time.monotonic() - received) * 1000.0
+        answered(self._response(request, result, total_ms))
+        self._instruments.batch(result, total_ms)
         for item, outcome in zip(request.items, result.outcomes, strict=True):
             if isinstance(outcome, TaktlineError):
                 logger.warning(
@@ -157,8 +169,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                         "request_id": item.request_id,
                     },
                 )
-        total_ms = (time.monotonic() - received) * 1000.0
-        self._instruments.batch(result, total_ms)
+
+    def _response(
+        self, request: worker_pb2.InferRequest, result: BatchResult, total_ms: float
+    ) -> worker_pb2.InferResponse:
         return worker_pb2.InferResponse(
             results=[
                 _write_result(item.request_id, outcome)
@@ -172,6 +186,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             bucket=result.bucket,
             revision=self._config.model.revision,
         )
+
+
+def _refused(error: TaktlineError, request: worker_pb2.InferRequest) -> BatchResult:
+    return BatchResult((error,) * len(request.items), 0, 0.0, 0.0, 0.0)
 
 
 def _bucket_times(timings: Sequence[BucketTiming]) -> list[worker_pb2.BucketTime]:

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -60,7 +60,10 @@ class BatchRunner(Protocol):
 class Launching(Protocol):
     """A runner whose batches need not be waited for."""
 
-    def launch(self, batch: PiBatch) -> RunningBatch:
+    def draft(self, batch: PiBatch) -> Any:
+        """What `launch` can be spared of a batch whose images are not there yet."""
+
+    def launch(self, batch: PiBatch, draft: Any = None) -> RunningBatch:
         """As `run`; the answers come from what it gives."""
 
 
@@ -123,7 +126,21 @@ class PiAdapter:
         del bucket
         return self._run(rows, *self._cheaper[steps])
 
-    def launch(self, rows: Sequence[PreparedRow], bucket: int, steps: int = 0) -> RunningBatch | None:
+    def draft(self, pending: Sequence[PendingPiRow], steps: int = 0) -> tuple[PiBatch, Any] | None:
+        """The batch without its frames, and what the runner makes of it; None for rows that do not go this way."""
+        runner, guided = self._cheaper[steps] if steps else (self.runner, self.guided)
+        tails = guided is not None and any(one.rtc is not None for one in pending)
+        if not pending or tails or not isinstance(runner, Launching) or not all(one.raw for one in pending):
+            return None
+        try:
+            batch = self._collate([one.without_frames() for one in pending])
+        except TaktlineError:  # its row says the same
+            return None
+        return batch, runner.draft(batch)
+
+    def launch(
+        self, rows: Sequence[PreparedRow], bucket: int, steps: int = 0, draft: tuple[PiBatch, Any] | None = None
+    ) -> RunningBatch | None:
         """Captured graphs run without being waited for; rows that run apart, and eager runners, do not."""
         del bucket
         runner, guided = self._cheaper[steps] if steps else (self.runner, self.guided)
@@ -131,7 +148,11 @@ class PiAdapter:
             return None
         if guided is not None and any(prepared.row.rtc is not None for prepared in rows):
             return None
-        return runner.launch(self._collate([prepared.row for prepared in rows]))
+        if draft is None:
+            return runner.launch(self._collate([prepared.row for prepared in rows]))
+        batch, written = draft
+        frames = tuple(frame for prepared in rows for frame in prepared.row.raw or ())
+        return runner.launch(replace(batch, raw=frames), written)
 
     def _run(self, rows: Sequence[PreparedRow], runner: BatchRunner, guided: BatchRunner | None) -> Tensor:
         network = [prepared.row for prepared in rows]

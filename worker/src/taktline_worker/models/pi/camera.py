@@ -110,6 +110,8 @@ class CameraBuffers:
         self._staged = Staged({"places": ((2, images), torch.int64), "slots": ((images,), torch.int32)}, device)
         self._places, self._slots = self._staged.tensors["places"], self._staged.tensors["slots"]
         self._slots.fill_(-1)
+        self._told: list[tuple[int, int, int]] | None = None
+        """Slot, begin and row bytes of each frame, as the device knows them; None where it knows of pixels."""
         self._starts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
         self._counts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
         self._weights = torch.zeros(images, 2, size, _TAPS, dtype=kind, device=device)
@@ -123,6 +125,7 @@ class CameraBuffers:
         """Take images that are ready: fp32 (n, 3, size, size) in [-1, 1]."""
         send(self._pixels[: len(pixels)], pixels)
         self._slots.fill_(-1)
+        self._told = None
 
     def load_frames(self, frames: Sequence[Tensor]) -> None:
         """Take frames, (H, W, 3) uint8 on the CPU, of any sizes.
@@ -137,22 +140,27 @@ class CameraBuffers:
         sizes = {(frame.shape[0], frame.shape[1]) for frame in frames}
         if len(sizes | self._geometries.keys()) > len(self._slots):
             self._geometries = {}  # sizes come and go: start over with those of this batch
-        letter = self._staged.letter()
-        places, slots = letter.arrays["places"], letter.arrays["slots"]
-        slots.fill(-1)  # of images that the batch does not have: bytes of none are to be looked for
-        at = 0
+        at, told = 0, []
         for index, frame in enumerate(frames):
             height, width = frame.shape[:2]
             taken = frame.numel()
             slot = self._geometry(height, width) if at + taken <= self.frame_bytes else -1
-            slots[index] = slot
-            places[:, index] = at, width * 3
+            told.append((slot, at, width * 3))
             if slot < 0:
                 send(self._pixels[index], to_model_input(frame.numpy(), self._size, self._method))
                 continue
             send(self._frames[at : at + taken], frame.reshape(-1))
             at += taken
+        if told != self._told:  # one camera sends frames of one size
+            self._tell(told)
+
+    def _tell(self, frames: list[tuple[int, int, int]]) -> None:
+        letter = self._staged.letter()
+        letter.arrays["slots"].fill(-1)  # of images that the batch does not have: bytes of none are to be looked for
+        for index, (slot, *place) in enumerate(frames):
+            letter.arrays["slots"][index], letter.arrays["places"][:, index] = slot, place
         letter.send()
+        self._told = frames
 
     def _geometry(self, height: int, width: int) -> int:
         """The slot of a frame size, with its tables copied where it is new; -1 where the tables cannot express it."""

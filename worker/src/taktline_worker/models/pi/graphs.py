@@ -14,7 +14,7 @@ from taktline_kernels.guidance import Guidance
 from taktline_protocol.deployment import QuantisationOptions
 from torch import Tensor
 
-from taktline_worker.devices import Running, Staged
+from taktline_worker.devices import Letter, Running, Staged
 from taktline_worker.graph_capture import Beside, Captured, GraphPool, Stage
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
@@ -222,14 +222,18 @@ class GraphRunner:
                 return bucket
         raise ValueError(f"no bucket for {rows} rows of {slots} slots with {prompt} prompt tokens")
 
-    def load(self, batch: PiBatch, bucket: Bucket) -> None:
-        """Copy a batch into the buffers of `bucket`."""
-        rows, prompt = batch.tokens.shape
-        images, slots = batch.pixels.shape[0], self.slots(bucket)
+    def load(self, batch: PiBatch, bucket: Bucket, written: Letter | None = None) -> None:
+        """Copy a batch into the buffers of `bucket`; `written` is what `write` gave for it."""
         if batch.raw is None:
             self.camera.load_pixels(batch.pixels)
         else:
             self.camera.load_frames(batch.raw)
+        (self.write(batch, bucket) if written is None else written).send()
+
+    def write(self, batch: PiBatch, bucket: Bucket) -> Letter:
+        """All of a batch but its images, for the buffers of `bucket`; touches nothing that a batch needs that runs."""
+        rows, prompt = batch.tokens.shape
+        images, slots = batch.pixels.shape[0], self.slots(bucket)
         letter = self._staged.letter()
         arrays = letter.arrays
         arrays["lengths"][: bucket.rows] = 1
@@ -250,7 +254,7 @@ class GraphRunner:
         if batch.rtc is not None and "target" in arrays:
             arrays["target"][:rows] = batch.rtc.target.numpy()
             arrays["influence"][:rows] = batch.rtc.weights[..., 0].numpy()
-        letter.send()
+        return letter
 
     def run(self, batch: PiBatch) -> Tensor:
         """Actions of each row on the CPU: fp32 (B, H, action width), or (B, H, D) where it `unnormalises`.
@@ -260,15 +264,20 @@ class GraphRunner:
         """
         return self.launch(batch).wait()
 
+    def draft(self, batch: PiBatch) -> tuple[Bucket, Letter]:
+        """What `launch` can be spared of a batch whose images are not there yet. Raises ValueError as `launch`."""
+        bucket = self.bucket_for(batch)
+        return bucket, self.write(batch, bucket)
+
     @torch.inference_mode()
-    def launch(self, batch: PiBatch) -> Running:
+    def launch(self, batch: PiBatch, draft: tuple[Bucket, Letter] | None = None) -> Running:
         """As `run`, without waiting: the GPU begins when it has ended what was launched before.
 
         Raises:
             ValueError: the batch fits no bucket.
         """
-        bucket = self.bucket_for(batch)
-        self.load(batch, bucket)
+        bucket, written = (self.bucket_for(batch), None) if draft is None else draft
+        self.load(batch, bucket, written)
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         began.record()
         self.captured[bucket].graph.replay()

@@ -51,6 +51,11 @@ class PendingPiRow:
     rtc: RtcRow | None
     raw: bool = False
 
+    def without_frames(self) -> PiRow:
+        """The row of a runner that resizes frames itself, but for these. Raises TaktlineError INSTRUCTION_INVALID."""
+        tokens, noise = self.text.result()
+        return PiRow(torch.empty(len(self.pixels), 0), tokens, noise, self.model_state, self.rtc, raw=())
+
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large, or INSTRUCTION_INVALID."""
         tokens, noise = self.text.result()
