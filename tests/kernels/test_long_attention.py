@@ -47,11 +47,18 @@ def test_a_prefix_is_merged_into_what_the_suffix_gave(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("suffix", "first"), [(1000, 0), (1093, 340), (512, 480)])
-def test_at_the_size_of_a_policy(suffix, first):
-    q, *rest = inputs(torch.bfloat16, prefix=(200, 10), suffix=suffix, heads=8, kv_heads=2, width=128)
+@pytest.mark.parametrize(("suffix", "first"), [(1000, 0), (1093, 340), (512, 480), (77, 76)])
+@pytest.mark.parametrize(
+    ("kernel", "config"), [("parts", {}), ("hopper", {}), ("hopper", {"tile": 112}), ("hopper", {"tile": 160})]
+)
+@pytest.mark.parametrize("heads", [8, 4, 2])
+def test_at_the_size_of_a_policy(suffix, first, kernel, config, heads):
+    q, *rest = inputs(torch.bfloat16, prefix=(200, 10), suffix=suffix, heads=heads, kv_heads=2, width=128)
     q = q[:, first:]
-    found = REGISTRY["attention_suffix"].load("parts")(q, *rest, config={})
+    run = REGISTRY["attention_suffix"].load(kernel)
+    found = run(q, *rest, config=config)
+    if kernel == "hopper":
+        assert torch.equal(run(q, *rest, config=config), found)
     exact = REGISTRY["attention_suffix"].reference(
         q.float(), *(t if t.dtype == torch.int32 else t.float() for t in rest)
     )

@@ -185,6 +185,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
     fp8_attention = importlib.import_module("taktline_kernels.cuda.fp8_attention")
+    suffix_attention = importlib.import_module("taktline_kernels.cuda.suffix_attention")
     turned_product = importlib.import_module("taktline_kernels.cuda.turned_product")
     product = importlib.import_module("taktline_kernels.cuda.product")
 
@@ -241,7 +242,15 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc, "tensor_map", lambda tensor, box: None
     yield nvrtc, "processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
-    others = (image_attention, frame_attention, cached_attention, product, turned_product, fp8_attention)
+    others = (
+        image_attention,
+        frame_attention,
+        cached_attention,
+        product,
+        turned_product,
+        fp8_attention,
+        suffix_attention,
+    )
     for module, name in ((geglu, "product_kernel"), *((one, "_kernel") for one in others)):
         yield module, name, _fresh(getattr(module, name))
 

@@ -94,6 +94,7 @@ _SUFFIX = register(
     {
         "triton": f"{_TRITON}:attention_suffix",
         "parts": "taktline_kernels.cuda.sdpa:attention_suffix",
+        "hopper": "taktline_kernels.cuda.suffix_attention:attention_suffix",
     },
 )
 
