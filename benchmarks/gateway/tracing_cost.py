@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 
-from taktline_gateway.tracing.requests import RequestTraces, begin_batch, end_batch
+from taktline_gateway.tracing.requests import RequestTraces, begin_batch
 from taktline_protocol.tracing import tracing_from_environment
 
 SETTINGS = {
@@ -46,8 +46,7 @@ def cpu_us(settings: dict[str, str], port: int, requests: int) -> float:
         if traces.tracing is not None:
             about = {"policy": "reach", "robot": "arm-1", "request_id": "q", "seq": number, "budget_ms": 100.0}
             trace = traces.begin("", now, **about)  # type: ignore[arg-type]
-        begin_batch([trace], now, "10.0.0.1:50051")
-        end_batch([trace])
+        begin_batch([trace], now, "10.0.0.1:50051").end()
         if trace is not None:
             trace.answered(now, now, now, now, code="ok", margin_ms=1.0, cause="", worker="10.0.0.1:50051")
             if number % 100 == 99:
