@@ -31,7 +31,8 @@ from benchmarks.gateway.processes import Deployment, Server, ServerEndedError, f
 PROTOCOLS = ("rest", "stream", "openpi")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 TARGETS = ("worker", "gateway", "redis")
-T_SYNC = "1:4,2:5,4:6,8:8,16:12"
+WORKER = ("--t-sync", "1:6,2:7,4:8,8:10,16:14", "--before-ms", "2", "--work-ms", "4")
+"""Batches are sent ahead: what a worker that dies has is often two of them."""
 DOWN_S = 0.4
 
 
@@ -85,7 +86,7 @@ def build(folder: Path, *, redis: bool) -> Stage:
     for each in folders:
         each.mkdir()
     first, second = (Deployment(each) for each in folders)
-    workers = [first.start_worker("--t-sync", T_SYNC, "--work-ms", "4") for _ in range(2)]
+    workers = [first.start_worker(*WORKER) for _ in range(2)]
     stage = Stage(first, second, workers, [free_port(), free_port()], None, free_port() if redis else 0)
     if redis:
         stage.start_redis(folder)
@@ -129,7 +130,7 @@ async def scenario(
         await asyncio.to_thread(process.process.wait)
         ended_s = time.monotonic() - killed_at
         if target == "worker":
-            stage.first.start_worker("--t-sync", T_SYNC, "--work-ms", "4", address=stage.workers[victim])
+            stage.first.start_worker(*WORKER, address=stage.workers[victim])
         elif target == "gateway":
             stage.start_gateway(victim)
         else:

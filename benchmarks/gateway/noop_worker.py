@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import signal
 import time
 from typing import Any
@@ -26,14 +27,20 @@ STATE_DIM = 8
 
 
 class NoopWorker(worker_pb2_grpc.WorkerServicer):
-    """Answers at once, or after `work_ms` where a load is to be set."""
+    """Answers at once, or after `before_ms` and then `work_ms` of its engine where a load is to be set.
 
-    def __init__(self, policy: str, t_sync: list[tuple[int, float]], work_ms: float) -> None:
+    As a real worker it tells what of a batch its engine needed and what the batch waited for it, so that the next one
+    is sent ahead.
+    """
+
+    def __init__(self, policy: str, t_sync: list[tuple[int, float]], work_ms: float, before_ms: float) -> None:
         self._policy = policy
         self._t_sync = t_sync
         self._work_ms = work_ms
+        self._before_ms = before_ms
         self._actions = to_tensor(np.zeros((HORIZON, WIDTH), np.float32))
         self._engine = asyncio.Lock()
+        self.count = self.behind = 0
         self.batches: BatchListener | None = None
 
     async def Info(self, request: Any, context: Any) -> Any:
@@ -58,13 +65,25 @@ class NoopWorker(worker_pb2_grpc.WorkerServicer):
     async def Infer(self, request: Any, context: Any) -> Any:
         """One batch."""
         began = time.monotonic()
+        if self._before_ms:
+            await asyncio.sleep(self._before_ms / 1e3)
+        ready = turn = time.monotonic()
+        self.count += 1
+        self.behind += self._engine.locked()
         if self._work_ms:
             async with self._engine:
+                turn = time.monotonic()
                 await asyncio.sleep(self._work_ms / 1e3)
+        ended = time.monotonic()
         results = [worker_pb2.InferResult(request_id=item.request_id, actions=self._actions) for item in request.items]
-        total_ms = 1e3 * (time.monotonic() - began)
         return worker_pb2.InferResponse(
-            results=results, engine_ms=total_ms, total_ms=total_ms, bucket=len(results), revision="r1"
+            results=results,
+            preprocess_ms=1e3 * (ready - began),
+            waited_ms=1e3 * (turn - ready),
+            engine_ms=1e3 * (ended - turn),
+            total_ms=1e3 * (time.monotonic() - began),
+            bucket=len(results),
+            revision="r1",
         )
 
 
@@ -72,7 +91,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     times = [(int(size), float(ms)) for size, _, ms in (pair.partition(":") for pair in arguments.t_sync.split(","))]
-    worker = NoopWorker(arguments.policy, times, arguments.work_ms)
+    worker = NoopWorker(arguments.policy, times, arguments.work_ms, arguments.before_ms)
     if not arguments.grpc_only:
         host = arguments.listen.rpartition(":")[0]
         worker.batches = await listen(host, lambda request, frames, context: worker.Infer(request, context))
@@ -85,6 +104,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await stop.wait()
+    print(json.dumps({"batches": worker.count, "behind": worker.behind}), flush=True)
     await status.enter_graceful_shutdown()
     await server.stop(5)
     if worker.batches is not None:
@@ -97,7 +117,8 @@ def main() -> None:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--policy", default="noop")
     parser.add_argument("--t-sync", default="1:0.4,2:0.5,4:0.7,8:1.2,16:2.2")
-    parser.add_argument("--work-ms", type=float, default=0.0, help="how long each batch takes")
+    parser.add_argument("--work-ms", type=float, default=0.0, help="how long the engine takes for each batch")
+    parser.add_argument("--before-ms", type=float, default=0.0, help="how long each batch takes before it needs that")
     parser.add_argument("--grpc-only", action="store_true", help="open no batch port")
     uvloop.run(serve(parser.parse_args()))
 

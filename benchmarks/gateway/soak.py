@@ -29,6 +29,8 @@ from benchmarks.gateway.processes import Deployment, free_port
 
 PROTOCOLS = ("rest", "stream", "openpi")
 WORK_MS = 40.0
+BEFORE_MS = 5.0
+"""What a batch takes before the engine needs it, as frames are decoded: the next one is sent ahead by as much."""
 BATCH = 8
 STALL_LOOK_S = 0.1
 SETTLE_S = 8.0
@@ -91,7 +93,9 @@ class Watched:
 
 def t_sync_of(work_ms: float) -> str:
     """What the worker says of its times: batches of any size take about as long."""
-    return ",".join(f"{size}:{share * work_ms:g}" for size, share in ((1, 0.95), (2, 0.975), (4, 1.0), (8, 1.05)))
+    return ",".join(
+        f"{size}:{BEFORE_MS + share * work_ms:g}" for size, share in ((1, 0.95), (2, 0.975), (4, 1.0), (8, 1.05))
+    )
 
 
 def growth_of(samples: list[Sample]) -> float:
@@ -124,7 +128,9 @@ async def soak(
     deployment = Deployment(folder)
     openpi_port = free_port()
     try:
-        address = deployment.start_worker("--t-sync", t_sync_of(work_ms), "--work-ms", str(work_ms))
+        address = deployment.start_worker(
+            "--t-sync", t_sync_of(work_ms), "--work-ms", str(work_ms), "--before-ms", str(BEFORE_MS)
+        )
         deployment.write_routes([address], max_batch=BATCH)
         deployment.start_gateway("--openpi-listen", f"127.0.0.1:{openpi_port}", "--stream-resume-s", str(RESUME_S))
         await asyncio.to_thread(deployment.until_ready, 1)
