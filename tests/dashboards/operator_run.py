@@ -54,8 +54,8 @@ class _Node(HandDrivenNode):
     def __init__(self, api: client.CoreV1Api, factory: Factory) -> None:
         super().__init__(api)
         self._factory = factory
-        # Workers listen on one port everywhere: another run of the tests has another network.
-        self._network = f"127.{random.randint(64, 250)}.{random.randint(1, 250)}"
+        # Workers listen on one port everywhere: another run has another network, and process nodes those below 128.
+        self._network = f"127.{random.randint(128, 250)}.{random.randint(1, 250)}"
         self.behave = self._behave
         self.ran: set[str] = set()  # revisions
 

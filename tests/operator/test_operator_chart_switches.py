@@ -186,7 +186,7 @@ def test_the_air_gapped_values_fetch_nothing_from_outside(render: Any) -> None:
     objects = render("-f", str(CHART.CHART / "values-airgapped.yaml"))
     images = [container["image"] for pod in CHART.pods(objects) for container in pod["containers"]]
     assert images
-    assert all(image.startswith("registry.factory.example/taktline/") for image in images)
+    assert all(image.startswith("registry.factory.example/taktline-mirror/taktline/") for image in images)
     assert find(objects, "NetworkPolicy", "taktline-gateway")
 
 

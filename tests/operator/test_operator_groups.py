@@ -322,6 +322,26 @@ def test_a_new_revision_is_a_new_group_which_serves_before_the_old_one_goes(make
     assert [ref.name for ref in done.deletions if ref.kind == "StatefulSet"] == [sets_of(before)[0]["metadata"]["name"]]
 
 
+@pytest.mark.parametrize(
+    ("since", "stays"),
+    [("2026-03-01T07:59:30Z", True), ("2026-03-01T07:58:00Z", False), ("2026-03-01T07:00:00Z", False)],
+    ids=["for a moment", "for long", "never was ready"],
+)
+def test_an_old_group_whose_node_falters_is_not_taken_for_lost(make: Any, since: str, stays: bool) -> None:
+    """A node that is not heard of for seconds makes its pods not ready: nobody else serves yet."""
+    old = planner(make, pool={"gpusPerNode": 8})
+    before = make.plan(old, observed(make, old), make.settings).desired
+    pods = pods_of(sets_of(before)[0])
+    for pod in pods:
+        began = {"type": "Initialized", "status": "True", "lastTransitionTime": "2026-03-01T07:00:00Z"}
+        ready = {"type": "Ready", "status": "False", "lastTransitionTime": since}
+        pod["status"]["conditions"] = [began, ready]
+    new = planner(make, pool={"gpusPerNode": 8, "image": "registry.example/worker:2"})
+    found = make.plan(new, observed(make, new, before, pods), make.settings)
+    assert ([ref.kind for ref in found.deletions if ref.kind == "StatefulSet"] == []) == stays
+    assert found.route.targets == (), "it gets no observations meanwhile"
+
+
 def test_a_mesh_that_outgrows_its_node_keeps_the_old_workers_until_the_group_serves(make: Any) -> None:
     small = planner(make, search=8, pool={"gpusPerNode": 8})
     before = make.plan(small, observed(make, small), make.settings).desired

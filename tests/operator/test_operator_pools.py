@@ -271,3 +271,27 @@ def test_a_group_that_hangs_goes_as_a_whole(make: Any) -> None:
         pods.append(pod)
     observed = make.Observed(live=make.body(), now=make.now, children={ref_of(c): c for c in desired}, pods=pods)
     assert len(make.plan(policy, observed, make.settings).removals) == 2
+
+
+@pytest.mark.parametrize("init", [False, True], ids=["worker", "fetching"])
+def test_a_pod_that_its_node_makes_no_container_of_is_pointed_at(make: Any, init: bool) -> None:
+    """A folder that is not there, or a volume that cannot be mounted, is told in events of the pod alone."""
+    reason = "PodInitializing" if init else "ContainerCreating"
+    waiting = [{"name": "worker", "ready": False, "restartCount": 0, "state": {"waiting": {"reason": reason}}}]
+    parts = {"initContainerStatuses": waiting, "containerStatuses": waiting} if init else {"containerStatuses": waiting}
+
+    def plan(started: str, **state: Any) -> Any:
+        pod = make.pod("slow", ready=False, phase="Pending", startTime=started, **(parts | state))
+        return make.plan(make.policy(), make.Observed(live=make.body(), now=make.now, pods=[pod]), make.settings)
+
+    def said(result: Any) -> str:
+        message: str = next(c["message"] for c in result.status["conditions"] if c["type"] == "Progressing")
+        return message
+
+    at_first = plan("2026-03-01T07:59:30Z")
+    assert "describe" not in said(at_first)
+    assert at_first.again_s == pytest.approx(30.0)
+    late = plan("2026-03-01T07:58:30Z")
+    assert "pod/slow has no container yet: `kubectl describe pod slow` says what it waits for" in said(late)
+    running = [{"name": "model", "ready": False, "restartCount": 0, "state": {"running": {}}}]
+    assert "describe" not in said(plan("2026-03-01T07:00:00Z", initContainerStatuses=running))

@@ -259,7 +259,7 @@ async def test_without_robots_a_candidate_waits(cluster: Cluster) -> None:
     cluster.edit(model=B)
     await cluster.run(7200, step_s=60)
     assert cluster.rollout["phase"] == "Shadow"
-    assert "0 of 100" in cluster.condition("Progressing")[2]
+    assert "none of 100 so far: do robots ask?" in cluster.condition("Progressing")[2]
     writes = len(cluster.api.writes)
     await cluster.run(3600, step_s=60)
     assert len(cluster.api.writes) == writes

@@ -64,7 +64,7 @@ RULES = [
     ("name length", "metadata.name", "a" * 40, "a" * 41, "at most 40 lower-case letters"),
     ("name letters", "metadata.name", "pick-2", "Pick_2", "lower-case letters, digits and dashes"),
     ("largest bucket", "spec.batching", {"maxBatch": 8}, {"maxBatch": 9}, "larger than every bucket"),
-    ("wait below budget", "spec.batching", {"maxWaitMs": 99}, {"maxWaitMs": 100}, "must be shorter than"),
+    ("wait below budget", "spec.batching", {"maxWaitMs": 99}, {"maxWaitMs": 100}, "longer than batching.maxWaitMs"),
     ("absolute path", "spec.model.source", {"path": "/srv/x"}, {"path": "srv/x"}, "absolute folder on the node"),
     ("no parent folder", "spec.model.source", {"path": "/srv/.x"}, {"path": "/srv/../x"}, "without '..'"),
     (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from taktline_protocol.measurements import GatewayMeasurements, PolicyMeasurement
 from taktline_protocol.messages import BucketTime
@@ -16,8 +16,13 @@ from taktline_protocol.messages import BucketTime
 from taktline_operator.capacity import Load
 from taktline_operator.scaling import Demand
 
+Json = dict[str, Any]
+Key = tuple[str, str]  # namespace and name of a PolicyDeployment
+
 MEMORY_S = 60.0
 RATE_S = 15.0  # rates are means over so long
+UNKNOWN_S = 20.0  # between two looks at the gateways for times that no status holds yet
+TIMES_S = 600.0  # the same where all are known and nothing else asks
 
 
 class _Sample(NamedTuple):
@@ -26,6 +31,24 @@ class _Sample(NamedTuple):
     arrived: dict[float, int]
     missed: int
     seen: int
+
+
+def unmeasured(statuses: Mapping[Key, Json]) -> list[tuple[Key, str]]:
+    """Policies and pools with a worker that serves whose batch times no status holds yet.
+
+    Whether a control budget can be kept is told by them, also where nothing scales.
+
+    Args:
+        statuses: metadata and status of each PolicyDeployment.
+    """
+    found = []
+    for key, live in statuses.items():
+        status = live.get("status") or {}
+        accepted = any(c["type"] == "Accepted" and c["status"] == "True" for c in status.get("conditions", []))
+        if accepted:
+            pools = [pool for pool in status.get("pools", []) if pool.get("ready") and "tSync" not in pool]
+            found += [(key, str(pool["name"])) for pool in pools]
+    return found
 
 
 class DemandTracker:

@@ -64,7 +64,8 @@ def of(
     make = groups.leader_worker_set if kind == groups.LWS_KIND else groups.stateful_set
     made = groups.template(line, image, shape, lws=kind == groups.LWS_KIND)
     hash_ = workload.template_hash(made)
-    whole = {name: members for name, members in group_pods.units(pods).items() if group_pods.is_whole(members)}
+    units = group_pods.units(pods)
+    whole = {name: members for name, members in units.items() if group_pods.is_whole(members)}
     settling = {name: group_pods.settles_s(members, now) for name, members in whole.items()}
     own = [pod for pod in pods if line.has(pod)]
     # One that has several groups, as other versions of the operator made, is replaced as a whole like any other kind.
@@ -78,13 +79,13 @@ def of(
     }
     old_sets = {
         child["metadata"]["name"]: child["metadata"]["name"] in whole
+        or group_pods.falters(units.get(child["metadata"]["name"], ()), now)
         for child in sets
         if child["metadata"]["name"] not in current_sets
     }
     # Workers of another kind of object (one pod each, before the mesh outgrew a node) are replaced as a whole.
-    elsewhere = len([pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_]) - sum(
-        old_sets.values()
-    )
+    serving_elsewhere = [pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_]
+    elsewhere = len(serving_elsewhere) - sum(name in whole for name in old_sets)
     new = group_pods.units(pod for pod in own if _template_of(pod) == hash_)
     serving_old = [unit for name, unit in group_pods.units(own).items() if name in whole and name not in new]
     pressing = surge.pressing(new.values(), serving_old, now) if admits else []

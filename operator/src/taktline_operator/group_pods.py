@@ -10,6 +10,8 @@ from taktline_operator import groups, naming, routing, workload
 
 Json = dict[str, Any]
 
+FALTER_S = 60.0
+"""An old group that was ready is given so long to be so again before it goes for good."""
 RAY_NODE_LABEL = "ray.io/node-type"
 RAY_CLUSTER_LABEL = "ray.io/cluster"
 
@@ -65,6 +67,27 @@ def settles_s(members: Sequence[Json], now: str) -> float:
     ]
     lasted_s = min(((at - change).total_seconds() for change in changes), default=workload.MIN_READY_S)
     return max(0.0, workload.MIN_READY_S - lasted_s) if lasted_s > -workload.MIN_READY_S else 0.0
+
+
+def falters(members: Sequence[Json], now: str) -> bool:
+    """Whether a group that is complete has only just ceased to be ready: a node that was not heard of for a moment.
+
+    What never was ready, or has told of it for longer, is not waited for.
+    """
+    sizes = {member["metadata"].get("annotations", {}).get(naming.ANNOTATION_GROUP_SIZE, "1") for member in members}
+    if sizes != {str(len(members))} or any(member["metadata"].get("deletionTimestamp") for member in members):
+        return False
+    at, lasting = datetime.fromisoformat(now), []
+    for member in members:
+        told = {c["type"]: c for c in member.get("status", {}).get("conditions", [])}
+        ready = told.get("Ready", {})
+        if ready.get("status") == "True":
+            continue
+        began, since = (told.get(kind, {}).get("lastTransitionTime") for kind in ("Initialized", "Ready"))
+        if not began or not since or datetime.fromisoformat(since) <= datetime.fromisoformat(began):
+            return False  # it never was ready
+        lasting.append((at - datetime.fromisoformat(since)).total_seconds())
+    return bool(lasting) and max(lasting) < FALTER_S
 
 
 def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Json]:

@@ -102,6 +102,8 @@ def of_shadow(trial: Trial | None, rollout: Rollout, objective: float, baseline:
     allowed = 1.0 - rollout.parity.min_agreement
     if tail(disagreed, shadow.compared, allowed) < ALPHA:
         return Verdict("fail", "ParityFailed", _disagreement(trial, rollout))
+    if not shadow.compared and not shadow.outcomes.total:
+        return Verdict("wait", "Shadow", f"waits for observations to mirror, none of {needed} so far: do robots ask?")
     if shadow.compared < needed:
         share = _rounded(shadow.compared, needed)
         return Verdict("wait", "Shadow", f"compares actions on mirrored observations, {share} of {needed} so far")
@@ -118,6 +120,8 @@ def of_step(trial: Trial | None, rollout: Rollout, objective: float, baseline: f
     if late is not None:
         return late
     needed, seen = rollout.step_min_observations, trial.candidate.total
+    if not seen:
+        return Verdict("wait", "Shifting", f"none of {needed} observations so far: do robots ask?")
     if seen < needed:
         return Verdict("wait", "Shifting", f"{_rounded(seen, needed)} of {needed} observations so far")
     return Verdict("pass", "StepPassed", f"{trial.candidate.on_time} of {seen} observations in time")

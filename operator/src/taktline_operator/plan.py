@@ -273,7 +273,8 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         deployments,
         settings.gateway_url,
         observed.now,
-        surge.note(counts, list(strategies.values()), observed.now, makers, admits=admits),
+        surge.note(counts, list(strategies.values()), observed.now, makers, admits=admits)
+        + stuck.creating_note(observed.pods, observed.now),
         trial,
         size,
         group_pods.with_followers(trial.serving_pods, observed.pods),
@@ -383,6 +384,7 @@ def _earliest(policy: PolicyDeployment, observed: Observed, rolling: bool, *othe
         ray_services.look_again_s(policy, children),
         unattended.look_again_s(children, observed.now),
         surge.look_again_s(observed.pods, observed.now, rolling=rolling),
+        stuck.creating_again_s(observed.pods, observed.now),
     )
     return min((found for found in (*looks, *others) if found is not None), default=None)
 

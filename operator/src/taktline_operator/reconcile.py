@@ -32,7 +32,7 @@ from taktline_operator import (
     sizing,
     spec,
 )
-from taktline_operator.demand import DemandTracker
+from taktline_operator.demand import TIMES_S, UNKNOWN_S, DemandTracker, unmeasured
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import Observed, Ref, Settings, desired_objects, plan, ref_of, refuse, sized
 from taktline_operator.surveying import Existence
@@ -127,6 +127,7 @@ class Controller:
         self._clock = clock
         self._measurements = measurements
         self._deliveries = deliveries
+        self._monotonic = monotonic
         self._created: dict[Key, str] = {}
         self._routes: dict[Key, Route | None] = {}
         self._table: dict[str, Route] = {}  # the table as last read
@@ -137,7 +138,7 @@ class Controller:
         self._existence = Existence(api, monotonic)
         self._concerned = integrations.Concerned()
         self._withdrawn = discovery.Withdrawn(monotonic)
-        self._demand = DemandTracker()
+        self._demand, self._asked_at = DemandTracker(), -TIMES_S
         self._patience = sizing.Patience()
         self._sized: dict[Key, tuple[spec.PolicyDeployment, Observed]] = {}  # what scales by demand, as last seen
 
@@ -292,7 +293,7 @@ class Controller:
             pods=pods,
             trials=await self._trials(policy, live),
             nodes=self._nodes,
-            demand=self._demand.of(policy.name, time.monotonic()),
+            demand=self._demand.of(policy.name, self._monotonic()),
             tables=self._demand.times(policy.name),
             name_owner=None if owner == policy.key else owner,
             absent=await self._existence.absent(policy),
@@ -306,15 +307,19 @@ class Controller:
         )
 
     async def look_at_demand(self) -> None:
-        """Ask the gateways, and queue every policy whose number of workers, or their place, is to change.
+        """Ask the gateways, and queue every policy for which what they measure would change something.
 
         Raises:
             ApiError: the gateways could not be found.
         """
-        if self._measurements is None or not self._sized:
+        now, unknown = self._monotonic(), unmeasured(self.statuses)
+        rest_s = 0.0 if self._sized else UNKNOWN_S if unknown else TIMES_S
+        if self._measurements is None or not self.statuses or now - self._asked_at < rest_s:
             return
-        now = time.monotonic()
+        self._asked_at = now
         self._demand.take(await self._measurements.all(), now)
+        for key in {key for key, pool in unknown if self._demand.times(key[1]).get(pool)}:
+            self.queue.add(key, 0.0)
         for key, (policy, seen) in self._sized.items():
             demand, tables = self._demand.of(policy.name, now), self._demand.times(policy.name)
             fresh = msgspec.structs.replace(seen, now=self._clock(), demand=demand, tables=tables)

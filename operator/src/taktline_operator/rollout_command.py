@@ -61,31 +61,31 @@ def status(
 @app.command()
 def pause(name: Name, namespace: Namespace = "", kubeconfig: Kubeconfig = None) -> None:
     """Hold the rollout where it is; a candidate that turns out bad is still taken back."""
-    _run(_say("pause", name, namespace, kubeconfig, "held where it is; go on with: taktline rollout resume"))
+    _run(_say("pause", name, namespace, kubeconfig))
 
 
 @app.command()
 def resume(name: Name, namespace: Namespace = "", kubeconfig: Kubeconfig = None) -> None:
     """Go on with a held rollout."""
-    _run(_say("resume", name, namespace, kubeconfig, "goes on"))
+    _run(_say("resume", name, namespace, kubeconfig))
 
 
 @app.command()
 def promote(name: Name, namespace: Namespace = "", kubeconfig: Kubeconfig = None) -> None:
     """Skip the gates that are left: all robots move as soon as the candidate has enough workers."""
-    _run(_say("promote", name, namespace, kubeconfig, "all robots move as soon as it has enough workers"))
+    _run(_say("promote", name, namespace, kubeconfig))
 
 
 @app.command()
 def abort(name: Name, namespace: Namespace = "", kubeconfig: Kubeconfig = None) -> None:
     """Take the candidate back now."""
-    _run(_say("abort", name, namespace, kubeconfig, "is taken back"))
+    _run(_say("abort", name, namespace, kubeconfig))
 
 
 @app.command()
 def retry(name: Name, namespace: Namespace = "", kubeconfig: Kubeconfig = None) -> None:
     """Try a candidate again that was taken back."""
-    _run(_say("retry", name, namespace, kubeconfig, "is tried again"))
+    _run(_say("retry", name, namespace, kubeconfig))
 
 
 @app.command()
@@ -141,7 +141,8 @@ def describe(live: Json) -> str:
     """The rollout in a few lines."""
     facts = _facts(live)
     lines = [f"{facts['policy']}: {facts['phase']}" + (" (paused)" if facts["paused"] else "")]
-    lines.append(f"  serves     {facts['currentRevision'] or 'nothing yet'}, {facts['readyWorkers']} workers ready")
+    ready = f"{facts['readyWorkers']} worker{'' if facts['readyWorkers'] == 1 else 's'} ready"
+    lines.append(f"  serves     {facts['currentRevision'] or 'nothing yet'}, {ready}")
     if facts["candidateRevision"]:
         steps = f", {facts['weight']} % of the robots" if facts["phase"] == "Shifting" else ""
         lines.append(f"  candidate  {facts['candidateRevision']}{steps}")
@@ -181,7 +182,23 @@ def _ended(live: Json) -> bool:
     return observed and _facts(live)["phase"] in ("Complete", "RolledBack")
 
 
-async def _say(word: str, name: str, namespace: str, kubeconfig: Path | None, effect: str) -> None:
+def said(word: str, live: Json) -> str:
+    """What a word to the rollout of a policy brings about, in one line."""
+    status, metadata = live.get("status", {}), live["metadata"]
+    rollout = status.get("rollout", {})
+    candidate = f"candidate {status.get('candidateRevision') or rollout.get('candidate', '')}"
+    after = {
+        "pause": f"{candidate} is held where it is; go on with: taktline rollout resume {metadata['name']}"
+        f" -n {metadata['namespace']}",
+        "resume": f"{candidate} goes on",
+        "promote": f"all robots move to {candidate} as soon as it has enough workers",
+        "abort": f"{candidate} is taken back",
+        "retry": "the candidate that was taken back is tried again",
+    }
+    return f"{metadata['name']}: {after[word]}"
+
+
+async def _say(word: str, name: str, namespace: str, kubeconfig: Path | None) -> None:
     """Write the word, with the revision it is meant for, so that it never hits a later one."""
     from taktline_operator import naming
 
@@ -201,7 +218,7 @@ async def _say(word: str, name: str, namespace: str, kubeconfig: Path | None, ef
         # The time makes a word that is said twice another one.
         text = f"{word} {subject} {rollout.get('since', '')}".strip()
         await cluster.api.annotate("PolicyDeployment", cluster.namespace, name, {naming.ANNOTATION_ROLLOUT: text})
-        typer.echo(f"{name}: the candidate {effect}")
+        typer.echo(said(word, live))
 
 
 class _Cluster:

@@ -27,6 +27,8 @@ LONGEST_S = 6 * 3600
 """The operator takes a pod whose start hangs away at least this often, or once in its budget where that is longer."""
 REASON = "StuckStart"
 FIELD = "stuckStarts"
+CREATING_S = 60.0
+"""A pod whose containers are not even made after so long is pointed at: only its events say what it waits for."""
 _CONTAINER = "worker"
 
 
@@ -159,3 +161,32 @@ def _spent_s(pod: Json, now: str) -> float | None:
 def _template_of(pod: Json) -> str:
     found: str = pod["metadata"].get("annotations", {}).get(naming.ANNOTATION_TEMPLATE, "")
     return found
+
+
+def creating_note(pods: Iterable[Json], now: str) -> str:
+    """What the Progressing condition adds of pods that their node has had for long without starting a container.
+
+    A volume that cannot be mounted is told in events alone, which the operator has no right to read, and so is an image
+    that takes its time.
+    """
+    slow = sorted(str(pod["metadata"]["name"]) for pod in pods if _creating_s(pod, now) >= CREATING_S)
+    if not slow:
+        return ""
+    return f"; pod/{slow[0]} has no container yet: `kubectl describe pod {slow[0]}` says what it waits for"
+
+
+def creating_again_s(pods: Iterable[Json], now: str) -> float | None:
+    """When the first pod will have been without a container for long; None where none is about to be."""
+    left = [CREATING_S - spent for pod in pods if 0.0 <= (spent := _creating_s(pod, now)) < CREATING_S]
+    return min(left, default=None)
+
+
+def _creating_s(pod: Json, now: str) -> float:
+    """How long a node has been about to make a pod's first container; below 0 where it is not."""
+    status = pod.get("status", {})
+    told = status.get("initContainerStatuses") or status.get("containerStatuses") or [{}]
+    reason = told[0].get("state", {}).get("waiting", {}).get("reason", "")
+    making = reason in ("ContainerCreating", "PodInitializing")
+    if pod["metadata"].get("deletionTimestamp") or not making or not status.get("startTime"):
+        return -1.0
+    return seconds_between(status["startTime"], now)
