@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -338,6 +339,17 @@ def run(tmp_path, *flags):
     routes.write_text('{"routes": []}')
     command = [PROGRAM, "serve", "--routes", str(routes), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("option", ["--listen", "--openpi-listen", "--groot-listen", "--lerobot-listen"])
+def test_an_address_that_cannot_be_listened_on_is_said_in_one_line(tmp_path, option):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ["--listen", "127.0.0.1:0"] if option != "--listen" else []
+        done = run(tmp_path, *flags, option, address)
+    assert done.returncode == 2
+    assert f"{option} {address} cannot be listened on: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_network_address_without_an_access_file_is_refused_by_default(tmp_path):

@@ -16,6 +16,7 @@ from taktline_gateway.access.command import add_arguments, make_key
 from taktline_gateway.access.exposure import check_exposure
 from taktline_gateway.compat import ports
 from taktline_gateway.connections import BoundedLoop
+from taktline_gateway.listening import check_addresses
 from taktline_gateway.server import serve
 from taktline_gateway.service import Settings
 from taktline_gateway.stream import settings as stream_settings
@@ -51,6 +52,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     host, port = arguments.listen
     check_exposure(settings, host, allow_anonymous=arguments.allow_anonymous)
+    check_addresses(host, port, settings.client_ports)
     with asyncio.Runner(loop_factory=BoundedLoop) as runner:
         runner.run(serve(settings, host, port))
 
