@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
     from taktline.access import Access
     from taktline.action_buffer import ActionBuffer
+    from taktline.async_robot import AsyncRobot
     from taktline.chunk import Chunk
     from taktline.planning import PlannedStep, plan_and_move
     from taktline.player import Player
-    from taktline.robot import AsyncRobot, Robot
+    from taktline.robot import Robot
     from taktline.robot_metrics import RobotMetrics
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
 _HOMES = {
     "Access": "taktline.access",
     "ActionBuffer": "taktline.action_buffer",
-    "AsyncRobot": "taktline.robot",
+    "AsyncRobot": "taktline.async_robot",
     "Chunk": "taktline.chunk",
     "ErrorCode": "taktline_protocol",
     "Imagine": "taktline_protocol.messages",

@@ -1,263 +1,26 @@
-"""The robot's client: `Robot` blocks, `AsyncRobot` awaits; both speak the timed stream, or HTTP where it must be."""
+"""The robot's client for programs that wait: `Robot` blocks, over an `AsyncRobot` on a thread of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
-import logging
 import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, get_args
 
-from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.messages import Image, Imagine, Observation, PolicyInfo, PolicyList, PriorityName, Rtc, Search
+from taktline_protocol.messages import Imagine, PolicyInfo, PolicyList, PriorityName, Rtc, Search
 
 from taktline.access import Access
-from taktline.address import gateway_url
-from taktline.chunk import Chunk, complete
+from taktline.async_robot import ANSWER_TIMEOUT_S, AsyncRobot, Transport, copied
+from taktline.chunk import Chunk
 from taktline.clock import ClockEstimate
-from taktline.encoding import FrameEncoder, NamedFrame
 from taktline.loop_thread import LoopThread
-from taktline.observing import Frame, Sender, State, as_state, check_names, checked_pixels
+from taktline.observing import Frame, State, as_state
 from taktline.robot_metrics import RobotMetrics
-from taktline.stream_client import StreamClient
-from taktline.stream_link import NoStream
 
-if TYPE_CHECKING:
-    from taktline.http_client import HttpClient
-
-Transport = Literal["auto", "stream", "http"]
-ANSWER_TIMEOUT_S = 30.0
-_logger = logging.getLogger("taktline")
-
-
-class AsyncRobot:
-    """One robot's session with one policy, for asyncio. Several `act` may run at once; the newest observation wins.
-
-    Args:
-        url: the gateway, e.g. "http://gateway:8080".
-        policy: name of the PolicyDeployment.
-        robot_id: name of this robot, unique in the fleet.
-        session_id: names this process's session; drawn where None.
-        answer_timeout_s: give up on an answer after so long.
-        api_key: API key or token, where the gateway asks for one; TAKTLINE_API_KEY where None.
-        access: key and certificates together; the environment's where None, see `taktline.access`.
-        transport: `stream`; `http` for stateless requests; `auto` takes the stream, and HTTP where there is none at
-            `url`, which is logged and shown in `metrics.fallback`.
-        jpeg_quality: uint8 arrays are sent as JPEG of this quality (needs the extra `jpeg`); as raw pixels where None.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        policy: str,
-        robot_id: str,
-        *,
-        session_id: str | None = None,
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
-        api_key: str | None = None,
-        access: Access | None = None,
-        transport: Transport = "auto",
-        jpeg_quality: int | None = None,
-    ) -> None:
-        self.policy = policy
-        self.robot_id = robot_id
-        self.metrics = RobotMetrics(transport="http" if transport == "http" else "stream")
-        # What cannot work is said here and not at the first observation.
-        self._url = gateway_url(url)
-        check_names(policy, robot_id)
-        if transport not in get_args(Transport):
-            raise TaktlineError(
-                ErrorCode.CONFIG_INVALID, f"the transport is {transport!r}", "use 'auto', 'stream' or 'http'"
-            )
-        self._access = Access.of(api_key, access)
-        self._access.headers()
-        self._timeout_s = answer_timeout_s
-        self._wanted = transport
-        self._sender = Sender(robot_id, session_id)
-        self._encoder = FrameEncoder(jpeg_quality)
-        self._stream: StreamClient | None = None
-        self._http: HttpClient | None = None
-        self._turn = asyncio.Lock()
-
-    async def act(
-        self,
-        images: Mapping[str, Frame],
-        state: State,
-        instruction: str,
-        budget_ms: float,
-        *,
-        captured_at: float | None = None,
-        actuate_ms: float = 0.0,
-        seed: int | None = None,
-        search: Search | None = None,
-        rtc: Rtc | None = None,
-        imagine: Imagine | None = None,
-        priority: PriorityName = "production",
-    ) -> Chunk:
-        """Asks for the next action chunk. Cancelling the task takes a queued observation out of the queue.
-
-        Args:
-            images: camera name -> JPEG/PNG bytes or uint8 RGB array (H, W, 3).
-            state: (D,) in robot units.
-            instruction: the task in words.
-            budget_ms: time left until the action buffer runs dry, at the moment of this call.
-            captured_at: when the cameras were read, on `time.monotonic()`; now where None.
-            actuate_ms: the robot's own L_actuate.
-            seed: fixes the sampler's noise.
-            search: of planners: what this request changes of the deployment's search.
-            rtc: for policies with real-time chunking: the unexecuted rest of the last chunk.
-            imagine: for world-action models: the imagined video is wanted with the actions (`Chunk.imagined`).
-            priority: class of traffic.
-
-        Raises:
-            TaktlineError: every failure, with its code; `gateway_unreachable` where no gateway answered.
-        """
-        asked_at = time.monotonic()
-        self.metrics.observations += 1
-        try:
-            async with self._turn:  # numbered in the order of asking, however long each one's frames take
-                frames = await self._encoder.encode_async(images)
-                observation = self._sender.observe(
-                    {camera: frame.image for camera, frame in frames.items()},
-                    state,
-                    instruction,
-                    budget_ms,
-                    spent_s=time.monotonic() - asked_at,
-                    captured_at=asked_at if captured_at is None else captured_at,
-                    actuate_ms=actuate_ms,
-                    seed=seed,
-                    search=search,
-                    rtc=rtc,
-                    imagine=imagine,
-                    priority=priority,
-                )
-            chunk = await self._ask(observation, frames)
-        except TaktlineError as error:
-            self.metrics.errors[error.code.value] += 1
-            raise
-        self.metrics.chunks += 1
-        self.metrics.late += chunk.margin_ms < 0
-        self.metrics.margins_ms.append(chunk.margin_ms)
-        return chunk
-
-    def ask(
-        self,
-        images: Mapping[str, Frame],
-        state: State,
-        instruction: str,
-        budget_ms: float,
-        *,
-        captured_at: float | None = None,
-        actuate_ms: float = 0.0,
-        seed: int | None = None,
-        search: Search | None = None,
-        rtc: Rtc | None = None,
-        imagine: Imagine | None = None,
-        priority: PriorityName = "production",
-    ) -> asyncio.Task[Chunk]:
-        """As `act`, as a task. Arrays are copied, so a camera's buffer may be used again."""
-        return asyncio.get_running_loop().create_task(
-            self.act(
-                copied(images),
-                as_state(state),
-                instruction,
-                budget_ms,
-                captured_at=time.monotonic() if captured_at is None else captured_at,
-                actuate_ms=actuate_ms,
-                seed=seed,
-                search=search,
-                rtc=rtc,
-                imagine=imagine,
-                priority=priority,
-            )
-        )
-
-    async def info(self) -> PolicyInfo:
-        """What the policy reads and returns. Raises TaktlineError."""
-        return await self._over_http().info()
-
-    async def connect(self) -> None:
-        """Opens the stream now, rather than with the first observation. Raises TaktlineError."""
-        stream = self._over_stream()
-        if stream is not None:
-            try:
-                await stream.connect(self._timeout_s)
-            except NoStream as error:
-                self._fall_back(error)
-
-    @property
-    def clock(self) -> ClockEstimate | None:
-        """Gateway clock minus `time.monotonic()` here, and the bound of its error; None over HTTP, and at first."""
-        return None if self._stream is None else self._stream.clock.estimate(time.monotonic())
-
-    async def close(self) -> None:
-        """Ends the session; the robot id is free at once."""
-        if self._stream is not None:
-            await self._stream.close()
-        if self._http is not None:
-            await self._http.close()
-
-    async def __aenter__(self) -> AsyncRobot:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def _ask(self, observation: Observation, frames: Mapping[str, NamedFrame]) -> Chunk:
-        stream = self._over_stream()
-        if stream is not None:
-            try:
-                answer, sent, round_trip_ms, outside_ms = await stream.ask(observation, frames, self._timeout_s)
-            except NoStream as error:
-                self._fall_back(error)
-            else:
-                chunk, _ = complete(answer, sent, round_trip_ms)
-                self._note(round_trip_ms, outside_ms)
-                return chunk
-        answer, sent, round_trip_ms = await self._over_http().ask(observation)
-        chunk, unseen_ms = complete(answer, sent, round_trip_ms)
-        self._note(round_trip_ms, unseen_ms)
-        return chunk
-
-    def _note(self, round_trip_ms: float, outside_ms: float) -> None:
-        self.metrics.round_trips_ms.append(round_trip_ms)
-        self._sender.note_network(outside_ms)
-
-    def _over_stream(self) -> StreamClient | None:
-        if self._wanted == "http" or self.metrics.fallback:
-            return None
-        if self._stream is None:
-            self._stream = StreamClient(
-                self._url, self.policy, self.robot_id, self._sender.session_id, self._access, self.metrics
-            )
-        return self._stream
-
-    def _over_http(self) -> HttpClient:
-        if self._http is None:
-            from taktline.http_client import HttpClient
-
-            self._http = HttpClient(self._url, self.policy, self._access, self._timeout_s, self.metrics)
-        return self._http
-
-    def _fall_back(self, error: NoStream) -> None:
-        if self._wanted == "stream":
-            raise TaktlineError(
-                ErrorCode.GATEWAY_UNREACHABLE,
-                f"there is no stream: {error}",
-                "check that the URL is a Taktline gateway and that proxies let WebSockets through,"
-                " or use transport='auto' or 'http'",
-            ) from error
-        if not self.metrics.fallback:
-            self.metrics.fallback = str(error)
-            self.metrics.transport = "http"
-            _logger.warning("robot %s speaks HTTP: there is no stream: %s", self.robot_id, error)
+__all__ = ["ANSWER_TIMEOUT_S", "AsyncRobot", "Robot", "Transport", "copied", "list_policies"]
 
 
 class Robot:
@@ -403,17 +166,6 @@ def _close_all() -> None:
     for robot in list(_open):
         with contextlib.suppress(Exception):  # the process is ending; there is nobody left to tell
             robot._loop.start(robot._robot.close()).result(1.0)
-
-
-def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
-    """The frames, arrays copied: a camera may write into its own while they are still being encoded.
-
-    Raises TaktlineError `image_corrupt` for what is no frame: the next one would be none either.
-    """
-    return {
-        camera: frame if isinstance(frame, (bytes, Image)) else checked_pixels(camera, frame).copy()
-        for camera, frame in images.items()
-    }
 
 
 def list_policies(url: str, access: Access | None = None) -> PolicyList:
