@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import httpx
 import msgspec
-from taktline_protocol import Image, Observation
+import numpy as np
+from taktline import Robot
+from taktline_protocol import Image, Observation, TaktlineError
 from taktline_protocol.codecs import MediaType, encode
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 
@@ -99,6 +102,30 @@ class Robots:
             except httpx.HTTPError:
                 fleet.seen.append(0)
             await asyncio.sleep(max(0.0, now + fleet.period_s - time.monotonic()))
+
+
+class StreamingRobot:
+    """One more robot of a policy, which keeps a stream open as the client library does; from a thread of its own."""
+
+    def __init__(self, url: str, policy: str, period_s: float, budget_ms: float) -> None:
+        self.answers = 0
+        self._stop = threading.Event()
+        self._arguments = (url, policy, period_s, budget_ms)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        url, policy, period_s, budget_ms = self._arguments
+        frames = {"front": np.zeros((8, 8, 3), np.uint8)}
+        with Robot(url, policy, "streaming", transport="stream") as robot:
+            while not self._stop.wait(period_s):
+                with contextlib.suppress(TaktlineError):  # the gateway is killed at last
+                    robot.act(frames, [0.0, 0.0], "go", budget_ms)
+                    self.answers += 1
 
 
 class Factory:

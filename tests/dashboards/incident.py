@@ -13,7 +13,16 @@ from taktline_operator import platform_rules, slo_rules, spec
 from taktline_operator.slo_windows import Clock
 from taktline_protocol import slo
 
-from .factory import MODEL, MODEL_POLICY, Factory, Fleet, Robots, model_observation, scripted_observation
+from .factory import (
+    MODEL,
+    MODEL_POLICY,
+    Factory,
+    Fleet,
+    Robots,
+    StreamingRobot,
+    model_observation,
+    scripted_observation,
+)
 from .operator_run import BUDGET_MS, OperatorRun
 from .outside_exporter import OutsideExporter
 from .prometheus_run import PrometheusRun
@@ -80,6 +89,7 @@ class Incident:
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self.record = Record()
+        self.streaming: StreamingRobot | None = None
         self.factory = Factory(folder)
         self.outside = OutsideExporter()
         self.operator = OperatorRun(CHANGE, self.factory, folder / "operator")
@@ -113,6 +123,7 @@ class Incident:
         prometheus.until(self.operator.ready, f"{CHANGE} being served", 180)
         self.record.began = time.time()
         self._send_robots(flood=False)
+        self.streaming = StreamingRobot(self.robots.url, HEALTHY, 0.4, BUDGETS_MS[HEALTHY])
         prometheus.until(lambda: not prometheus.targets_down(), "every target being scraped")
         prometheus.until(self._all_served, "every policy having on-time chunks")
         time.sleep(STEADY_S)
@@ -143,6 +154,7 @@ class Incident:
         self.record.codes = {name: set(fleet.seen) for name, fleet in self.robots.fleets.items()}
 
         self.robots.stop()
+        self.streaming.stop()
         factory.kill("gateway")
         self.record.gateway_down_fired = bool(
             prometheus.until(lambda: prometheus.firing(slo.GATEWAY_DOWN), f"{slo.GATEWAY_DOWN} firing")
@@ -181,6 +193,8 @@ class Incident:
     def stop(self) -> None:
         """Ends everything."""
         self.robots.stop()
+        if self.streaming is not None:
+            self.streaming.stop()
         self.operator.stop()
         self.prometheus.stop()
         self.outside.stop()

@@ -79,6 +79,9 @@ PITFALLS: dict[str, tuple[str, ...]] = {
     ),
     "19 parts of a group hold accelerators and wait for each other": (
         "test_groups_are_put_together_one_at_a_time_where_room_is_short",
+        "test_a_group_that_is_half_placed_lets_go_of_the_accelerators_it_holds",
+        "test_a_rolling_update_without_spare_quota_does_not_deadlock",
+        "test_a_rollout_ends_where_the_quota_admits_fewer_than_are_wanted",
         "test_a_group_counts_once_and_is_ready_only_as_a_whole",
     ),
     "20 a pod that can never bind starves others": (

@@ -273,6 +273,32 @@ def test_a_group_that_hangs_goes_as_a_whole(make: Any) -> None:
     assert len(make.plan(policy, observed, make.settings).removals) == 2
 
 
+def test_a_group_that_is_half_placed_lets_go_of_the_accelerators_it_holds(make: Any) -> None:
+    """Without a gang scheduler two policies may hold half of their pods each, and wait for each other."""
+    policy = make.policy(
+        model={"family": "vjepa2-ac", "source": {"path": "/srv/x"}, "revision": "a"},
+        engine={"parallel": {"search": 16}},
+        pools=[{"name": "line", "accelerator": "h100", "gpusPerNode": 8, "startupSeconds": 300}],
+    )
+    desired = make.plan(policy, make.Observed(live=make.body(), now=make.now), make.settings).desired
+    (group,) = [found for found in desired if found["kind"] == "StatefulSet"]
+    message = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
+    starved = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+
+    def removed(since: str) -> set[str]:
+        placed = starting(make, policy, since)
+        waits = make.pod("w", owner=policy, pool="line", ready=False, phase="Pending", podIP="", conditions=[starved])
+        for index, pod in enumerate((placed, waits)):
+            labels = group["spec"]["template"]["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(index)}
+            pod["metadata"] |= {"name": f"{group['metadata']['name']}-{index}", "labels": labels}
+        children = {ref_of(child): child for child in desired}
+        observed = make.Observed(live=make.body(), now=make.now, children=children, pods=[placed, waits])
+        return {found.pod for found in make.plan(policy, observed, make.settings).removals}
+
+    assert removed("2026-03-01T07:58:00Z") == set()
+    assert removed("2026-03-01T07:54:00Z") == {f"{group['metadata']['name']}-{index}" for index in (0, 1)}
+
+
 @pytest.mark.parametrize("init", [False, True], ids=["worker", "fetching"])
 def test_a_pod_that_its_node_makes_no_container_of_is_pointed_at(make: Any, init: bool) -> None:
     """A folder that is not there, or a volume that cannot be mounted, is told in events of the pod alone."""

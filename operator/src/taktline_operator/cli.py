@@ -107,6 +107,15 @@ def _parser() -> argparse.ArgumentParser:
         help="of several operators that name one Lease (in the gateway's namespace) only one works; default: none",
     )
 
+    run.add_argument(
+        "--resync-seconds",
+        type=float,
+        metavar="S",
+        default=60.0,
+        help="time between two lists that find what a silent watch missed, and products installed meanwhile"
+        " (default %(default)s)",
+    )
+
     hook = run.add_argument_group(
         "admission webhook", "answers `kubectl apply` with what the CRD's rules cannot check; every replica answers"
     )
@@ -279,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kubeconfig=options.kubeconfig,
                 health_listen=options.health_listen,
                 lease=options.lease,
+                resync_s=max(1.0, options.resync_seconds),
                 gateway_scheme=options.gateway_scheme,
                 gateway_key=os.environ.get("TAKTLINE_GATEWAY_KEY", ""),
                 gateway_authority=_authority(options.gateway_ca),

@@ -36,7 +36,7 @@ UPGRADE_CRD = "upgrade it: taktline-operator crd | kubectl apply --server-side -
 NODES_S = 30.0  # between two looks at the nodes
 DEMAND_S = 5.0  # between two looks at what robots ask for
 RESYNC_S = 60.0  # list all PolicyDeployments: finds what the watch missed
-FULL_RESYNC_EVERY = 10  # resyncs; then every PolicyDeployment is reconciled, whatever the watch said
+FULL_RESYNC_S = 600.0  # then every PolicyDeployment is reconciled, whatever the watch said
 SILENT_S = 4 * RESYNC_S  # without a successful list for this long the process is not alive
 
 
@@ -44,8 +44,14 @@ class Service:
     """One operator process."""
 
     def __init__(
-        self, api: KubeApi, controller: Controller, ledger: watching.WatchLedger, telemetry: Telemetry
+        self,
+        api: KubeApi,
+        controller: Controller,
+        ledger: watching.WatchLedger,
+        telemetry: Telemetry,
+        resync_s: float = RESYNC_S,
     ) -> None:
+        self._resync_s = resync_s
         self.controller = controller
         self.telemetry = telemetry
         self.ledger = ledger
@@ -112,12 +118,12 @@ class Service:
 
     async def resync(self) -> None:
         """List at intervals for ever."""
-        count = 0
+        every, count = max(1, round(FULL_RESYNC_S / self._resync_s)), 0
         while True:
-            await asyncio.sleep(RESYNC_S)
+            await asyncio.sleep(self._resync_s)
             count += 1
             try:
-                await self._list(everything=count % FULL_RESYNC_EVERY == 0)
+                await self._list(everything=count % every == 0)
                 await self._find_missed()
             except ApiError as error:
                 logger.warning("resync failed", extra={"cause": str(error)})
@@ -212,12 +218,14 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         health_listen: host:port of the health endpoints.
         gateway_scheme: http, or https where the gateways serve TLS; likewise key and authority of `measuring.Gateways`.
         lease: name of the Lease, in the gateway's namespace, that lets one of several operators work; empty takes none.
+        resync_s: time between two lists that find what the watch missed, and kinds that were installed meanwhile.
     """
 
     namespaces: tuple[str, ...] = ()
     kubeconfig: Path | None = None
     health_listen: str
     lease: str = ""
+    resync_s: float = RESYNC_S
     gateway_scheme: str = "http"
     gateway_key: str = ""
     gateway_authority: str = ""
@@ -251,7 +259,7 @@ async def _until_stopped(settings: Settings, options: RunOptions) -> int:
     )
     deliveries = DeliveryPoller()
     controller = Controller(api, settings, options.namespaces, measurements=gateways, deliveries=deliveries)
-    service = Service(api, controller, watching.WatchLedger(), telemetry)
+    service = Service(api, controller, watching.WatchLedger(), telemetry, options.resync_s)
     service.webhook = _webhook(api, settings, options, telemetry)
     election = None
     if options.lease:

@@ -75,7 +75,7 @@ def test_changes_during_a_silent_watch_are_not_lost(
     policies: Any, node: Any, black_hole: tuple[BlackHole, Path], start_operator: Callable[..., Any]
 ) -> None:
     proxy, kubeconfig = black_hole
-    start_operator("silent", f"--kubeconfig={kubeconfig}")
+    start_operator("silent", f"--kubeconfig={kubeconfig}", "--resync-seconds=5")
     policies.kubectl.apply(policies.body("pick-silent"))
     policies.wait("pick-silent", "Available", "True")
     connections = proxy.accepted
