@@ -16,7 +16,7 @@ def check_addresses(host: str, port: int, clients: ClientPorts) -> None:
 
     The listeners bind a moment later and by themselves, so an address that is taken in between still ends the start.
     """
-    _check("--listen", host, port)
+    _check("HTTP", "--listen", host, port)
     for protocol, listens in (
         ("openpi", clients.openpi),
         ("vla-eval", clients.vla_eval),
@@ -24,10 +24,10 @@ def check_addresses(host: str, port: int, clients: ClientPorts) -> None:
         ("lerobot", clients.lerobot),
     ):
         for listen in listens:
-            _check(f"--{protocol}-listen", listen.host, listen.port)
+            _check(protocol, f"--{protocol}-listen", listen.host, listen.port)
 
 
-def _check(option: str, host: str, port: int) -> None:
+def _check(protocol: str, option: str, host: str, port: int) -> None:
     reason, usable = "no such host", False
     with contextlib.suppress(socket.gaierror):
         for family, kind, number, _, address in socket.getaddrinfo(
@@ -49,6 +49,6 @@ def _check(option: str, host: str, port: int) -> None:
     if not usable:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
-            f"{option} {host}:{port} cannot be listened on: {reason}",
-            "end what uses it, or choose another address and port",
+            f"cannot listen for {protocol} on {host}:{port}: {reason}",
+            f"end what uses it, or give {option} another address",
         )
