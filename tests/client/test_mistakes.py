@@ -162,11 +162,11 @@ def test_the_first_refusal_of_a_kind_is_logged_and_the_others_are_counted(caplog
     assert "another session is live" in caplog.text
 
 
-@pytest.mark.parametrize("transport", ["stream", "http"])
-def test_an_observation_over_the_gateways_limit_is_said_at_once_and_sent_once(stack, transport):
-    huge = np.zeros((2048, 2900, 3), dtype=np.uint8)
+@pytest.mark.parametrize(("transport", "rows"), [("stream", 2048), ("http", 2048), ("http", 6000)])
+def test_an_observation_over_the_gateways_limit_is_said_at_once_and_sent_once(stack, transport, rows):
+    huge = np.zeros((rows, 2900, 3), dtype=np.uint8)
     with taktline.Robot(
-        stack.url, "scripted", f"arm with a huge camera over {transport}", transport=transport
+        stack.url, "scripted", f"arm with a camera of {rows} rows over {transport}", transport=transport
     ) as robot:
         robot.act(IMAGES, STATE, "go", BUDGET_MS)
         with pytest.raises(TaktlineError, match="JPEG") as said:

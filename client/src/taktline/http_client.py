@@ -19,10 +19,12 @@ from taktline_protocol.codecs import (
     error_from_body,
     media_type,
 )
+from taktline_protocol.limits import DEFAULT_LIMITS, MIB
 from taktline_protocol.messages import ActionChunk, Observation, PolicyInfo, PolicyList
 
 from taktline.access import Access
 from taktline.address import gateway_url, unreachable
+from taktline.observing import TOO_LARGE_STEP
 from taktline.robot_metrics import RobotMetrics
 
 ANSWER_TIMEOUT_S = 30.0
@@ -64,7 +66,10 @@ class HttpClient:
         self._metrics.keyframes += 1
         self._metrics.cameras_whole += len(observation.images)
         began = time.monotonic()
-        response = await _request(self._http, "POST", f"{self._path}/act", content=body)
+        try:
+            response = await _request(self._http, "POST", f"{self._path}/act", content=body)
+        except TaktlineError as error:
+            raise _too_large(len(body), error) or error from error.__cause__
         self._metrics.bytes_received += len(response.content)
         answer = _checked(decode_chunk(*_body(response)), observation)
         sent_at = began if observation.sent_at is None else observation.sent_at
@@ -93,6 +98,19 @@ def _again(observation: Observation, error: TaktlineError) -> Observation | None
         return None
     again: Observation = msgspec.structs.replace(observation, sent_at=now, budget_ms=left_ms)
     return again
+
+
+def _too_large(body_bytes: int, error: TaktlineError) -> TaktlineError | None:
+    """What to say where a gateway hung up on a body that is over its usual limit: most of such it does not read."""
+    hung_up = isinstance(error.__cause__, (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError))
+    if not hung_up or body_bytes <= DEFAULT_LIMITS.body_bytes:
+        return None
+    return TaktlineError(
+        ErrorCode.BODY_TOO_LARGE,
+        f"the gateway hung up on an observation of {body_bytes / MIB:.1f} MiB; unless told otherwise it takes"
+        f" {DEFAULT_LIMITS.body_bytes / MIB:g}",
+        TOO_LARGE_STEP,
+    )
 
 
 def _checked(answer: ActionChunk, observation: Observation) -> ActionChunk:

@@ -23,6 +23,8 @@ State = Sequence[float] | NDArray[np.floating] | Array
 """A state vector (D,) in robot units, or its wire form."""
 NETWORK_WINDOW = 32
 NAME_CHARS = 128
+TOO_LARGE_STEP = "send JPEG (jpeg_quality=95) or smaller frames: policies read a few hundred pixels a side"
+"""What to do about an observation that no gateway takes."""
 
 
 class Sender:

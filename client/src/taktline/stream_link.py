@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from taktline.access import Access
 from taktline.address import unreachable
+from taktline.observing import TOO_LARGE_STEP
 
 Timeout = asyncio.TimeoutError
 """What asyncio raises; a class of its own on Python 3.10."""
@@ -117,7 +118,7 @@ def check_fits(link: Link, body_bytes: int, whole: Mapping[str, Frame]) -> None:
     raise TaktlineError(
         ErrorCode.BODY_TOO_LARGE,
         f"the observation has {body_bytes / 2**20:.1f} MiB, the gateway takes {limit / 2**20:g}; its cameras: {sizes}",
-        "send JPEG (jpeg_quality=95) or smaller frames: policies read a few hundred pixels a side",
+        TOO_LARGE_STEP,
     )
 
 

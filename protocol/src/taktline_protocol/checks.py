@@ -93,7 +93,11 @@ def state_length(state: list[float] | Array, limits: Limits) -> int:
     """Length of a state vector after checking form, length and finiteness. Raises `state_invalid`."""
     length = len(state_vector(state, limits))
     if length == 0:
-        raise _state("the state is empty")
+        raise TaktlineError(
+            ErrorCode.STATE_INVALID,
+            "the state is empty",
+            "send the robot's state, as many numbers as state_dim of GET /v1/policies/{policy} (taktline policies)",
+        )
     return length
 
 

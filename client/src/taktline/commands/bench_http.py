@@ -163,10 +163,11 @@ def _print(figures: dict[str, Any]) -> None:
         table.add_row(name, *("" if value is None else f"{value:.2f}" for value in values.values()))
     console.print(table)
     errors = ", ".join(f"{code} {count}" for code, count in figures["errors"].items()) or "none"
+    margins = figures["margin_ms"]
+    margin = "none" if margins["p50"] is None else f"p50 {margins['p50']:.1f} ms, p1 {margins['p1']:.1f} ms"
     console.print(
         f"{figures['answered']} chunks, {figures['answers_per_s']:.1f}/s, mean batch {figures['mean_batch']:.2f},"
         f" {figures['kib_per_request']:.1f} KiB a request, {100 * figures['cameras_referenced']:.0f}% of the camera"
         " frames by reference;"
-        f" {figures['misses']} late; errors: {errors}; margin p50 {figures['margin_ms']['p50']} ms,"
-        f" p1 {figures['margin_ms']['p1']} ms"
+        f" {figures['misses']} late; errors: {errors}; margin {margin}"
     )
