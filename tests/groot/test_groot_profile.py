@@ -47,6 +47,16 @@ def test_a_served_folder_by_phase(kit: Any, tmp_path: Path) -> None:
         open_subject(Request(str(path), (1,), device="cpu", views=1))
 
 
+def test_of_a_folder_with_several_embodiments_one_is_chosen(kit: Any, tmp_path: Path) -> None:
+    folder = str(kit.folder(tmp_path / "policy"))
+    chosen = open_subject(Request(folder, (1,), device="cpu", statistics="libero_sim"))
+    assert chosen.shape["images"] == 2
+    with pytest.raises(TaktlineError, match="--statistics"):
+        open_subject(Request(folder, (1,), device="cpu"))
+    with pytest.raises(TaktlineError, match="no statistics"):
+        open_subject(Request("random:gr00t-n1.7", (1,), device="cpu", statistics="libero_sim"))
+
+
 def test_random_weights_keep_their_scale(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = kit.architecture()
     monkeypatch.setattr(synthetic, "PUBLISHED", tiny)

@@ -18,6 +18,7 @@ from taktline_worker.commands.options import (
     PromptOption,
     QuantisationOption,
     RunsOption,
+    StatisticsOption,
     StepsOption,
     ViewsOption,
     open_profile,
@@ -44,6 +45,7 @@ def engine(
     prompt_tokens: PromptOption = 0,
     steps: StepsOption = 0,
     horizon: HorizonOption = 0,
+    statistics: StatisticsOption = "",
     runs: RunsOption = 50,
     limit_s: LimitOption = 5.0,
     out: Annotated[Path | None, typer.Option("--out", help="File to write the rows to, as JSON.")] = None,
@@ -59,7 +61,9 @@ def engine(
     sizes = read_batches(batches)
     with progress() as say:
         say(f"loading {policy}")
-        subject = open_profile(policy, sizes, device, precision, views, prompt_tokens, steps, horizon, quantisation)
+        subject = open_profile(
+            policy, sizes, device, precision, views, prompt_tokens, steps, horizon, quantisation, statistics
+        )
         from taktline_worker.profiling import report
 
         rows = report.sweep(subject, sorted(set(sizes)), say, runs=runs, limit_s=limit_s)

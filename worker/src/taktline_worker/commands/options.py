@@ -29,6 +29,9 @@ QuantisationOption = Annotated[
 ]
 ViewsOption = Annotated[int, typer.Option(help="Cameras a row; 0 takes the policy's.")]
 PromptOption = Annotated[int, typer.Option("--prompt-tokens", help="Prompt tokens a row; 0 takes the longest prompt.")]
+StatisticsOption = Annotated[
+    str, typer.Option("--statistics", help="openpi asset id or embodiment tag, where the folder holds several.")
+]
 StepsOption = Annotated[int, typer.Option("--steps", help="Solver steps; 0 takes the checkpoint's.")]
 HorizonOption = Annotated[int, typer.Option("--horizon", help="Actions a chunk; 0 takes the checkpoint's.")]
 RunsOption = Annotated[int, typer.Option("--runs", min=3, help="Runs of each measurement.")]
@@ -64,6 +67,7 @@ def open_profile(
     steps: int,
     horizon: int,
     quantisation: str = "",
+    statistics: str = "",
 ) -> Profile:
     """The policy, loaded; torch is imported here. Raises TaktlineError where it is refused."""
     check_place(device, precision)
@@ -84,6 +88,7 @@ def open_profile(
             solver_steps=steps,
             action_horizon=horizon,
             quantisation=quantisation,  # type: ignore[arg-type]  # checked above
+            statistics=statistics,
         )
     )
 

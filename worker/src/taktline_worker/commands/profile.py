@@ -19,6 +19,7 @@ from taktline_worker.commands.options import (
     PromptOption,
     QuantisationOption,
     RunsOption,
+    StatisticsOption,
     StepsOption,
     ViewsOption,
     open_profile,
@@ -40,6 +41,7 @@ def profile(
     prompt_tokens: PromptOption = 0,
     steps: StepsOption = 0,
     horizon: HorizonOption = 0,
+    statistics: StatisticsOption = "",
     runs: RunsOption = 50,
     limit_s: LimitOption = 5.0,
     out: Annotated[Path, typer.Option("--out", help="Folder for profile.json, profile.png and profile.svg.")] = Path(
@@ -56,7 +58,9 @@ def profile(
     sizes = read_batches(batches)
     with progress() as say:
         say(f"loading {policy}")
-        subject = open_profile(policy, sizes, device, precision, views, prompt_tokens, steps, horizon, quantisation)
+        subject = open_profile(
+            policy, sizes, device, precision, views, prompt_tokens, steps, horizon, quantisation, statistics
+        )
         from taktline_worker.profiling import report
 
         rows = report.profile(subject, sorted(set(sizes)), say, runs=runs, limit_s=limit_s)

@@ -40,6 +40,7 @@ class Request:
         views: cameras a row.
         prompt_tokens: prompt tokens a row.
         quantisation: how the action expert's matrices are stored for batches up to the engine's own limit.
+        statistics: openpi asset id or embodiment tag, where a checkpoint folder holds several.
     """
 
     policy: str
@@ -51,6 +52,7 @@ class Request:
     solver_steps: int = 0
     action_horizon: int = 0
     quantisation: Literal["", "fp8", "int8"] = ""
+    statistics: str = ""
 
     def quantised(self, own: QuantisationOptions | None = None) -> QuantisationOptions | None:
         """The engine's `own` way of storing weights, with the format that is asked for."""
@@ -76,6 +78,9 @@ def open_subject(request: Request) -> Profile:
         config = EngineConfig(
             policy=path.name or "policy", model=ModelConfig(family=_family(path), path=str(path), revision="profile")
         )
+        if request.statistics:
+            model = msgspec.structs.replace(config.model, statistics=request.statistics)
+            config = msgspec.structs.replace(config, model=model)
     else:
         raise _invalid(
             f"{request.policy!r} is no checkpoint folder and no engine.json",
@@ -116,6 +121,8 @@ def _random(request: Request) -> Profile:
     if name not in RANDOM_POLICIES:
         known = " or ".join(RANDOM + each for each in RANDOM_POLICIES)
         raise _invalid(f"there is no random policy {name!r}", f"choose {known}")
+    if request.statistics:
+        raise _invalid("random weights have no statistics to choose from", "leave --statistics out")
     module = importlib.import_module(RANDOM_POLICIES[name])
     device = choose_device(request.device)
     precision = request.precision or ("bf16" if device.type == "cuda" else "fp32")

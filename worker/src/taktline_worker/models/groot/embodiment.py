@@ -182,7 +182,7 @@ def read_embodiment(folder: Path, tag: str, horizon: int) -> Embodiment:
         raise refuse(
             f"the checkpoint is for {', '.join(known) or 'no embodiment'}, "
             + (f"not for {tag!r}" if tag else "and none is chosen"),
-            "set model.statistics to the embodiment tag of these robots"
+            "set model.statistics (--statistics of taktline's commands) to the embodiment tag of these robots"
             if known
             else f"use {PROCESSOR_FILE}, {STATISTICS_FILE} and {EMBODIMENTS_FILE} of one checkpoint, unmixed",
         )
