@@ -1,12 +1,13 @@
 """Cosmos3 on a mesh of GPUs: guidance branches, split matrices and split tokens, each beside one GPU of the same run.
 
-    torchrun --nproc-per-node N benchmarks/mesh_cosmos3.py [--only cosmos3-nano,cosmos3-edge] [--quick] [--out DIR]
+    torchrun --nproc-per-node N benchmarks/mesh_cosmos3.py [--only cosmos3-nano,cosmos3-edge] [--runs 30] [--others 30]
+        [--out DIR]
 
 Random weights of the published size, the official request, batch 1, a known instruction. A request is what the worker
 does for it, by the clock of rank 0: frames to the GPU, encoding, the order to the other ranks, denoising, actions back.
 Of it the denoising loop, a graph with its exchanges, is also timed by CUDA events. One GPU is the mean of all GPUs,
-each alone: they are not equally fast, and a mesh waits for the slowest. N = 2 measures 2x1, 1x2 by matrices and 1x2 by
-tokens; N = 4 and 8 what they add up to.
+each alone, before and after the first form: they are not equally fast, and slower once they are hot. N = 2 measures
+2x1, 1x2 by matrices and 1x2 by tokens; N = 4 and 8 what they add up to.
 With --tiny it runs on this machine's cores: that shows that it works, and its times mean nothing.
 """
 
@@ -143,7 +144,7 @@ def run(
     if spread:
         dist.barrier()
     with torch.inference_mode():
-        loop = milliseconds(partial(runner.compute, buffers), device, runs)
+        loop = milliseconds(partial(runner.compute, buffers), device, max(3, runs // 3))
     state = buffers.result[:1]
     return {
         "whole": whole,
@@ -158,7 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--only", default="cosmos3-nano,cosmos3-edge", help="policies of random:NAME")
-    parser.add_argument("--quick", action="store_true", help="5 runs instead of 30")
+    parser.add_argument("--runs", type=int, default=30, help="requests of one GPU, and of the first form")
+    parser.add_argument("--others", type=int, default=0, help="requests of the other forms; 0 = as many")
     parser.add_argument("--tiny", action="store_true", help="tiny models on this machine's cores")
     options = parser.parse_args()
     if options.tiny and options.out == parser.get_default("out"):
@@ -172,18 +174,23 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
-    runs = 5 if options.quick or options.tiny else 30
+    runs = min(5, options.runs) if options.tiny else options.runs
     rows: list[dict[str, Any]] = []
     target = options.out / f"mesh_cosmos3_{size}.json"
     for name in options.only.split(","):
         held: dict[tuple[str, int], Cosmos3Weights] = {}
         coder = random_vae(synthetic.VAE, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-        alone = run(name, OneRank(), share(name, Place(), device, held), coder, device, runs)
-        took = everyone((median(alone["whole"]), median(alone["loop"])), size)
-        peers = {"whole": [whole for whole, _ in took], "loop": [loop for _, loop in took]}
-        for branches, ranks, split in forms(size):
+        whole = share(name, Place(), device, held)
+        alone = run(name, OneRank(), whole, coder, device, runs - runs // 2)
+        for number, (branches, ranks, split) in enumerate(forms(size)):
             mesh = ProcessGroupMesh(branches, ranks, split)
-            got = run(name, mesh, share(name, mesh.place, device, held), coder, device, runs)
+            count = runs if number == 0 else options.others or runs
+            got = run(name, mesh, share(name, mesh.place, device, held), coder, device, count)
+            if number == 0:
+                again = run(name, OneRank(), whole, coder, device, runs // 2)
+                alone |= {part: sorted(alone[part] + again[part]) for part in ("whole", "loop")}
+                took = everyone((median(alone["whole"]), median(alone["loop"])), size)
+                peers = dict(zip(("whole", "loop"), map(list, zip(*took, strict=True)), strict=True))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             apart = float((got["actions"] - alone["actions"]).norm() / alone["actions"].norm()) if rank == 0 else 0.0

@@ -222,7 +222,7 @@ def cosmos3(setting: Setting) -> Iterator[Row]:
     for size in setting.sizes[1:]:
         out = setting.folder / f"cosmos3-{size}"
         flags = ["--only", "cosmos3-nano,cosmos3-nano-paper", "--out", str(out)]
-        flags += ["--tiny"] if tiny else ["--quick"] if setting.quick else []
+        flags += ["--tiny"] if tiny else ["--runs", "5"] if setting.quick else []
         script = str(Path(__file__).with_name("mesh_cosmos3.py"))
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), script)
         subprocess.run([sys.executable, *launch, *flags], check=True)
