@@ -57,21 +57,25 @@ def _serve(arguments: argparse.Namespace) -> None:
         runner.run(serve(settings, host, port))
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is None or action.default is False or action.default in ("", [])
+        return action.help if says_nothing else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="taktline-gateway", description="Serves robots' requests for action chunks.")
     parser.add_argument("--version", action="version", version=version("taktline-gateway"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "serve", help="serve until SIGTERM", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    run = commands.add_parser("serve", help="serve until SIGTERM", formatter_class=_Help)
     run.set_defaults(run=_serve)
-    key = commands.add_parser("new-key", help="make an API key", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    key = commands.add_parser("new-key", help="make an API key", formatter_class=_Help)
     key.set_defaults(run=make_key)
     add_arguments(key)
     run.add_argument("--routes", type=Path, required=True, help="routing table, read again when it changes")
-    run.add_argument(
-        "--listen", type=_address, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="where to listen"
-    )
+    run.add_argument("--listen", type=_address, default="127.0.0.1:8080", metavar="HOST:PORT", help="where to listen")
     ports.add_arguments(run)
     stream_settings.add_arguments(run)
     run.add_argument(

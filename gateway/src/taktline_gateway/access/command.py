@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", action="append", default=[], metavar="NAME|PREFIX*", help="policies it may ask; default: all"
     )
-    parser.add_argument("--rights", type=_rights, default=("act", "read"), help="of act, read, observe; with commas")
+    parser.add_argument("--rights", type=_rights, default="act,read", help="of act, read, observe; with commas")
     parser.add_argument("--expires-days", type=float, help="days until it expires; default: never")
     parser.add_argument(
         "--access-file",
