@@ -1,11 +1,12 @@
 """π0 and π0.5 on one GPU: the engine's whole request against peers and the floor, by precision and shape.
 
-    python benchmarks/engine.py [--quick] [--only pi05/bf16,...] [--out DIR]
+    python benchmarks/engine.py [--part figures|peers] [--quick] [--only pi05/bf16,...] [--out DIR]
 
 Random full-size weights; pixels and token ids are on the device, as in the published measurements. Times are CUDA
 events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured one after the other.
-Peers: benchmarks/plain_pi05.py, eager, and with its blocks through torch.compile and the whole request in a CUDA graph;
-of FP8 our own bf16, of π0 our own π0.5.
+Peers: of FP8 our own bf16, of π0 our own π0.5, both among the figures. `--part peers` has benchmarks/plain_pi05.py,
+eager and with its blocks through torch.compile and the whole request in a CUDA graph, beside our own π0.5 in the same
+run; it writes a file of its own. Without --part both run.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from typing import Any, Literal
 
 import torch
 import triton
+from engine_accuracy import HORIZON, STEPS, Subject, accuracy, make_batch, peer_inputs
 from floors import H200, phase_floors_ms
 from plain_pi05 import PlainPi05, official_dtypes
 from taktline_protocol.deployment import QuantisationOptions
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
-from taktline_worker.models.pi.runner import PiBatch, PiRunner
 from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
-from taktline_worker.models.pi.weights import BF16_VISION, FP32, pack_weights
+from taktline_worker.models.pi.weights import BF16_VISION, pack_weights
 
-HORIZON, STEPS = 50, 10
 SHAPES = [
     *(Bucket(rows, 3, 1) for rows in (1, 2, 4, 8, 16, 32)),
     *(Bucket(rows, 3, 200) for rows in (1, 32)),
@@ -36,11 +36,12 @@ SHAPES = [
 ]
 OTHERS = [Bucket(rows, 3, 1) for rows in (1, 8, 32)]
 """Shapes of FP8 and of π0, and of the eager peer."""
+PEERS_FILE = "engine_pi05_peers.json"
+P99_OVER_P50 = 1.05
+"""Most that the 99th percentile of one robot's requests may be of their median."""
 COMPILED = [Bucket(32, 3, 1), Bucket(1, 3, 1)]
 ONE_ROW = [Bucket(1, 3, 1), Bucket(1, 2, 60)]
 """Shapes of an expert stored in bytes."""
-Subject = tuple[str, str]
-"""A policy and a precision: bf16, fp8, or bf16 with the expert's matrices in a byte a number."""
 SUBJECTS: dict[Subject, str] = {
     ("pi05", "bf16"): "engine_pi05.json",
     ("pi05", "fp8"): "engine_pi05_fp8.json",
@@ -48,6 +49,18 @@ SUBJECTS: dict[Subject, str] = {
     ("pi05", "bf16+int8-expert"): "engine_pi05_int8_expert.json",
     ("pi0", "bf16"): "engine_pi0.json",
 }
+GOALS: list[tuple[Subject, Bucket]] = [
+    (("pi05", "bf16"), Bucket(1, 3, 1)),
+    (("pi0", "bf16"), Bucket(1, 3, 1)),
+    (("pi05", "bf16"), Bucket(1, 2, 60)),
+    (("pi05", "bf16"), Bucket(1, 3, 200)),
+    (("pi05", "bf16"), Bucket(8, 3, 1)),
+    (("pi05", "bf16"), Bucket(32, 3, 1)),
+    (("pi05", "fp8"), Bucket(32, 3, 1)),
+    (("pi05", "bf16"), Bucket(32, 2, 60)),
+    (("pi05", "bf16"), Bucket(32, 3, 200)),
+]
+"""What has a goal, and is therefore measured first."""
 STORED = {
     "bf16+fp8-expert": QuantisationOptions(expert="fp8"),
     "bf16+int8-expert": QuantisationOptions(expert="int8"),
@@ -118,80 +131,9 @@ def capture(call: Callable[[], object], warm_up: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def make_batch(bucket: Bucket, seed: int = 1, policy: str = "pi05") -> PiBatch:
-    """Random pixels, tokens, noise and (π0) state that fill the bucket exactly."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, views, prompt, tokens = bucket.rows, bucket.views, bucket.prompt, PI05.tokens_per_image
-    image = torch.arange(rows * views * tokens).view(rows, -1)
-    text = rows * views * tokens + torch.arange(rows * prompt).view(rows, -1)
-    return PiBatch(
-        pixels=torch.rand(rows * views, 3, 224, 224, generator=generator) * 2 - 1,
-        tokens=torch.randint(3, 257_000, (rows, prompt), generator=generator),
-        source=torch.cat((image, text), dim=1),
-        lengths=torch.full((rows,), views * tokens + prompt, dtype=torch.int32),
-        noise=torch.randn(rows, HORIZON, 32, generator=generator),
-        state=torch.randn(rows, 32, generator=generator) if policy == "pi0" else None,
-    )
-
-
-def peer_inputs(batch: PiBatch, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """The same batch as the plain statement takes it, on the device."""
-    pixels = batch.pixels.view(bucket.rows, bucket.views, 3, 224, 224)
-    valid = torch.ones(bucket.rows, bucket.prompt, dtype=torch.bool)
-    return tuple(x.cuda() for x in (pixels, batch.tokens, valid, batch.noise))
-
-
-def errors(actions: torch.Tensor, oracle: torch.Tensor) -> dict[str, float]:
-    """Distance of actions from the oracle, and the smallest cosine of a row."""
-    distance = (actions - oracle).abs().flatten()
-    cosine = torch.nn.functional.cosine_similarity(actions.flatten(1), oracle.flatten(1)).min()
-    return {
-        "mean_abs": float(distance.mean()),
-        "p99_abs": float(distance.quantile(0.99)),
-        "max_abs": float(distance.max()),
-        "cosine": float(cosine),
-    }
-
-
-def oracle(tensors: dict[str, torch.Tensor], policy: str, batch: PiBatch, bucket: Bucket) -> torch.Tensor:
-    """Actions of the fp32 statement: plain PyTorch for π0.5; for π0 our own eager runner, held to official values."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    with torch.inference_mode():
-        if policy == "pi05":
-            return PlainPi05(tensors, PI05, STEPS)(*peer_inputs(batch, bucket))
-        return eager_fp32(tensors, policy).run(batch).cuda()
-
-
-def eager_fp32(tensors: dict[str, torch.Tensor], policy: str) -> PiRunner:
-    """The eager runner in fp32."""
-    architecture = PI05 if policy == "pi05" else PI0
-    packed = pack_weights(dict(tensors), architecture, conventions(3, HORIZON, STEPS), FP32, torch.device("cuda"))
-    return PiRunner(packed, architecture)
-
-
-def accuracy(
-    runners: dict[Subject, GraphRunner], tensors: dict[str, torch.Tensor], policy: str, bf16: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Error against the fp32 statement on one shape: of each precision, and for π0.5 of the official bf16 mode."""
-    bucket = Bucket(1, 3, 1)
-    batch = make_batch(bucket, seed=5, policy=policy)
-    expected = oracle(tensors, policy, batch, bucket)
-    found: dict[str, Any] = {
-        precision: errors(runner.run(batch).cuda(), expected)
-        for (name, precision), runner in runners.items()
-        if name == policy
-    }
-    if policy == "pi05":
-        found["eager_fp32"] = errors(eager_fp32(tensors, policy).run(batch).cuda(), expected)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        with torch.inference_mode():
-            found["official_bf16"] = errors(PlainPi05(bf16, PI05, STEPS)(*peer_inputs(batch, bucket)), expected)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    return found
-
-
 def phases(runner: GraphRunner, bucket: Bucket) -> dict[str, float]:
     """Median of each phase in a graph of its own."""
+    runs = 10 if bucket.rows < 16 else 5
     with torch.inference_mode():
         runner.encode_images(bucket)
     images = runner._images
@@ -208,7 +150,7 @@ def phases(runner: GraphRunner, bucket: Bucket) -> dict[str, float]:
     result = {}
     for name, call in parts.items():
         graph = capture(call, 1)
-        result[name] = quantile(event_times(graph.replay, 3, 10), 0.5)
+        result[name] = quantile(event_times(graph.replay, 3, runs), 0.5)
         del graph
     return result
 
@@ -231,12 +173,20 @@ def build(
     say(f"{policy} {precision}: {len(shapes)} graphs captured")
 
 
-def measure(runner: GraphRunner, subject: Subject, bucket: Bucket, versions: dict[str, str]) -> Row:
-    """One shape: the whole request, its phases and its floor."""
+def measure(
+    runner: GraphRunner,
+    subject: Subject,
+    bucket: Bucket,
+    versions: dict[str, str],
+    *,
+    runs: int = 50,
+    whole: bool = False,
+) -> Row:
+    """One shape: the whole request, its phases (unless `whole`) and its floor."""
     policy, precision = subject
     runner.load(make_batch(bucket, policy=policy), bucket)
     captured = runner.captured[bucket]
-    times = event_times(captured.graph.replay, 10, 50)
+    times = event_times(captured.graph.replay, 10, runs)
     floors = phase_floors_ms(PI05, H200, bucket.rows, bucket.views, bucket.prompt, HORIZON, STEPS)
     row = Row(
         policy=policy,
@@ -250,16 +200,19 @@ def measure(runner: GraphRunner, subject: Subject, bucket: Bucket, versions: dic
         versions=versions,
         date=time.strftime("%Y-%m-%d"),
         details={
-            "phases_ms": phases(runner, bucket),
+            "phases_ms": {} if whole else phases(runner, bucket),
             "phase_floors_ms": floors,
             "capture_s": captured.capture_s,
             "pool_bytes": captured.pool_bytes,
             "samples_per_s": 1e3 * bucket.rows / quantile(times, 0.5),
+            "p99_over_p50": quantile(times, 0.99) / quantile(times, 0.5),
             "floor_is_of": "bf16",
         },
     )
     parts = ", ".join(f"{name} {value:.2f}" for name, value in row.details["phases_ms"].items())
     say(f"{policy} {precision} {bucket}: {row.median_ms:.2f} ms, p99 {row.p99_ms:.2f}; {parts}")
+    if bucket.rows == 1 and row.details["p99_over_p50"] > P99_OVER_P50:
+        say(f"  its p99 is {row.details['p99_over_p50']:.3f} of its median, more than {P99_OVER_P50}")
     return row
 
 
@@ -270,12 +223,52 @@ def add_peer(row: Row, peer: str, times: list[float]) -> None:
     say(f"{row.policy} batch {row.batch}: {peer} {row.peer_median_ms:.1f} ms, ratio {row.ratio:.2f}")
 
 
+def measure_peers(
+    runner: GraphRunner,
+    bf16: dict[str, torch.Tensor],
+    shapes: list[Bucket],
+    versions: dict[str, str],
+    rows: list[Row],
+    options: argparse.Namespace,
+) -> None:
+    """Plain PyTorch, eager and compiled, each beside our own time in the same run: a row a shape and peer."""
+
+    def keep(bucket: Bucket, peer: str, times: list[float]) -> None:
+        row = Row(**asdict(own[bucket]))
+        add_peer(row, peer, times)
+        rows.append(row)
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        (options.out / PEERS_FILE).write_text(text + "\n", encoding="utf-8")
+
+    eager = PlainPi05(bf16, PI05, STEPS)
+    own: dict[Bucket, Row] = {}
+    for bucket in [b for b in OTHERS if b in shapes]:
+        own[bucket] = measure(runner, ("pi05", "bf16"), bucket, versions, runs=20, whole=True)
+        inputs = peer_inputs(make_batch(bucket), bucket)
+        runs = 10 if bucket.rows < 8 else 5
+        with torch.inference_mode():
+            times = event_times(lambda inputs=inputs: eager(*inputs), 2, runs)  # type: ignore[misc]
+        keep(bucket, "plain PyTorch, eager", times)
+    for bucket in [b for b in COMPILED if b in own]:
+        if options.quick or time.monotonic() - START > options.limit_s:
+            say(f"{bucket}: compiled peer skipped")
+            continue
+        compiled = PlainPi05(bf16, PI05, STEPS, compile_layers=True)
+        inputs = peer_inputs(make_batch(bucket), bucket)
+        graph = capture(lambda compiled=compiled, inputs=inputs: compiled(*inputs), 2)  # type: ignore[misc]
+        times = event_times(graph.replay, 3, 20 if bucket.rows == 1 else 8)
+        keep(bucket, "plain PyTorch, torch.compile + CUDA graph", times)
+        del graph, compiled
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    parser.add_argument("--part", choices=("figures", "peers", "all"), default="all", help="default: all")
     parser.add_argument("--quick", action="store_true", help="batch 1 and 8 only, no compiled peer")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="skip compiled peers that would start later")
+    parser.add_argument("--batches", default="1,2,4,8,16,32", help="rows of the shapes; default: %(default)s")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="skip what would start later; goals come first")
     known = [f"{policy}/{precision}" for policy, precision in SUBJECTS]
     parser.add_argument("--only", default=",".join(known), help="of %(default)s; files of the others stay as they are")
     options = parser.parse_args()
@@ -283,7 +276,10 @@ def main() -> None:
     if unknown := set(wanted) - set(known):
         parser.error(f"there is no {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     subjects = {one: name for one, name in SUBJECTS.items() if "/".join(one) in wanted or one == ("pi05", "bf16")}
-    shapes = [b for b in SHAPES if not options.quick or b.rows in (1, 8)]
+    batches = {int(text) for text in options.batches.split(",")}
+    shapes = [b for b in SHAPES if b.rows in batches and (not options.quick or b.rows in (1, 8))]
+    if options.part == "peers":
+        subjects, shapes = {("pi05", "bf16"): PEERS_FILE}, [b for b in OTHERS if b in shapes]
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     runners: dict[Subject, GraphRunner] = {}
@@ -312,46 +308,31 @@ def main() -> None:
             (options.out / name).write_text(text + "\n", encoding="utf-8")
 
     own: dict[Bucket, Row] = {}
-    for bucket in shapes:
-        for subject in subjects:
-            if bucket not in runners[subject].captured:
-                continue
-            row = measure(runners[subject], subject, bucket, versions)
-            row.details["accuracy"] = found[subject[0]] if bucket == Bucket(1, 3, 1) else {}
-            rows[subject].append(row)
-            if subject == ("pi05", "bf16"):
-                own[bucket] = row
-            else:
-                name = "this engine's pi05" if subject[0] == "pi0" else "this engine's bf16"
-                add_peer(row, name, [own[bucket].median_ms])
-        save()
-
-    eager = PlainPi05(bf16, PI05, STEPS)
-    for bucket in [b for b in OTHERS if b in shapes]:
-        inputs = peer_inputs(make_batch(bucket), bucket)
-        runs = 10 if bucket.rows < 8 else 5
-        with torch.inference_mode():
-            times = event_times(lambda inputs=inputs: eager(*inputs), 2, runs)  # type: ignore[misc]
-        add_peer(own[bucket], "plain PyTorch, eager", times)
-        save()
-    for bucket in COMPILED:
-        if options.quick or time.monotonic() - START > options.limit_s:
-            say(f"{bucket}: compiled peer skipped")
+    wanted_rows = [
+        (subject, bucket) for bucket in shapes for subject in subjects if bucket in runners[subject].captured
+    ]
+    wanted_rows.sort(key=lambda one: GOALS.index(one) if one in GOALS else len(GOALS))
+    for subject, bucket in wanted_rows if options.part != "peers" else ():
+        if time.monotonic() - START > options.limit_s:
+            say(f"{' '.join(subject)} {bucket}: skipped")
             continue
-        compiled = PlainPi05(bf16, PI05, STEPS, compile_layers=True)
-        inputs = peer_inputs(make_batch(bucket), bucket)
-        graph = capture(lambda compiled=compiled, inputs=inputs: compiled(*inputs), 2)  # type: ignore[misc]
-        times = event_times(graph.replay, 3, 20 if bucket.rows == 1 else 8)
-        row = Row(**asdict(own[bucket]))
-        add_peer(row, "plain PyTorch, torch.compile + CUDA graph", times)
-        rows["pi05", "bf16"].append(row)
+        row = measure(runners[subject], subject, bucket, versions)
+        row.details["accuracy"] = found[subject[0]] if bucket == Bucket(1, 3, 1) else {}
+        rows[subject].append(row)
+        if subject == ("pi05", "bf16"):
+            own[bucket] = row
+        elif bucket in own:
+            name = "this engine's pi05" if subject[0] == "pi0" else "this engine's bf16"
+            add_peer(row, name, [own[bucket].median_ms])
         save()
-        del graph, compiled
+    peers: list[Row] = []
+    if options.part != "figures":
+        measure_peers(runners["pi05", "bf16"], bf16, shapes, versions, peers, options)
 
     heads = (("policy", 6), ("dtype", 16), ("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7))
     heads += (("floor", 7), ("x floor", 7), ("peer ms", 8), ("ratio", 6))
     print(" ".join(f"{name:>{width}}" for name, width in heads), " peer")
-    for row in (row for group in rows.values() for row in group):
+    for row in (row for group in (*rows.values(), peers) for row in group):
         print(
             f"{row.policy:>6} {row.dtype:>16} {row.shape['views']:>5} {row.shape['prompt_tokens']:>6} {row.batch:>5} "
             f"{row.median_ms:>8.2f} {row.p99_ms / row.median_ms:>7.3f} {row.floor_ms:>7.2f} "

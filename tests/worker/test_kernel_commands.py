@@ -124,6 +124,15 @@ def test_candidates_are_measured_and_bad_ones_refused(probe: Any) -> None:
         assert "no_such_module" in refused["absent"]
 
 
+def test_some_operations_alone(probe: Any) -> None:
+    calls = record(Subject(probe), 1)
+    assert tuning.named(calls, []) == tuning.named(calls, ["probe"]) == calls
+    with pytest.raises(TaktlineError, match="no operation 'prob'") as caught:
+        tuning.named(calls, ["probe", "prob"])
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert "probe" in caught.value.next_step
+
+
 def test_what_runs_now_stays_unless_another_is_clearly_faster(probe: Any) -> None:
     calls = record(Subject(probe), 1)
     results = tuning.tune(calls, _microseconds({"torch": 3.0, "fast": 2.98, "slow": 5.0}), lambda text: None)
@@ -191,8 +200,11 @@ def test_tuning_on_a_gpu(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "table.toml"
     done = CliRunner().invoke(
         app,
-        ["tune", str(folder), "--batches", "1", "--runs", "3", "--precision", "fp32", "--out", str(path)],
+        ["tune", str(folder), "--batches", "1", "--runs", "3", "--precision", "fp32", "--out", str(path)]
+        + ["--ops", "layer_norm,geglu"],  # all of them compile for a minute and a half
         catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
-    assert parse_table(path.read_text())
+    rules = parse_table(path.read_text())
+    assert {rule.op for rule in rules} == {"layer_norm", "geglu"}
+    assert all(rule.kernel in ("torch", "triton") and "us" in rule.measured for rule in rules if rule.bounds)

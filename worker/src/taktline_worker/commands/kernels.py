@@ -81,6 +81,7 @@ def tune(
     prompt_tokens: PromptOption = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Table to write; default: the GPU's name, here.")] = None,
     runs: Annotated[int, typer.Option("--runs", min=3, help="Replays of each candidate.")] = 30,
+    ops: Annotated[str, typer.Option("--ops", help="Operations to measure, separated by commas; default: all.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print every candidate's time as JSON.")] = False,
 ) -> None:
     """Measure every kernel that could run each operation of POLICY on this GPU; write the winners as a table.
@@ -111,12 +112,13 @@ def tune(
             say(f"one request of {batch} row(s)")
             for call in record(subject, batch):
                 calls.setdefault(call.key, call)
+        wanted = tuning.named(list(calls.values()), [name.strip() for name in ops.split(",") if name.strip()])
 
         def time_us(call: Any) -> float:
             return 1e3 * measure(capture(call, target), target, runs=runs).median_ms
 
         with torch.inference_mode():
-            results = tuning.tune(list(calls.values()), time_us, say)
+            results = tuning.tune(wanted, time_us, say)
     path = out or Path(f"{gpu.lower().replace('nvidia', '').strip().replace(' ', '-')}.toml")
     shape = ", ".join(f"{name} {value}" for name, value in subject.shape.items())
     path.parent.mkdir(parents=True, exist_ok=True)

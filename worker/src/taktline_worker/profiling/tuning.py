@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from taktline_kernels.selector import REFERENCE, Choice, KernelSelector, Rule, Shape, parse_table
+from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker.profiling.kernels import Key, Recorded, implementations, key_of, selecting_by
 
@@ -112,6 +113,22 @@ def tune(calls: Sequence[Recorded], measure: Measure, say: Callable[[str], None]
             good.insert(0, now)
         results.append(Tuned(call, (*good, *(each for each in found if each.us is None))))
     return results
+
+
+def named(calls: Sequence[Recorded], operations: Sequence[str]) -> list[Recorded]:
+    """Those of the calls that are one of `operations`; all where none is named.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID naming what the policy runs, for an operation that it does not.
+    """
+    known = sorted({call.name for call in calls})
+    if unknown := [name for name in operations if name not in known]:
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"the policy runs no operation {unknown[0]!r} in these batches",
+            f"choose from {', '.join(known)}",
+        )
+    return [call for call in calls if not operations or call.name in operations]
 
 
 def candidates(call: Recorded) -> Iterator[tuple[str, dict[str, int]]]:

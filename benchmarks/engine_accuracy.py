@@ -1,0 +1,88 @@
+"""What benchmarks/engine.py gives its policies, and how far from the fp32 statement their answers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from plain_pi05 import PlainPi05
+from taktline_worker.models.pi.graphs import Bucket, GraphRunner
+from taktline_worker.models.pi.runner import PiBatch, PiRunner
+from taktline_worker.models.pi.synthetic import PI0, PI05, conventions
+from taktline_worker.models.pi.weights import FP32, pack_weights
+
+HORIZON, STEPS = 50, 10
+Subject = tuple[str, str]
+"""A policy and a precision: bf16, fp8, or bf16 with the expert's matrices in a byte a number."""
+
+
+def make_batch(bucket: Bucket, seed: int = 1, policy: str = "pi05") -> PiBatch:
+    """Random pixels, tokens, noise and (π0) state that fill the bucket exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, views, prompt, tokens = bucket.rows, bucket.views, bucket.prompt, PI05.tokens_per_image
+    image = torch.arange(rows * views * tokens).view(rows, -1)
+    text = rows * views * tokens + torch.arange(rows * prompt).view(rows, -1)
+    return PiBatch(
+        pixels=torch.rand(rows * views, 3, 224, 224, generator=generator) * 2 - 1,
+        tokens=torch.randint(3, 257_000, (rows, prompt), generator=generator),
+        source=torch.cat((image, text), dim=1),
+        lengths=torch.full((rows,), views * tokens + prompt, dtype=torch.int32),
+        noise=torch.randn(rows, HORIZON, 32, generator=generator),
+        state=torch.randn(rows, 32, generator=generator) if policy == "pi0" else None,
+    )
+
+
+def peer_inputs(batch: PiBatch, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """The same batch as the plain statement takes it, on the device."""
+    pixels = batch.pixels.view(bucket.rows, bucket.views, 3, 224, 224)
+    valid = torch.ones(bucket.rows, bucket.prompt, dtype=torch.bool)
+    return tuple(x.cuda() for x in (pixels, batch.tokens, valid, batch.noise))
+
+
+def errors(actions: torch.Tensor, oracle: torch.Tensor) -> dict[str, float]:
+    """Distance of actions from the oracle, and the smallest cosine of a row."""
+    distance = (actions - oracle).abs().flatten()
+    cosine = torch.nn.functional.cosine_similarity(actions.flatten(1), oracle.flatten(1)).min()
+    return {
+        "mean_abs": float(distance.mean()),
+        "p99_abs": float(distance.quantile(0.99)),
+        "max_abs": float(distance.max()),
+        "cosine": float(cosine),
+    }
+
+
+def oracle(tensors: dict[str, torch.Tensor], policy: str, batch: PiBatch, bucket: Bucket) -> torch.Tensor:
+    """Actions of the fp32 statement: plain PyTorch for π0.5; for π0 our own eager runner, held to official values."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with torch.inference_mode():
+        if policy == "pi05":
+            return PlainPi05(tensors, PI05, STEPS)(*peer_inputs(batch, bucket))
+        return eager_fp32(tensors, policy).run(batch).cuda()
+
+
+def eager_fp32(tensors: dict[str, torch.Tensor], policy: str) -> PiRunner:
+    """The eager runner in fp32."""
+    architecture = PI05 if policy == "pi05" else PI0
+    packed = pack_weights(dict(tensors), architecture, conventions(3, HORIZON, STEPS), FP32, torch.device("cuda"))
+    return PiRunner(packed, architecture)
+
+
+def accuracy(
+    runners: dict[Subject, GraphRunner], tensors: dict[str, torch.Tensor], policy: str, bf16: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Error against the fp32 statement on one shape: of each precision, and for π0.5 of the official bf16 mode."""
+    bucket = Bucket(1, 3, 1)
+    batch = make_batch(bucket, seed=5, policy=policy)
+    expected = oracle(tensors, policy, batch, bucket)
+    found: dict[str, Any] = {
+        precision: errors(runner.run(batch).cuda(), expected)
+        for (name, precision), runner in runners.items()
+        if name == policy
+    }
+    if policy == "pi05":
+        found["eager_fp32"] = errors(eager_fp32(tensors, policy).run(batch).cuda(), expected)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        with torch.inference_mode():
+            found["official_bf16"] = errors(PlainPi05(bf16, PI05, STEPS)(*peer_inputs(batch, bucket)), expected)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    return found
