@@ -50,6 +50,19 @@ def relative(actual, expected):
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+def test_the_room_holds_the_worst_roundings():
+    """Every weight and every number of the normed row just above the middle of two steps, and all in one direction."""
+    worst = 1.0625 + 2**-20  # between 1 and 1.125: rounded up by nearly a sixteenth
+    weight, token = torch.full((1, 4096), worst), torch.full((4096,), worst)
+    ones = torch.ones(4096)
+    multiplier = head_multipliers(torch.ones(8), torch.ones(8), weight, ones)[2]
+    rounded = [t.to(torch.float8_e4m3fn).float() for t in (weight[0], token)]
+    assert float(rounded[0][0] / weight[0, 0]) > 1.058
+    # A normed row of 4096 equal numbers is one of ones: its length, the square root of the width, is what the bound takes.
+    value = ((rounded[0] * rounded[1]).sum() / worst * (1 + 2**-8)).item()
+    assert 0.98 * 448 < value * float(multiplier) <= 448
+
+
 @pytest.mark.parametrize(("normed", "adjacent"), [(True, True), (True, False), (False, False)])
 def test_heads_are_normed_rotated_and_rounded_once(normed, adjacent):
     (q, k, v), norms, table, _ = inputs(prefix=(3, 5), tokens=37, heads=6, kv_heads=2, width=32)

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from taktline_kernels import gpu_reference, ops
+from taktline_kernels import selector as selector_module
 from taktline_kernels.guidance import Guidance
+from taktline_kernels.ops.dispatch import REGISTRY
+from taktline_kernels.selector import Choice, KernelSelector
 from torch import Tensor
 
 gpu = importlib.import_module("taktline_kernels.gpu")
@@ -59,6 +62,43 @@ def test_products() -> None:
     same("linear", x, weight)
     same("linear_geglu", x, gpu.pack_gate_up(weight))
     same("linear_swiglu", x, gpu.pack_gate_up(weight))
+
+
+def test_products_with_the_norm_behind_them() -> None:
+    x, weight, bias, scale, shift = rand(3, 5, 64), rand(32, 64), rand(32), wide(32), wide(32)
+    for stream in (torch.float32, DTYPE):
+        same("linear_add_layer_norm", x, weight, bias, rand(3, 5, 32, dtype=stream), scale, shift, 1e-6)
+    same("linear_add_rms_norm", x, weight, rand(3, 5, 32), rand(32), 1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["small", "hopper", "cublaslt"])
+def test_whatever_kernel_a_rule_names_is_run(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules of an operation hold for all policies, so none may be passed over for being another policy's."""
+
+    class Rules(KernelSelector):
+        def choose(self, op: str, *args: Any) -> Choice:
+            return Choice(kernel, "", {"split": 2}) if op == "linear_add_rms_norm" else super().choose(op, *args)
+
+    given: list[Any] = []
+    monkeypatch.setattr(selector_module, "_default", Rules())
+    monkeypatch.setitem(
+        REGISTRY["linear_add_rms_norm"]._loaded, kernel, lambda *args, config: (given.append(config), *args)
+    )
+    x, weight, residual, norm = rand(3, 64), rand(32, 64), rand(3, 32), rand(32)
+    assert gpu.linear_add_rms_norm(x, weight, residual, norm, 1e-6)[1:] == (x, weight, residual, norm, 1e-6)
+    assert given == [{"split": 2}]
+
+
+def test_what_the_library_would_read_wrongly_is_refused() -> None:
+    cublaslt = pytest.importorskip("taktline_kernels.cuda.cublaslt")
+    x, weight, residual, norm = rand(3, 64), rand(32, 64), rand(3, 32), rand(32)
+    with pytest.raises(ValueError, match="contiguous"):
+        cublaslt.linear(rand(64, 3).t(), weight, None, False, 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        cublaslt.linear_add_rms_norm(rand(64, 3).t(), weight, residual, norm, 1e-6, {"parts": 2})
+    for parts in (0, 3, 16):
+        with pytest.raises(ValueError, match=f"{parts} parts of a depth of 64"):
+            cublaslt.linear_add_rms_norm(x, weight, residual, norm, 1e-6, {"parts": parts})
 
 
 @pytest.mark.parametrize("number_format", ["fp8", "int8"])

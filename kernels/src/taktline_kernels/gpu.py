@@ -10,7 +10,7 @@ from torch import Tensor
 from taktline_kernels import ops
 from taktline_kernels.fp8_rows import ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
 from taktline_kernels.guidance import Guidance
-from taktline_kernels.selector import default_selector
+from taktline_kernels.selector import REFERENCE, default_selector
 from taktline_kernels.triton_impl import action_head as action_head_module
 from taktline_kernels.triton_impl import activations, attention, byte_weights, fp8, norms, prefix_rows, rope
 
@@ -28,6 +28,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_fp8",
     "linear",
+    "linear_add_layer_norm",
     "linear_add_rms_norm",
     "linear_bytes",
     "linear_fp8",
@@ -154,12 +155,37 @@ def linear_add_rms_norm(
         (s, rms_norm(s)) with s = residual + x @ weight.T.
     """
     shape = {"m": x.numel() // x.shape[-1], "n": weight.shape[0], "k": weight.shape[1]}
-    choice = default_selector().choose("linear_add_rms_norm", shape, x.dtype, x.device)
-    if choice.kernel == "cublaslt":
-        from taktline_kernels.cuda import cublaslt
+    if default_selector().choose("linear_add_rms_norm", shape, x.dtype, x.device).kernel == REFERENCE:
+        return ops.add_rms_norm(residual, linear(x, weight), norm_weight, eps)
+    return ops.linear_add_rms_norm(x, weight, residual, norm_weight, eps)
 
-        return cublaslt.linear_add_rms_norm(x, weight, residual, norm_weight, eps, choice.config)
-    return ops.add_rms_norm(residual, linear(x, weight), norm_weight, eps)
+
+def linear_add_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """A sub-layer's last product, the residual add behind it, and the LayerNorm of the sum.
+
+    Where the table names no kernel for both, `linear` and `layer_norm`.
+
+    Args:
+        x: (..., k) bf16, contiguous.
+        weight: (n, k) bf16, contiguous.
+        bias: (n,) bf16.
+        residual: (..., n), the stream, in a dtype of its own.
+        norm_weight: (n,) fp32.
+        norm_bias: likewise.
+        eps: added to the variance.
+
+    Returns:
+        s = residual + x @ weight.T + bias in the dtype of `residual`, and its LayerNorm in that of x.
+    """
+    shape = {"m": x.numel() // x.shape[-1], "n": weight.shape[0], "k": weight.shape[1]}
+    choice = default_selector().choose("product_add_layer_norm", shape, x.dtype, x.device)
+    if choice.kernel == "hopper":
+        from taktline_kernels.cuda import product
+
+        return product.linear_add_layer_norm(x, weight, bias, residual, norm_weight, norm_bias, eps, choice.config)
+    return layer_norm(residual, linear(x, weight, bias), norm_weight, norm_bias, eps, x.dtype)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -202,7 +228,9 @@ def _linear_gated(op: str, x: Tensor, packed: Tensor, *, silu: bool) -> Tensor:
     if choice.kernel == "hopper" and shape["k"] % 64 == 0 and shape["n"] % 128 == 0:
         from taktline_kernels.cuda.geglu import linear_geglu as hopper
 
-        return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12), silu=silu)
+        asked = choice.config
+        pair = bool(asked.get("pair")) and shape["n"] % 256 == 0
+        return hopper(x, packed, tile=asked.get("tile"), span=asked.get("span", 12), silu=silu, pair=pair)
     both = torch.nn.functional.linear(x, packed)
     return activations.swiglu(both, {}, paired=True) if silu else activations.geglu(both, {}, paired=True)
 

@@ -27,6 +27,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_fp8",
     "linear",
+    "linear_add_layer_norm",
     "linear_add_rms_norm",
     "linear_bytes",
     "linear_fp8",
@@ -105,6 +106,13 @@ def layer_norm(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `gpu.linear`."""
     return functional.linear(x, weight, bias)
+
+
+def linear_add_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `gpu.linear_add_layer_norm`."""
+    return layer_norm(residual, linear(x, weight, bias), norm_weight, norm_bias, eps, x.dtype)
 
 
 def linear_add_rms_norm(

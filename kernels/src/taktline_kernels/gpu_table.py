@@ -8,5 +8,6 @@ GPU_KERNELS: dict[str, tuple[str, ...]] = {
     "linear_geglu": ("hopper", "cublas"),
     "linear_swiglu": ("hopper", "cublas"),
     "product": ("cublaslt", "hopper", "cublas"),
+    "product_add_layer_norm": ("hopper", "separate"),
     "byte_product": ("triton",),
 }

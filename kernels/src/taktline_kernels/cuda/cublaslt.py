@@ -172,6 +172,19 @@ def _product(m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.devic
     return LtProduct(m, n, k, bias, gelu, device, parts)
 
 
+def _check(x: Tensor, weight: Tensor, parts: int = 1) -> None:
+    """Refuse what the library would read wrongly: it is handed addresses, and every part begins at 16 bytes.
+
+    Raises:
+        ValueError: a rule of the table is too wide, or the caller's tensors lie with gaps.
+    """
+    depth = weight.shape[1]
+    if not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError("a product through cuBLASLt takes contiguous rows and weights")
+    if parts < 1 or (parts > 1 and depth % (8 * parts)):
+        raise ValueError(f"{parts} parts of a depth of {depth} are not multiples of 8; the table's rule is too wide")
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, algorithm: int) -> Tensor:
     """activation(x @ weight.T + bias) with one of the library's algorithms.
 
@@ -184,7 +197,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, algorithm
 
     Returns:
         (..., n) bf16.
+
+    Raises:
+        ValueError: x or weight lies with gaps.
     """
+    _check(x, weight)
     depth = x.shape[-1]
     rows, width = x.numel() // depth, weight.shape[0]
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
@@ -199,12 +216,16 @@ def linear_add_rms_norm(
     """Run `ops.linear_add_rms_norm`: parts of the depth, in fp32, that the norm's kernel sums.
 
     Args:
-        config: parts (a divisor of k), algorithm (index into `LtProduct.algorithms`), sum_warps.
+        config: parts (k is a multiple of 8 of them), algorithm (index into `LtProduct.algorithms`), sum_warps.
+
+    Raises:
+        ValueError: x or weight lies with gaps, or the parts do not divide the depth.
     """
     from taktline_kernels.triton_impl.part_sums import add_norm
 
     depth = x.shape[-1]
     rows, width, parts = x.numel() // depth, weight.shape[0], config.get("parts", 2)
+    _check(x, weight, parts)
     product = _product(rows, width, depth, False, False, x.device, parts)
     sums = torch.empty((parts, rows, width), dtype=torch.float32, device=x.device)
     algorithm = config.get("algorithm", 0)

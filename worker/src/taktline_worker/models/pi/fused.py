@@ -145,16 +145,16 @@ def image_features(weights: VisionWeights, patches: Tensor, heads: int) -> Tenso
     for index, layer in enumerate(weights.layers):
         qkv = gpu.linear(hidden, layer.qkv_weight, layer.qkv_bias).view(images, tokens, 3, heads, -1)
         attended = ops.attention_vision(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).reshape(images, tokens, width)
-        attended = gpu.linear(attended, layer.out_weight, layer.out_bias)
-        x, hidden = gpu.layer_norm(x, attended, layer.norm2_weight, layer.norm2_bias, LAYER_NORM_EPS, dtype)
+        x, hidden = gpu.linear_add_layer_norm(
+            attended, layer.out_weight, layer.out_bias, x, layer.norm2_weight, layer.norm2_bias, LAYER_NORM_EPS
+        )
         hidden = gpu.linear_gelu(hidden, layer.fc1_weight, layer.fc1_bias)
-        hidden = gpu.linear(hidden, layer.fc2_weight, layer.fc2_bias)
         if index + 1 < len(weights.layers):
             following = weights.layers[index + 1]
             scale, shift = following.norm1_weight, following.norm1_bias
         else:
             scale, shift = weights.norm_weight, weights.norm_bias
-        x, hidden = gpu.layer_norm(x, hidden, scale, shift, LAYER_NORM_EPS, dtype)
+        x, hidden = gpu.linear_add_layer_norm(hidden, layer.fc2_weight, layer.fc2_bias, x, scale, shift, LAYER_NORM_EPS)
     return functional.linear(hidden, weights.projector_weight, weights.projector_bias)
 
 
