@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import taktline
-from taktline import stream_client
+from taktline import stream_connecting
 from taktline.access import Access
 from taktline.address import gateway_url, websocket
 from taktline.observing import Sender
@@ -113,7 +113,7 @@ def test_an_attempt_to_connect_that_breaks_is_told_and_not_repeated_for_ever(mon
         attempts.append(time.monotonic())
         raise ValueError("this was not foreseen")
 
-    monkeypatch.setattr(stream_client, "open_link", broken)
+    monkeypatch.setattr(stream_connecting, "open_link", broken)
 
     async def ask() -> None:
         stream, sender = client("http://gateway:8080", "arm")

@@ -376,7 +376,7 @@ async def asked(monkeypatch, *outcomes):
             raise outcome
         return outcome
 
-    monkeypatch.setattr("taktline.stream_client.open_link", open_link)
+    monkeypatch.setattr("taktline.stream_connecting.open_link", open_link)
     client = StreamClient("http://nowhere", "p", "arm", "s", Access(), RobotMetrics())
     observation = Observation(
         robot_id="arm",
@@ -416,7 +416,7 @@ def test_what_a_leaving_connection_still_owed_when_it_went_is_asked_over_the_ope
         client, answer = await asked(monkeypatch, first, second)
         await first.put.wait()
         client._leave(first)
-        while client._link is not second:  # noqa: ASYNC110
+        while client._connector.link is not second:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         first.cut()
         await second.put.wait()
@@ -451,13 +451,13 @@ def test_what_a_leaving_gateway_refuses_and_loses_is_sent_again_once(monkeypatch
         client, answer = await asked(monkeypatch, first, second)
         await first.put.wait()
         refusal = Refusal(1, 0.0, 0.0, taktline.ErrorCode.DRAINING.value, "it leaves", "ask the next one", held=False)
-        connected, connect = asyncio.Event(), client._connect
+        connected, connect = asyncio.Event(), client._connector._connect
 
         async def connect_later():
             await connected.wait()
             await connect()
 
-        monkeypatch.setattr(client, "_connect", connect_later)
+        monkeypatch.setattr(client._connector, "_connect", connect_later)
         client._hear(first, refusal, time.monotonic())
         first.cut()
         while not first.gone:  # noqa: ASYNC110

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -40,11 +39,10 @@ from taktline.clock import ClockEstimate, GatewayClock
 from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
 from taktline.robot_metrics import RobotMetrics
-from taktline.stream_link import Link, NoStream, Timeout, check_fits, open_link, typed
+from taktline.stream_connecting import BACKOFF_MAX_S, RETRIED, Connector
+from taktline.stream_link import Link, NoStream, Timeout, check_fits, typed
 from taktline.stream_waiting import Waiting
 
-BACKOFF_S = 0.05
-BACKOFF_MAX_S = 2.0
 PING_S = 1.0
 FIRST_PINGS = 5
 FIRST_PING_S = 0.02
@@ -52,17 +50,6 @@ DEAD_S = 5.0
 """A connection on which not even a pong came for so long is given up."""
 MAX_RESENDS = 3
 _CLIENT = f"taktline {version('taktline')}"
-# Errors of a hello that another attempt cannot change; the caller hears them.
-_RETRIED = frozenset(
-    {
-        ErrorCode.DRAINING,
-        ErrorCode.OVERLOADED,
-        ErrorCode.STREAM_IDLE,
-        ErrorCode.SLOW_READER,
-        ErrorCode.GATEWAY_UNREACHABLE,
-        ErrorCode.INTERNAL,
-    }
-)
 
 
 class StreamClient:
@@ -75,15 +62,11 @@ class StreamClient:
         self._policy = policy
         self._robot_id = robot_id
         self._session_id = session_id
-        self._access = access
         self._metrics = metrics
         self.clock = GatewayClock()
         self._held = HeldFrames()
         self._waiting: dict[int, Waiting] = {}
-        self._link: Link | None = None
-        self._linked = asyncio.Event()
-        self._connecting: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None
+        self._connector = Connector(self._uri, access, self._hello, self._begin, self._fail_lost)
         self._goodbye: TaktlineError | None = None
         """Why the last connection ended, where the gateway said so."""
         self._token = b""
@@ -131,19 +114,17 @@ class StreamClient:
 
     async def connect(self, timeout_s: float) -> Welcome:
         """Opens the connection where it is not; what the gateway said. Raises as `ask`."""
-        return (await self._wait_linked(timeout_s)).welcome
+        return (await self._connector.wait(timeout_s)).welcome
 
     async def close(self) -> None:
         """Says bye, so that the robot id is free at once, and closes."""
         self._closed = True
-        if self._connecting is not None:
-            self._connecting.cancel()
+        link = self._connector.close()
         for waiting in self._waiting.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(
                     TaktlineError(ErrorCode.CANCELLED, "the robot was closed while it asked", "nothing: it was told so")
                 )
-        link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(ConnectionClosed, OSError):
                 await self._put(link, Bye())
@@ -167,7 +148,7 @@ class StreamClient:
         """Sends an observation, with what is left of its budget, over the connection as soon as there is one."""
         reserved_s = (waiting.observation.actuate_ms + waiting.observation.network_ms) / 1e3
         while True:
-            link = await self._wait_linked(min(timeout_s, max(0.05, waiting.left_s(time.monotonic()))))
+            link = await self._connector.wait(min(timeout_s, max(0.05, waiting.left_s(time.monotonic()))))
             if waiting.pending_on is link:
                 return
             now = time.monotonic()
@@ -213,63 +194,6 @@ class StreamClient:
 
     # ----- the connection
 
-    async def _wait_linked(self, timeout_s: float) -> Link:
-        link = self._link
-        if link is not None and not link.gone and not link.leaving:
-            return link
-        self._reconnect()
-        end = time.monotonic() + timeout_s
-        while True:
-            try:
-                await asyncio.wait_for(self._linked.wait(), max(0.0, end - time.monotonic()))
-            except Timeout as error:
-                raise self._failure or unreachable(self._uri, "cannot be reached") from error
-            if self._link is not None and not self._link.gone:
-                return self._link
-            failure = self._failure
-            self._linked.clear()
-            if failure is not None and self._connecting is None:
-                raise failure
-            self._reconnect()
-
-    def _reconnect(self) -> None:
-        if self._connecting is None and not self._closed:
-            self._failure = None
-            self._linked.clear()
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
-
-    async def _connect(self) -> None:
-        backoff_s = BACKOFF_S
-        try:
-            while True:
-                try:
-                    link = await open_link(self._uri, self._access, self._hello())
-                except TaktlineError as error:
-                    self._failure = error
-                    if error.code not in _RETRIED:
-                        self._fail_lost(error)
-                        return
-                    hint_s = (error.retry_after_ms or 0.0) / 1e3
-                    # Many robots lose one gateway at one moment; they must not come back at one moment.
-                    await asyncio.sleep(max(hint_s, backoff_s) * random.uniform(0.5, 1.0))
-                    backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
-                except NoStream as error:
-                    self._failure = error
-                    self._fail_lost(error)
-                    return
-                except Exception as error:
-                    # Whatever it is, trying again at once and for ever would not help, and nobody would hear of it.
-                    self._failure = unreachable(self._uri, "cannot be spoken to", error)
-                    self._fail_lost(self._failure)
-                    return
-                else:
-                    self._failure = None
-                    self._begin(link)
-                    return
-        finally:
-            self._connecting = None
-            self._linked.set()
-
     def _hello(self) -> Hello:
         return Hello(VERSIONS, self._robot_id, self._session_id, self._seq, self._answered, self._token, _CLIENT)
 
@@ -282,7 +206,6 @@ class StreamClient:
         self._held.begin(welcome.held)
         self.clock.reset()
         self._told = None
-        self._link = link
         lost = [
             w for w in self._waiting.values() if w.sends and (w.link is None or w.link.gone) and not w.answer.done()
         ]
@@ -343,18 +266,17 @@ class StreamClient:
             pass
         except TaktlineError as error:
             # Not a gateway, or one of another make: nothing that follows can be trusted.
-            self._failure = error
+            self._connector.failure = error
         finally:
             await self._lost(link)
 
     async def _lost(self, link: Link) -> None:
         link.gone = True
         await link.close()
-        if self._link is link:
-            self._link = None
+        self._connector.lost(link)
         self._goodbye = fatal = link.goodbye
         carried = [w for w in self._waiting.values() if w.link is link and not w.answer.done()]
-        if fatal is not None and fatal.code not in _RETRIED:
+        if fatal is not None and fatal.code not in RETRIED:
             broken = fatal.code is ErrorCode.INVALID_BODY
             if not broken or len(carried) == 1:  # of several nobody knows which one was no frame
                 for waiting in carried:
@@ -363,8 +285,8 @@ class StreamClient:
             if not broken:
                 return
         # Also where nothing waits: the next observation should find a connection.
-        if self._link is None:
-            self._reconnect()
+        if self._connector.link is None:
+            self._connector.start()
         self._send_again(carried)
 
     async def _ping(self, link: Link) -> None:
@@ -428,8 +350,8 @@ class StreamClient:
     def _leave(self, link: Link) -> None:
         """The next connection is made beside this one, over which the unanswered are still answered."""
         link.leaving = True
-        if self._link is link:
-            self._reconnect()
+        if self._connector.link is link:
+            self._connector.start()
 
     def _answer(self, frame: Answer, now: float) -> None:
         waiting = self._waiting.get(frame.seq)
@@ -462,7 +384,7 @@ class StreamClient:
         waiting.answer.set_exception(error)
 
     def _note_trip(self, waiting: Waiting, frame: Answer | Refusal, now: float) -> None:
-        if waiting.link is self._link:
+        if waiting.link is self._connector.link:
             self.clock.note(waiting.sent_at, frame.received_at, frame.sent_at, now)
 
     def _spawn(self, work) -> None:  # type: ignore[no-untyped-def]
