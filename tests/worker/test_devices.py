@@ -26,14 +26,15 @@ def test_what_a_letter_holds_arrives_where_graphs_read_it(device: str) -> None:
     first, second = staged.letter(), staged.letter()
     first.arrays["lengths"][:] = [1, 2, 3]
     first.arrays["tokens"][:] = 2**40 + np.arange(5)
-    first.arrays["actions"][1] = 0.5
+    first.arrays["actions"][:] = [[[0.0]], [[0.5]]]
     first.send()
     assert staged.tensors["lengths"].tolist() == [1, 2, 3]
     assert staged.tensors["tokens"].tolist() == [2**40 + n for n in range(5)]
     assert staged.tensors["actions"][0].tolist() == [[0.0] * 4] * 3
     assert staged.tensors["actions"][1].tolist() == [[0.5] * 4] * 3
-    second.arrays["tokens"][2] = 7
-    second.send()  # nothing of the first is left
+    second.arrays["tokens"][:] = [0, 0, 7, 0, 0]
+    second.arrays["lengths"][:] = 0
+    second.send()
     assert staged.tensors["tokens"].tolist() == [0, 0, 7, 0, 0]
     assert not staged.tensors["lengths"].any()
     assert {name: one.data_ptr() for name, one in staged.tensors.items()} == addresses

@@ -68,11 +68,11 @@ class Staged:
 
 
 class Letter:
-    """What a batch puts into `Staged`: `arrays` have the shapes of its tensors and are zero before they are filled."""
+    """What a batch puts into `Staged`: `arrays` have the shapes of its tensors, and any content until it is filled."""
 
     def __init__(self, buffer: Tensor, places: Mapping[str, tuple[slice, torch.dtype, tuple[int, ...]]]) -> None:
         self._buffer = buffer
-        self._own = torch.zeros(buffer.shape, dtype=torch.uint8, pin_memory=buffer.is_cuda)
+        self._own = torch.empty(buffer.shape, dtype=torch.uint8, pin_memory=buffer.is_cuda)
         flat = self._own.numpy()
         self.arrays: dict[str, NDArray[np.generic]] = {
             name: flat[place].view(_NUMPY[dtype]).reshape(shape) for name, (place, dtype, shape) in places.items()

@@ -185,19 +185,22 @@ class Engine:
                 pending.append((index, self.adapter.begin(item.observation, self._decoders)))
             except Exception as error:
                 outcomes[index] = _own(error)
-        draft = None
-        if len(pending) <= self.buckets[-1] and isinstance(self.adapter, LaunchingAdapter):
-            try:
-                draft = self.adapter.draft([row for _, row in pending], steps)
-            except Exception as error:  # the launch does it all, and says whose fault it is
-                logger.error("drafting a batch failed", exc_info=error)
+        job = None
+        if pending and len(pending) <= self.buckets[-1] and isinstance(self.adapter, LaunchingAdapter):
+            job = self._decoders.submit(self.adapter.draft, [row for _, row in pending], steps)
         rows = []
         for index, row in pending:
             try:
                 rows.append((index, row.result()))
             except Exception as error:
                 outcomes[index] = _own(error)
-        return rows, draft if len(rows) == len(pending) else None
+        if job is None or len(rows) < len(pending):
+            return rows, None
+        try:
+            return rows, job.result()
+        except Exception as error:  # the launch does it all, and says whose fault it is
+            logger.error("drafting a batch failed", exc_info=error)
+            return rows, None
 
     def _in_turn(self, *batch: Any) -> tuple[float, list[_Part]]:
         """`_run`, one batch at a time and in the order of asking.

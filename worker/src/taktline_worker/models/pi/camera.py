@@ -18,6 +18,7 @@ _TAPS = 48
 """Inputs of one output along an axis; Pillow's filter needs 2 * ceil(scale) + 1, which 48 covers up to 5000 pixels."""
 
 _FRACTION_BITS = 22
+_TARGETS = 1024
 
 Axis = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.number]]
 """First input, number of inputs and weights (outputs, taps) of each output along one axis."""
@@ -120,6 +121,8 @@ class CameraBuffers:
         tokens = (size // patch) ** 2
         self._out = torch.zeros(images, tokens, 3 * patch * patch, device=device)
         self._geometries: dict[tuple[int, int], int] = {}
+        self._targets: dict[tuple[int, torch.Size], Tensor] = {}
+        """Where frames of a shape that begin at a byte go: each view costs as much as the copy itself."""
 
     def load_pixels(self, pixels: Tensor) -> None:
         """Take images that are ready: fp32 (n, 3, size, size) in [-1, 1]."""
@@ -139,7 +142,7 @@ class CameraBuffers:
             raise ValueError(f"{len(frames)} frames, the buffers hold {len(self._slots)}")
         sizes = {(frame.shape[0], frame.shape[1]) for frame in frames}
         if len(sizes | self._geometries.keys()) > len(self._slots):
-            self._geometries = {}  # sizes come and go: start over with those of this batch
+            self._geometries, self._targets = {}, {}  # sizes come and go: start over with those of this batch
         at, told = 0, []
         for index, frame in enumerate(frames):
             height, width = frame.shape[:2]
@@ -149,7 +152,12 @@ class CameraBuffers:
             if slot < 0:
                 send(self._pixels[index], to_model_input(frame.numpy(), self._size, self._method))
                 continue
-            send(self._frames[at : at + taken], frame.reshape(-1))
+            target = self._targets.get((at, frame.shape))
+            if target is None:
+                if len(self._targets) == _TARGETS:
+                    self._targets = {}
+                target = self._targets[at, frame.shape] = self._frames[at : at + taken].view(frame.shape)
+            send(target, frame)
             at += taken
         if told != self._told:  # one camera sends frames of one size
             self._tell(told)

@@ -136,8 +136,9 @@ class GraphRunner:
             self._capture(bucket)
 
     def _capture(self, bucket: Bucket) -> None:
-        # Indices that another bucket left may lie outside this one.
+        # Indices that another bucket left may lie outside this one, and what none has filled outside everything.
         self._source.zero_()
+        self._tokens.zero_()
         self._lengths.fill_(1)
         with _tf32():
             self.captured[bucket] = self._pool.capture(
@@ -236,6 +237,11 @@ class GraphRunner:
         images, slots = batch.pixels.shape[0], self.slots(bucket)
         letter = self._staged.letter()
         arrays = letter.arrays
+        for name, held in (("tokens", bucket.prompt), ("source", slots)):
+            arrays[name][: bucket.rows * held] = 0
+        for name in ("actions", "state", "target", "influence"):
+            if name in arrays:
+                arrays[name][: bucket.rows] = 0
         arrays["lengths"][: bucket.rows] = 1
         arrays["lengths"][:rows] = batch.lengths.numpy()
         tokens = arrays["tokens"][: bucket.rows * bucket.prompt].reshape(-1, bucket.prompt)

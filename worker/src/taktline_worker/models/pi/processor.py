@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from taktline_worker.rtc import RtcSettings
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
+_BEGIN_LIMIT_S = 0.02
 PINNED_FRAME_BYTES = 1920 * 1080 * 3
 """The largest frame that is decoded into pinned memory."""
 
@@ -45,6 +47,7 @@ class PendingPiRow:
     """A checked observation whose images are still being decoded, in the checkpoint's camera order, and its prompt."""
 
     pixels: tuple[Future[tuple[Tensor, bytes]], ...]
+    decode: tuple[Callable[[], tuple[Tensor, bytes]], ...]
     text: Future[tuple[NDArray[np.int64], Tensor]]
     model_state: Tensor | None
     state: NDArray[np.float64]
@@ -58,8 +61,12 @@ class PendingPiRow:
 
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large, or INSTRUCTION_INVALID."""
+        own: dict[int, tuple[Tensor, bytes]] = {}
+        for index in reversed(range(len(self.pixels))):
+            if self.pixels[index].cancel():  # no thread has begun it: this one has nothing better to do
+                own[index] = self.decode[index]()
         tokens, noise = self.text.result()
-        frames = [future.result() for future in self.pixels]
+        frames = [own[index] if index in own else future.result() for index, future in enumerate(self.pixels)]
         images = tuple(pixels for pixels, _ in frames)
         row = PiRow(
             pixels=torch.empty(len(frames), 0) if self.raw else torch.stack(images),
@@ -71,6 +78,25 @@ class PendingPiRow:
             raw=images if self.raw else None,
         )
         return PreparedRow(row, self.state)
+
+
+class _Begun:
+    """Whether all frames of a row are being decoded, or are done with."""
+
+    def __init__(self, frames: int) -> None:
+        self._left, self._seen, self._all = frames, set[str](), threading.Event()
+        self._lock = threading.Lock()
+
+    def one(self, camera: str) -> None:
+        """This one is; it may be said again."""
+        with self._lock:
+            self._seen.add(camera)
+            if len(self._seen) >= self._left:
+                self._all.set()
+
+    def wait(self) -> None:
+        """Until they are. Nothing depends on it but time."""
+        self._all.wait(_BEGIN_LIMIT_S)
 
 
 class PiProcessor:
@@ -130,9 +156,11 @@ class PiProcessor:
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
         # Now; who is refused above costs nobody a frame. The prompt goes behind them, as tokenising holds the
-        # interpreter's lock for half of the time that a frame takes: here it would keep them from being begun.
-        pixels = tuple(pool.submit(self._pixels, name, image, raw) for name, image in frames)
-        text = pool.submit(self._text, observation.instruction, normalised, observation.seed)
+        # interpreter's lock for half of the time that a frame takes: it would keep them from being begun.
+        begun = _Begun(len(frames))
+        decode = tuple(functools.partial(self._pixels, name, image, raw, begun) for name, image in frames)
+        pixels = tuple(pool.submit(one) for one in decode)
+        text = pool.submit(self._text, observation.instruction, normalised, observation.seed, begun)
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
             width = self.architecture.action_width
@@ -141,23 +169,36 @@ class PiProcessor:
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
-        return PendingPiRow(pixels, text, model_state, policy_state, rtc, raw)
+        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw)
 
     def _text(
-        self, instruction: str, normalised: NDArray[np.floating], seed: int | None
+        self, instruction: str, normalised: NDArray[np.floating], seed: int | None, begun: _Begun
     ) -> tuple[NDArray[np.int64], Tensor]:
         """Tokens and noise of a row."""
+        begun.wait()
         return self.tokens(instruction, normalised), self.noise(secrets.randbits(63) if seed is None else seed)
 
-    def _pixels(self, name: str, image: EncodedImage, raw: bool) -> tuple[Tensor, bytes]:
+    def _pixels(self, name: str, image: EncodedImage, raw: bool, begun: _Begun) -> tuple[Tensor, bytes]:
         """A frame (`raw`) or its network input, and its key; the same bytes always give the same."""
+        try:
+            return self._decoded(name, image, raw, begun)
+        finally:
+            begun.one(name)
+
+    def _decoded(self, name: str, image: EncodedImage, raw: bool, begun: _Begun) -> tuple[Tensor, bytes]:
+        def memory(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+            kept = frame_memory(shape)
+            begun.one(name)  # what follows needs no lock
+            return kept
+
         key = frame_key(image)
         kept = key + b"raw" if raw else key
         pixels = self.seen.get(kept) if self.seen.limit_bytes else None
         if pixels is None:
             if raw:
-                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, frame_memory))
+                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, memory))
             else:
+                begun.one(name)
                 frame = decode_image(name, image, self._max_pixels)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
             self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())

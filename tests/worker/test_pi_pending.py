@@ -1,0 +1,100 @@
+"""A row whose frames are being decoded: who decodes them, and when its prompt is tokenised."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from taktline_worker.models.pi import processor as pi_processor
+from taktline_worker.models.pi.adapter import PiAdapter, load
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def adapter(folders: Any, config_of: Any, tmp_path_factory: pytest.TempPathFactory) -> PiAdapter:
+    return load(config_of(folders.lerobot(tmp_path_factory.mktemp("pending") / "policy", "pi05"), frame_cache_mb=0))
+
+
+def _until(condition: Any) -> None:
+    ends_at = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
+
+
+def test_whoever_waits_for_frames_that_no_thread_has_begun_decodes_them(
+    adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observation = observations.make(seed=3)
+    with ThreadPoolExecutor(4) as pool:
+        expected = adapter.begin(observation, pool).result()
+    threads = []
+    decode = pi_processor.decode_image
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return decode(*arguments)
+
+    monkeypatch.setattr(pi_processor, "decode_image", noted)
+    occupied = threading.Event()
+    with ThreadPoolExecutor(1, "pool") as pool, ThreadPoolExecutor(1, "waits") as waiting:
+        pool.submit(occupied.wait, LIMIT_S)
+        job = waiting.submit(adapter.begin(observation, pool).result)
+        _until(lambda: len(threads) == len(observation.images))
+        occupied.set()
+        row = job.result(LIMIT_S)
+    assert {name.split("_")[0] for name in threads} == {"waits"}
+    assert torch.equal(row.row.pixels, expected.row.pixels)
+    assert np.array_equal(row.row.tokens, expected.row.tokens)
+    assert torch.equal(row.row.noise, expected.row.noise)
+
+
+def test_the_prompt_is_tokenised_once_all_frames_are_being_decoded_and_before_they_are_there(
+    adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(adapter.processor, "raw", True)
+    observation = observations.make()
+    begun, tokenised, go_on = [], threading.Event(), threading.Event()
+    tokens = adapter.processor.tokens
+
+    def decode(name: str, image: Any, most: int, memory: Any) -> Any:
+        begun.append(name)
+        frame = memory((4, 4, 3))
+        assert go_on.wait(LIMIT_S)
+        return frame
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(len(begun))
+        tokenised.set()
+        return tokens(*arguments)
+
+    seen: list[int] = []
+    monkeypatch.setattr(pi_processor, "decode_image", decode)
+    monkeypatch.setattr(adapter.processor, "tokens", noted)
+    with ThreadPoolExecutor(len(observation.images) + 1) as pool:
+        pending = adapter.begin(observation, pool)
+        assert tokenised.wait(LIMIT_S)
+        assert not any(frame.done() for frame in pending.pixels)
+        go_on.set()
+        assert len(pending.result().row.raw) == len(observation.images)
+    assert seen == [len(observation.images)]
+
+
+def test_a_frame_that_is_refused_keeps_no_prompt_waiting(
+    adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", 10 * LIMIT_S)
+    observation = observations.make()
+    broken = {name: pi_processor.EncodedImage("jpeg", b"nothing") for name in observation.images}
+    with ThreadPoolExecutor(1) as pool:
+        pending = adapter.begin(observations.make(images=broken), pool)
+        assert pending.text.result(LIMIT_S)[0].size
+        with pytest.raises(pi_processor.TaktlineError):
+            pending.result()
