@@ -116,15 +116,19 @@ class Cosmos3Runner:
         """
         _, height, width = self.settings.latent_grid
         raw, first = self.settings.raw_dims, int(self.settings.state_row)
-        latents = self.encode(torch.stack([row.frames for row in rows]))
+        # First all that comes from the host: a copy behind the encoder would hold the host up until that has run.
         states = [row.state for row in rows if row.state is not None]
+        state = torch.stack(states).to(self.device) if self.settings.state_row else None
+        video = torch.stack([row.video_noise[:, 1:] for row in rows]).to(self.device)
+        actions = torch.stack([row.action_noise[first:, :raw] for row in rows]).to(self.device)
+        latents = self.encode(torch.stack([row.frames for row in rows]))
         return Inputs(
             conditional=tuple(row.conditional for row in rows),
             unconditional=tuple(row.unconditional for row in rows),
             clean=latents[:, :, 0, :height, :width],
-            state=torch.stack(states) if self.settings.state_row else None,
-            video=torch.stack([row.video_noise[:, 1:] for row in rows]),
-            actions=torch.stack([row.action_noise[first:, :raw] for row in rows]),
+            state=state,
+            video=video,
+            actions=actions,
             imagine=any(row.imagine for row in rows),
         )
 
