@@ -127,7 +127,7 @@ def save(rows: list[dict[str, Any]], t_sync: Any, out: Path) -> Path:
         "date": time.strftime("%Y-%m-%d"),
         "command": "python benchmarks/end_to_end.py",
         "t_sync": t_sync,
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: int(row["robots"])),
     }
     out.mkdir(parents=True, exist_ok=True)
     target = out / "end_to_end.json"
