@@ -37,6 +37,8 @@ from taktline_worker.planning import mesh as orders
 from torch import distributed as dist
 
 EMPTY_TOKENS = 10
+ALONE = 16
+"""Most requests of one GPU alone, half of them before the first form and half behind it."""
 START = time.monotonic()
 Form = tuple[int, int, Split]
 
@@ -144,7 +146,7 @@ def run(
     if spread:
         dist.barrier()
     with torch.inference_mode():
-        loop = milliseconds(partial(runner.compute, buffers), device, max(3, runs // 3))
+        loop = milliseconds(partial(runner.compute, buffers), device, max(3, runs // 4))
     state = buffers.result[:1]
     return {
         "whole": whole,
@@ -159,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--only", default="cosmos3-nano,cosmos3-edge", help="policies of random:NAME")
-    parser.add_argument("--runs", type=int, default=30, help="requests of one GPU, and of the first form")
+    parser.add_argument("--runs", type=int, default=30, help="requests of the first form")
     parser.add_argument("--others", type=int, default=0, help="requests of the other forms; 0 = as many")
     parser.add_argument("--tiny", action="store_true", help="tiny models on this machine's cores")
     options = parser.parse_args()
@@ -181,13 +183,14 @@ def main() -> None:
         held: dict[tuple[str, int], Cosmos3Weights] = {}
         coder = random_vae(synthetic.VAE, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
         whole = share(name, Place(), device, held)
-        alone = run(name, OneRank(), whole, coder, device, runs - runs // 2)
+        alone_runs = max(2, min(runs, ALONE) // 2)
+        alone = run(name, OneRank(), whole, coder, device, alone_runs)
         for number, (branches, ranks, split) in enumerate(forms(size)):
             mesh = ProcessGroupMesh(branches, ranks, split)
             count = runs if number == 0 else options.others or runs
             got = run(name, mesh, share(name, mesh.place, device, held), coder, device, count)
             if number == 0:
-                again = run(name, OneRank(), whole, coder, device, runs // 2)
+                again = run(name, OneRank(), whole, coder, device, alone_runs)
                 alone |= {part: sorted(alone[part] + again[part]) for part in ("whole", "loop")}
                 took = everyone((median(alone["whole"]), median(alone["loop"])), size)
                 peers = dict(zip(("whole", "loop"), map(list, zip(*took, strict=True)), strict=True))
