@@ -6,7 +6,7 @@
 Random weights of the published size; frames are cut into patches and the prompt tokenised before, as in the published
 measurements. Times are CUDA events around one replay, 10 warm-ups, 50 runs. Peers: benchmarks/plain_groot.py in bf16,
 eager and, with --compiled, every block through torch.compile: that peer alone is measured then, and set beside the rows
-of the file.
+of the file. What a run does not measure stays in the file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 from engine import Row, add_peer, capture, event_times, quantile, say
 from floors import H200
 from plain_groot import PlainGroot, PlainHead, backbone, published_config
+from result_rows import save_rows
 from taktline_worker.models.groot.batch import GrootRow, lay_out
 from taktline_worker.models.groot.fp8 import quantise
 from taktline_worker.models.groot.graphs import GrootGraphs
@@ -108,7 +109,7 @@ class Bench:
             say(f"{name} {precision} batch {batch}: {found.median_ms:.2f} ms, floor {found.floor_ms:.2f}; {shown}")
             if batch in peers:
                 add_peer(found, "plain PyTorch, eager", event_times(self._plain.prepared(rows_of(row, batch)), 2, 10))
-            save(self._target, [asdict(one) for one in self._rows])
+            save_rows(self._target, self._rows)
 
     def _accuracy(self, graphs: GrootGraphs, row: GrootRow) -> dict[str, float]:
         """Mean distances of actions from fp32."""

@@ -6,7 +6,7 @@
 Random weights of the published size; frames are cut into patches and the prompt tokenised before. Times are CUDA events
 around one replay, 10 warm-ups, 50 runs, 20 from 16 robots on. The peer is benchmarks/plain_minicpm.py with its backbone
 in bf16 at batch 1, eager, and with --compiled every block through torch.compile: that peer alone is measured then, and
-set beside the rows that the file has.
+set beside the rows that the file has. What a run does not measure stays in the file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 from engine import Row, add_peer, capture, event_times, quantile, say
 from floors import H200
 from plain_minicpm import PlainHead, PlainMiniCpm, backbone, head_tensors, published_config
+from result_rows import save_rows
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
 from taktline_worker.models.minicpm_robot.fp8 import quantise
 from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
@@ -139,7 +140,7 @@ def main() -> None:
             say(f"{views} views, batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
             if batch == 1 and precision == "bf16":
                 add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda: plain(here), 2, 10))
-            save(target, rows)
+            save_rows(target, rows)
         for one in rows_of(views, COMPARED if sizes[0] == 1 else 0):  # the rows above hold the same mapping
             reference = exact.run([one])[0]
             for name, found in (("ours", graphs.run([one])[0]), ("plain", plain(on_device(one, device)).cpu())):
@@ -149,7 +150,7 @@ def main() -> None:
             say(
                 f"{views} views: mean distance of {precision} (plain: bf16) from fp32 over {COMPARED} robots {accuracy}"
             )
-            save(target, rows)
+            save_rows(target, rows)
 
     for views in VIEWS:
         measure(eager, "bf16", views, (1,))

@@ -79,6 +79,10 @@ class PlainHead:
         self._a = a
         self._slot = embodiment
         self._w = {k.removeprefix(HEAD): v.to(dtype) for k, v in tensors.items() if k.startswith(HEAD)}
+        stems = (f"model.transformer_blocks.{index}." for index in range(a.head.layers))
+        self._blocks = [{k.removeprefix(s): v for k, v in self._w.items() if k.startswith(s)} for s in stems]
+        self.block = _block
+        """What computes one block; compiled, one compilation serves all of a kind, as its weights are arguments."""
 
     def __call__(self, features: Tensor, is_image: Tensor, state: Tensor, noise: Tensor) -> Tensor:
         """Actions (B, H, action width).
@@ -112,17 +116,12 @@ class PlainHead:
         stem = "model.timestep_encoder.timestep_embedder.linear_"
         embedded = self._linear(functional.silu(self._linear(embedded, f"{stem}1")), f"{stem}2")
         active = functional.silu(embedded)
-        for index in range(h.layers):
-            prefix = f"model.transformer_blocks.{index}"
-            scale, shift = self._linear(active, f"{prefix}.norm1.linear").chunk(2)
-            n = functional.layer_norm(out, out.shape[-1:], eps=HEAD_NORM_EPS) * (1 + scale) + shift
+        for index, own in enumerate(self._blocks):
             if h.interleaved and index % 2:
-                out = out + self._attend(f"{prefix}.attn1", n, n, h.heads)
+                out = self.block(own, out, active, None, h.heads, None)
             else:
                 to_text = index % (2 * h.text_every) == 0 if h.text_every else None
-                out = out + self._attend(f"{prefix}.attn1", n, seen, h.heads, masks[to_text])
-            n = functional.layer_norm(out, out.shape[-1:], eps=HEAD_NORM_EPS)
-            out = out + self._feed_forward(f"{prefix}.ff", n)
+                out = self.block(own, out, active, seen, h.heads, masks[to_text])
         shift, scale = self._linear(active, "model.proj_out_1").chunk(2)
         out = functional.layer_norm(out, out.shape[-1:], eps=TAIL_NORM_EPS) * (1 + scale) + shift
         out = self._linear(out, "model.proj_out_2")[:, 1:]
@@ -170,14 +169,40 @@ class PlainHead:
         return torch.cat(parts[::-1] if cosine_first else parts).to(like)
 
 
+def _block(
+    own: Mapping[str, Tensor], x: Tensor, active: Tensor, memory: Tensor | None, heads: int, mask: Tensor | None
+) -> Tensor:
+    """One block of the diffusion transformer with weights `own` over x (B, 1 + H, width).
+
+    Args:
+        active: (width,), silu of the time's embedding.
+        memory: (B, S, features) that it attends to under `mask`; None for its own tokens.
+    """
+
+    def linear(y: Tensor, name: str) -> Tensor:
+        return functional.linear(y, own[f"{name}.weight"], own[f"{name}.bias"])
+
+    scale, shift = linear(active, "norm1.linear").chunk(2)
+    n = functional.layer_norm(x, x.shape[-1:], eps=HEAD_NORM_EPS) * (1 + scale) + shift
+    source = n if memory is None else memory
+    q, k, v = (
+        linear(y, f"attn1.to_{name}").unflatten(-1, (heads, -1)).transpose(1, 2)
+        for name, y in (("q", n), ("k", source), ("v", source))
+    )
+    attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    x = x + linear(attended.transpose(1, 2).flatten(2), "attn1.to_out.0")
+    n = functional.layer_norm(x, x.shape[-1:], eps=HEAD_NORM_EPS)
+    return x + linear(functional.gelu(linear(n, "ff.net.0.proj"), approximate="tanh"), "ff.net.2")
+
+
 class PlainGroot:
-    """Backbone and head; `compiled` puts every backbone block and the head through torch.compile."""
+    """Backbone and head; `compiled` puts every block of both through torch.compile."""
 
     def __init__(self, model: Any, head: PlainHead, image_token: int, *, compiled: bool = False) -> None:
         self._model, self._head, self._token = model, head, image_token
         self._kept: list[Tensor] = []
-        self._run = torch.compile(head) if compiled else head
         if compiled:
+            head.block = torch.compile(head.block)
             for block in (*model.visual.blocks, *model.language_model.layers):
                 block.forward = torch.compile(block.forward)
         model.language_model.layers[-1].register_forward_hook(self._keep)
@@ -208,7 +233,7 @@ class PlainGroot:
         @torch.inference_mode()
         def call() -> Tensor:
             self._kept.clear()
-            self._model(**inputs)
-            return self._run(self._kept[0], is_image, state, noise)
+            self._model(**inputs, use_cache=False)
+            return self._head(self._kept[0], is_image, state, noise)
 
         return call

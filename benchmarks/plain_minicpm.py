@@ -148,11 +148,18 @@ class PlainHead:
 
 
 class PlainMiniCpm:
-    """Backbone and head, one row at a time; `compiled` puts every block, and the head, through torch.compile."""
+    """Backbone and head, one row at a time.
+
+    `compiled` puts every block, and the head, through torch.compile, but for the loop of the delta rule, which it would
+    unroll for minutes.
+    """
 
     def __init__(self, model: Any, head: PlainHead, *, compiled: bool = False) -> None:
         self._model, self._head = model, head
         if compiled:
+            from transformers.models.qwen3_5 import modeling_qwen3_5 as text
+
+            text.torch_chunk_gated_delta_rule = torch.compiler.disable(text.torch_chunk_gated_delta_rule)
             for block in (*model.vision_tower.encoder.layers, *model.language_model.layers):
                 block.forward = torch.compile(block.forward)
             head.transform = torch.compile(head.transform)  # type: ignore[method-assign]
@@ -166,5 +173,6 @@ class PlainMiniCpm:
             input_ids=torch.from_numpy(row.tokens)[None].to(device),
             pixel_values=packed(row.patches.to(device, dtype)),
             target_sizes=torch.tensor([[side, side]] * len(row.patches), dtype=torch.int32),
+            use_cache=False,
         ).last_hidden_state[0]
         return self._head.actions(features.float(), row)[-1][1]

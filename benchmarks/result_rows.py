@@ -1,0 +1,34 @@
+"""Rows of a result file that several runs fill: what a run does not measure stays as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from engine import Row
+
+
+def save_rows(target: Path, rows: Sequence[Row]) -> None:
+    """Write `rows`, and behind them those of the file that are of other subjects or peers.
+
+    A peer that stays is set beside the subject's newest time.
+    """
+    before = [Row(**one) for one in json.loads(target.read_text(encoding="utf-8"))] if target.is_file() else []
+    newest = {_subject(row): row for row in rows}
+    measured = {(*_subject(row), row.peer) for row in rows}
+    kept: list[Row] = []
+    for row in before:
+        own = newest.get(_subject(row))
+        if own is None:
+            kept.append(row)
+        elif row.peer and row.peer_median_ms and (*_subject(row), row.peer) not in measured:
+            ratio = row.peer_median_ms / own.median_ms
+            kept.append(replace(own, peer=row.peer, peer_median_ms=row.peer_median_ms, ratio=ratio))
+    text = json.dumps([asdict(row) for row in (*rows, *kept)], indent=1)
+    target.write_text(text + "\n", encoding="utf-8")
+
+
+def _subject(row: Row) -> tuple[str, ...]:
+    return row.policy, row.dtype, json.dumps(row.shape, sort_keys=True), str(row.batch)
