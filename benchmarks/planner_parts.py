@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 from engine import event_times, say
+from taktline_kernels.ops import frame_products as products
 from taktline_kernels.ops import frames as ops
+from taktline_kernels.ops.frame_products import Rows, Weights
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from torch import Tensor
 
@@ -31,7 +33,8 @@ def parts(world: VJepa2World) -> dict[str, float]:
     bias, vector = torch.randn(mlp, device=device).bfloat16(), torch.randn(width, device=device)
     cos = torch.randn(a.frame_tokens, a.head_dim, device=device)
     angles = torch.randn(2, 2, a.tokens, a.head_dim, device=device)
-    paired, wide_bias = ops.pair_rows(weight["qkv"]), torch.randn(3 * width, device=device)
+    turned = Weights.of(weight["qkv"], torch.randn(3 * width, device=device)).in_pairs()
+    active = Weights.quantised(weight["fc1"], torch.randn(mlp, device=device)).in_fours()
     quantised = {name: ops.quantise_rows(value) for name, value in weight.items()}
     x8, hidden8 = ops.quantise_rows(x), ops.quantise_rows(hidden)
     fp32 = torch.float32
@@ -59,7 +62,8 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "norm": lambda: ops.frame_norm(stream, (), vector, vector, vector, 1e-6, torch.bfloat16),
         "rotate": lambda: ops.frame_rotate(wide, cos, cos, m),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
-        "qkv turned": lambda: ops.frame_turned_product(x, paired, wide_bias, angles[1], m, wide),
+        "qkv turned": lambda: products.frame_turned_product(Rows(x), turned, angles[1], m, wide),
+        "fc1 and gelu fp8": lambda: products.frame_gelu_product(Rows(*x8), active, 0.05),
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
     }

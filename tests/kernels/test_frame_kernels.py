@@ -129,54 +129,6 @@ def test_attention_of_frames_smaller_than_the_tiles(patches: int, count: int) ->
     close(ops.frame_attention(frames, 64, 2), REGISTRY["frame_attention"].reference(frames, 64, 2))
 
 
-def factored_angles(frames: int) -> Tensor:
-    """(frames, 2, 256, 64): elements turn by the frame, the row, the column (20 each), four by nothing."""
-    steps = torch.arange(16)[:, None] * torch.rand(20, generator=GENERATOR)
-    row, column = steps.repeat_interleave(16, dim=0), steps.repeat(16, 1)
-    by_frame = torch.randn(frames, 1, 20, generator=GENERATOR).expand(-1, 256, -1)
-    rest = torch.zeros(frames, 256, 4)
-    whole = torch.cat((by_frame, row.expand(frames, -1, -1), column.expand(frames, -1, -1), rest), dim=2)
-    sign = torch.tensor([-1.0, 1.0]).repeat(32)
-    return torch.stack((whole.cos(), whole.sin() * sign), dim=1).to(DEVICE)
-
-
-def turned_inputs(candidates: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight (3 heads 64, 128), bias and the angles of a frame."""
-    x, weight = rand(candidates * 258, 128).bfloat16(), (rand(3 * heads * 64, 128) / 128**0.5).bfloat16()
-    return x, weight, rand(3 * heads * 64), factored_angles(2)[1]
-
-
-def test_a_product_that_turns_is_a_product_and_the_pass_that_turns() -> None:
-    candidates, heads = 2, 4
-    x, weight, bias, angles = turned_inputs(candidates, heads)
-    found = torch.empty(len(x), len(weight), dtype=torch.float32, device=DEVICE)
-    REGISTRY["frame_turned_product"].reference(x, ops.pair_rows(weight), bias, angles, candidates, found)
-    expected = x.float() @ weight.float().t() + bias
-    cos, sin = (torch.cat((table, table[:1], table[:1])) for table in angles)
-    REGISTRY["frame_rotate"].reference(expected, cos, sin, candidates)
-    close(found, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU: its matrix units"
-)
-@pytest.mark.parametrize(("candidates", "heads"), [(1, 4), (3, 16), (100, 16)])
-def test_a_product_that_turns_on_hopper(candidates: int, heads: int) -> None:
-    hopper = importlib.import_module("taktline_kernels.cuda.turned_product").turned_product
-    x, weight, bias, angles = turned_inputs(candidates, heads)
-    given = x, ops.pair_rows(weight), bias, angles, candidates
-    found = torch.empty(len(x), len(weight), dtype=torch.bfloat16, device=DEVICE)
-    expected, again = torch.empty_like(found), torch.empty_like(found)
-    REGISTRY["frame_turned_product"].reference(*given, expected)
-    hopper(*given, found, config={})
-    hopper(*given, again, config={})
-    for part in range(3):
-        columns = slice(part * heads * 64, (part + 1) * heads * 64)
-        close(found[:, columns], expected[:, columns])
-    assert torch.equal(found, again)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -205,41 +157,6 @@ def test_gelu(dtype: torch.dtype) -> None:
         same_quantised(actual, expected)
     else:
         close(actual[0], expected[0])
-
-
-def gelu_product_inputs(rows: int, n: int, k: int) -> tuple[Tensor, ...]:
-    x, x_scales = ops.quantise_rows(rand(rows, k))
-    weight, weight_scales = ops.quantise_rows(rand(n, k) / k**0.5)
-    return x, x_scales, weight, weight_scales[:, 0].contiguous(), 0.2 * rand(n)
-
-
-def expected_gelu(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor) -> Tensor:
-    product = (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t() + bias
-    return torch.nn.functional.gelu(product, approximate="tanh")
-
-
-def test_gelu_product_keeps_the_order_of_its_outputs() -> None:
-    x, x_scales, weight, weight_scales, bias = gelu_product_inputs(6, 256, 128)
-    reference = REGISTRY["frame_gelu_product"].reference
-    unit = 2.0**-5
-    found = reference(x, x_scales, ops.pair_rows(weight), weight_scales, bias, unit)
-    assert torch.equal(
-        found.float(), ops.quantise_by(expected_gelu(x, x_scales, weight, weight_scales, bias), unit).float()
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
-@pytest.mark.parametrize(("rows", "n", "k"), [(2, 256, 128), (1000, 512, 256), (25800, 4096, 1024)])
-def test_gelu_product_on_hopper(rows: int, n: int, k: int) -> None:
-    hopper = importlib.import_module("taktline_kernels.cuda.gelu_fp8").gelu_product
-    x, x_scales, weight, weight_scales, bias = gelu_product_inputs(rows, n, k)
-    unit = 2.0**-5
-    found = hopper(x, x_scales, ops.pair_rows(weight), weight_scales, bias, unit, config={})
-    close(found.float() * unit, expected_gelu(x, x_scales, weight, weight_scales, bias), 0.04)
-    # Sums are fp32, or nearly: what is left is the result's own rounding, up to one step where it falls between two.
-    exact = ops.quantise_by(expected_gelu(x, x_scales, weight, weight_scales, bias), unit).float()
-    assert float((found.float() == exact).float().mean()) > 0.9
 
 
 def test_energy() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from taktline_kernels.ops import frame_products as products
 from taktline_worker.models.vjepa2_ac.config import (
     VJepa2Architecture,
     expected_encoder_shapes,
@@ -72,23 +73,20 @@ def test_rounding_ranks_as_fp32_does(golden: Path, kit: Any) -> None:
     assert 0.95 <= found["fp8"] < found["bf16"]
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(("precision", "bar"), [("bf16", 2e-3), ("fp8", 2e-2)])
-def test_the_published_width_goes_through_the_fused_kernels(precision: str, bar: float) -> None:
+def random_model(image_size: int, width: int, generator: torch.Generator) -> CheckpointFile:
+    """Random weights of three predictor blocks in heads of 64."""
     architecture = VJepa2Architecture(
-        image_size=256,
+        image_size=image_size,
         patch_size=16,
         encoder_width=128,
         encoder_depth=1,
         encoder_heads=2,
         encoder_mlp=256,
-        width=1024,
+        width=width,
         depth=3,
-        heads=16,
-        mlp=4096,
+        heads=width // 64,
+        mlp=4 * width,
     )
-    generator = torch.Generator().manual_seed(4)
 
     def tower(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         return {
@@ -97,12 +95,41 @@ def test_the_published_width_goes_through_the_fused_kernels(precision: str, bar:
             for name, shape in shapes.items()
         }
 
-    checkpoint = CheckpointFile(
-        Path("random"),
-        tower(expected_encoder_shapes(architecture)),
-        tower(expected_predictor_shapes(architecture)),
-        architecture,
-    )
+    encoder, predictor = expected_encoder_shapes(architecture), expected_predictor_shapes(architecture)
+    return CheckpointFile(Path("random"), tower(encoder), tower(predictor), architecture)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_rotation_and_gelu_in_the_products_change_little(monkeypatch: pytest.MonkeyPatch, quantised: bool) -> None:
+    """The blocks as a GPU with those kernels runs them, through the references, beside the blocks of others."""
+    generator = torch.Generator().manual_seed(8)
+    checkpoint = random_model(64, 128, generator)
+    latent, goal = torch.randn(2, 16, 128, generator=generator)
+    scene = Scene(latent, goal, torch.tensor([0.4, 0.1, 0.3, 3.1, 0.05, -0.4, 0.2]))
+    actions = torch.randn(8, 2, 7, generator=generator)
+    exact = VJepa2World(pack_weights(checkpoint, FP32, torch.device("cpu")), checkpoint.architecture, 8, 2)
+    energies = {"exact": torch.empty(8)}
+    exact.score(exact.prepare(scene), actions, energies["exact"])
+    for in_one in (False, True):
+        for name in ("turns_in_one", "gelu_in_one"):
+            monkeypatch.setattr(products, name, lambda *shape, in_one=in_one: in_one)
+        weights = pack_weights(checkpoint, BF16, torch.device("cpu"))
+        world = VJepa2World(weights, checkpoint.architecture, 8, 2, fused=True, quantised=quantised)
+        found = energies[f"in one {in_one}"] = torch.empty(8)
+        world.score(world.prepare(scene), actions, found)
+    errors = {name: float((one - energies["exact"]).norm()) for name, one in energies.items()}
+    assert 0 < errors["in one True"] < 1.5 * errors["in one False"]
+    assert not torch.equal(energies["in one True"], energies["in one False"])
+    assert errors["in one False"] < 0.02 * float(energies["exact"].norm())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("precision", "bar"), [("bf16", 2e-3), ("fp8", 2e-2)])
+def test_the_published_width_goes_through_the_fused_kernels(precision: str, bar: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    checkpoint = random_model(256, 1024, generator)
+    architecture = checkpoint.architecture
     device = torch.device("cuda")
     exact = VJepa2World(pack_weights(checkpoint, FP32, device), architecture, 32, 3, fused=False)
     world = VJepa2World(pack_weights(checkpoint, BF16, device), architecture, 32, 3, quantised=precision == "fp8")

@@ -186,7 +186,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
     fp8_attention = importlib.import_module("taktline_kernels.cuda.fp8_attention")
     suffix_attention = importlib.import_module("taktline_kernels.cuda.suffix_attention")
-    turned_product = importlib.import_module("taktline_kernels.cuda.turned_product")
+    wide_product = importlib.import_module("taktline_kernels.cuda.wide_product")
     product = importlib.import_module("taktline_kernels.cuda.product")
 
     def prepare(
@@ -199,7 +199,9 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         shared_bytes: int,
         cluster: int = 1,
         prologue: str = "",
+        cooperative: bool = False,
     ) -> None:
+        del cooperative
         given = tuple(sorted(defines.items()))
         key = (file, entry, given)
         self.entry_of_ledger = key
@@ -237,6 +239,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
 
     yield nvrtc.CudaKernel, "__init__", prepare
     yield nvrtc.CudaKernel, "launch", launch
+    yield nvrtc.CudaKernel, "clusters_at_once", lambda self, blocks: blocks
     yield cublaslt, "linear", linear
     yield cublaslt, "_product", prepared
     yield nvrtc, "tensor_map", lambda tensor, box: None
@@ -247,7 +250,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         frame_attention,
         cached_attention,
         product,
-        turned_product,
+        wide_product,
         fp8_attention,
         suffix_attention,
     )

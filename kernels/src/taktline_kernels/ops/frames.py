@@ -11,20 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels.ops.dispatch import register
-from taktline_kernels.selector import REFERENCE, default_selector
 
 CONDITIONING = 2
 """Tokens of a frame beside its patches."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-_SLAB = 16
-"""Rows of a tile that one warp of a matrix instruction has."""
 _TRITON = "taktline_kernels.triton_impl.frames"
 _ATTEND = "taktline_kernels.triton_impl.frame_attention"
 _ATTEND_ON_HOPPER = "taktline_kernels.cuda.frame_attention"
-_TURNED_PRODUCT_CODE = "taktline_kernels.cuda.turned_product"
-_GELU_PRODUCT_CODE = "taktline_kernels.cuda.gelu_fp8"
-
 
 Stream = Tensor | tuple[Tensor, Tensor]
 """A residual stream (rows, width): fp32, or its upper 24 bits, int16 as in bf16 and uint8 for what follows."""
@@ -75,7 +69,8 @@ def _norm_reference(
     return quantise_rows(normed) if dtype == FP8 else (normed.to(dtype), None)
 
 
-def _rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None:
+def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None:
+    """`frame_rotate` in torch operations."""
     heads = qkv.shape[1] // 3 // cos.shape[-1]
     patches = cos.shape[0] - CONDITIONING
     token = torch.cat(
@@ -120,35 +115,6 @@ def quantise_by(x: Tensor, unit: float) -> Tensor:
     return (x.float() / unit).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def pair_rows(weight: Tensor) -> Tensor:
-    """(n, k) with the rows of every sixteen reordered, even ones first: the layout of `frame_gelu_product`."""
-    n, k = weight.shape
-    return weight.view(n // _SLAB, _SLAB // 2, 2, k).transpose(1, 2).reshape(n, k).contiguous()
-
-
-def unpaired(paired: Tensor) -> Tensor:
-    """The inverse of `pair_rows`."""
-    n, k = paired.shape
-    return paired.view(n // _SLAB, 2, _SLAB // 2, k).transpose(1, 2).reshape(n, k)
-
-
-def _turned_product_reference(
-    x: Tensor, paired: Tensor, bias: Tensor, angles: Tensor, candidates: int, out: Tensor
-) -> None:
-    product = x.float() @ unpaired(paired).float().t() + bias
-    # Conditioning tokens have the angles of the patch in row 0, column 0.
-    cos, sin = (torch.cat((table, table[:1].expand(CONDITIONING, -1))) for table in angles)
-    _rotate_reference(product, cos, sin, candidates)
-    out.copy_(product)
-
-
-def _gelu_product_reference(
-    x: Tensor, x_scales: Tensor, paired: Tensor, weight_scales: Tensor, bias: Tensor, unit: float
-) -> Tensor:
-    product = (x.float() * x_scales) @ (unpaired(paired).float() * weight_scales[:, None]).t()
-    return quantise_by(functional.gelu(product + bias, approximate="tanh"), unit)
-
-
 def _gelu_reference(x: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     active = functional.gelu(x.float() + offset.float(), approximate="none" if dtype == torch.float32 else "tanh")
     return quantise_rows(active) if dtype == FP8 else (active.to(dtype), None)
@@ -160,16 +126,12 @@ def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int
 
 
 _NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm"})
-_ROTATE = register("frame_rotate", _rotate_reference, {"triton": f"{_TRITON}:rotate"})
+_ROTATE = register("frame_rotate", rotate_reference, {"triton": f"{_TRITON}:rotate"})
 _ATTENTION = register(
     "frame_attention",
     _attention_reference,
     {"triton": f"{_ATTEND}:attention", "cuda": f"{_ATTEND_ON_HOPPER}:attention"},
 )
-_TURNED_PRODUCT = register(
-    "frame_turned_product", _turned_product_reference, {"cuda": f"{_TURNED_PRODUCT_CODE}:turned_product"}
-)
-_GELU_PRODUCT = register("frame_gelu_product", _gelu_product_reference, {"cuda": f"{_GELU_PRODUCT_CODE}:gelu_product"})
 _GELU = register("frame_gelu", _gelu_reference, {"triton": f"{_TRITON}:gelu"})
 _ENERGY = register("frame_energy", _energy_reference, {"triton": f"{_TRITON}:energy"})
 
@@ -241,59 +203,6 @@ def frame_attention(frames: Tensor, candidates: int, heads: int, unit: float | N
         "head_dim": frames.shape[2] // 3 // heads,
     }
     result: Tensor = _ATTENTION.run(shape, frames, frames, candidates, heads, unit)
-    return result
-
-
-def turns_in_product(
-    dtype: torch.dtype, device: torch.device, rows: int, width: int, patches: int, head_dim: int
-) -> bool:
-    """Whether `frame_turned_product` of operands of `dtype`, with `width` numbers a row, is one kernel here."""
-    shape = {"rows": rows, "width": width, "patches": patches, "head_dim": head_dim}
-    return default_selector().choose(_TURNED_PRODUCT.name, shape, dtype, device).kernel != REFERENCE
-
-
-def frame_turned_product(x: Tensor, paired: Tensor, bias: Tensor, angles: Tensor, candidates: int, out: Tensor) -> None:
-    """Queries, keys and values of one frame's rows; the first two turn as in `frame_rotate`, before they are rounded.
-
-    Args:
-        x: (m (T + 2), k) bf16, k a multiple of 64.
-        paired: (3 heads d, k) bf16 from `pair_rows`, a multiple of 256 rows for each of q, k and v.
-        bias: (3 heads d,) fp32.
-        angles: (2, T, d) fp32, cosine and signed sine of the frame's patches; conditioning tokens lie in row 0 and
-            column 0. The fused kernel, for d = 64 and 16 x 16 patches, takes elements 0..19 to turn by the frame,
-            20..39 by the row, 40..59 by the column, and the others not at all.
-        candidates: m.
-        out: (m (T + 2), 3 heads d) bf16, overwritten.
-    """
-    shape = {"rows": x.shape[0], "width": out.shape[1], "patches": angles.shape[1], "head_dim": angles.shape[2]}
-    _TURNED_PRODUCT.run(shape, x, x, paired, bias, angles, candidates, out)
-
-
-def gelu_in_product(device: torch.device, rows: int, n: int, k: int) -> bool:
-    """Whether `frame_gelu_product` is one kernel here."""
-    shape = {"rows": rows, "n": n, "k": k}
-    fits = rows % 2 == 0 and n % 256 == 0 and k % 128 == 0
-    return fits and default_selector().choose(_GELU_PRODUCT.name, shape, FP8, device).kernel != REFERENCE
-
-
-def frame_gelu_product(
-    x: Tensor, x_scales: Tensor, paired: Tensor, weight_scales: Tensor, bias: Tensor, unit: float
-) -> Tensor:
-    """GELU (tanh form) of a product of quantised operands, quantised by one scale.
-
-    Args:
-        x: (rows, k) e4m3, rows even, k a multiple of 128.
-        x_scales: (rows, 1) fp32.
-        paired: (n, k) e4m3 from `pair_rows`, n a multiple of 256.
-        weight_scales: (n,) fp32, in the order of the outputs.
-        bias: (n,) fp32.
-        unit: the value that becomes 1 in e4m3.
-
-    Returns:
-        (rows, n) e4m3.
-    """
-    shape = {"rows": x.shape[0], "n": paired.shape[0], "k": x.shape[1]}
-    result: Tensor = _GELU_PRODUCT.run(shape, x, x, x_scales, paired, weight_scales, bias, unit)
     return result
 
 

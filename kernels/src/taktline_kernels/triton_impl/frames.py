@@ -75,9 +75,9 @@ def _norm_kernel(
         out = out * tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
         out += tl.load(bias_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
     if QUANTISE:
-        scale = tl.maximum(tl.max(tl.abs(tl.where(inside, out, 0.0)), axis=1), 1e-12) / top
-        tl.store(scale_ptr + row, scale, mask=row < rows)
-        out = out / scale[:, None]
+        largest = tl.maximum(tl.max(tl.abs(tl.where(inside, out, 0.0)), axis=1), 1e-12)
+        tl.store(scale_ptr + row, largest / top, mask=row < rows)
+        out = out * (top / largest)[:, None]
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from taktline_kernels.ops import frame_products as products
 from taktline_kernels.ops import frames as ops
+from taktline_kernels.ops.frame_products import Rows, Weights
 from torch import Tensor
 
 from taktline_worker.models.vjepa2_ac import modules, poses, rope
@@ -76,44 +78,6 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class GeluProduct:
-    """A quantised projection with GELU behind it, its result quantised by one scale.
-
-    Attributes:
-        paired: (n, k) e4m3 in the layout of `ops.frame_gelu_product`.
-        scales: (n,) fp32.
-        bias: (n,) fp32.
-        unit: what the result is counted in: no value is larger than 448 of it.
-    """
-
-    paired: Tensor
-    scales: Tensor
-    bias: Tensor
-    unit: float
-
-    def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
-        """(rows, n) e4m3 of (rows, k) and (rows, 1)."""
-        return ops.frame_gelu_product(x, scales, self.paired, self.scales, self.bias, self.unit)
-
-
-@dataclass(frozen=True, slots=True)
-class TurnedProduct:
-    """Queries, keys and values in one kernel that turns the first two.
-
-    Attributes:
-        paired: (3 W, W) in the layout of `ops.frame_turned_product`.
-        bias: (3 W,) fp32.
-    """
-
-    paired: Tensor
-    bias: Tensor
-
-    def __call__(self, x: Tensor, angles: Tensor, candidates: int, out: Tensor) -> None:
-        """Writes `out` (rows, 3 W) of x (rows, W) and the angles (2, T, d) of its frame."""
-        ops.frame_turned_product(x, self.paired, self.bias, angles, candidates, out)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     block: Block
     qkv: Matrix
@@ -125,16 +89,17 @@ class _Layer:
     """Of the two sub-layers together, fp32 (W,)."""
     unit: float | None
     """What the attention's output is counted in where it is quantised: no value is larger than 448 of it."""
-    gelu_product: GeluProduct | None
-    """fc1 and its GELU where they are one kernel on quantised operands."""
-    turned: TurnedProduct | None
-    """qkv and the rotation where they are one kernel."""
+    turned: Weights | None
+    """qkv where the rotation is part of its product."""
+    active: Weights | None
+    """fc1 where GELU is."""
+    active_unit: float | None
+    """What that result is counted in where it is quantised."""
 
     def hidden(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """gelu(fc1 x) (rows, F) and its scales by rows, ready for fc2; in the product's epilogue where there is one."""
-        if self.gelu_product is not None:
-            assert scales is not None
-            return self.gelu_product(x, scales), None
+        if self.active is not None:
+            return products.frame_gelu_product(Rows(x, scales), self.active, self.active_unit), None
         if x.dtype == torch.bfloat16 and x.device.type == "cuda":
             from taktline_kernels import gpu  # needs Triton
 
@@ -142,31 +107,30 @@ class _Layer:
         return ops.frame_gelu(self.fc1.times(x, scales), self.block.fc1_bias, self.fc2.input_dtype)
 
 
-def _layer(block: Block, quantised: bool, rows: int, turns: bool) -> _Layer:
+def _layer(block: Block, quantised: bool, turns: bool, gelu: bool) -> _Layer:
+    """One block with its norms apart; `turns` and `gelu` have the rotation and GELU in their products."""
+    weights = Weights.quantised if quantised else Weights.of
     width = block.norm1_weight.numel()
     unit: float | None = None
-    gelu_product: GeluProduct | None = None
-    fc1 = Matrix.of(block.fc1_weight, quantised)
+    active_unit: float | None = None
     if quantised:
         value, bias = block.qkv_weight[-width:], block.qkv_bias[-width:]
         unit = largest_output(value, bias, block.norm1_weight, block.norm1_bias) / ops.FP8_MAX
-        if ops.gelu_in_product(fc1.weight.device, rows, *fc1.weight.shape):
-            assert fc1.scales is not None
+        if gelu:
             largest = largest_output(block.fc1_weight, block.fc1_bias, block.norm2_weight, block.norm2_bias)
-            gelu_product = GeluProduct(
-                ops.pair_rows(fc1.weight), fc1.scales[0], block.fc1_bias.float(), largest / ops.FP8_MAX
-            )
+            active_unit = largest / ops.FP8_MAX
     return _Layer(
         block,
         Matrix.of(block.qkv_weight, quantised),
         Matrix.of(block.out_weight, quantised, unit or 1.0),
-        fc1,
-        Matrix.of(block.fc2_weight, quantised, gelu_product.unit if gelu_product else 1.0),
+        Matrix.of(block.fc1_weight, quantised),
+        Matrix.of(block.fc2_weight, quantised, active_unit or 1.0),
         block.out_bias.float(),
         block.out_bias.float() + block.fc2_bias.float(),
         unit,
-        gelu_product,
-        TurnedProduct(ops.pair_rows(block.qkv_weight), block.qkv_bias.float()) if turns else None,
+        weights(block.qkv_weight, block.qkv_bias).in_pairs() if turns else None,
+        weights(block.fc1_weight, block.fc1_bias).in_fours() if gelu else None,
+        active_unit,
     )
 
 
@@ -207,8 +171,10 @@ class FusedPredictor:
         self._patch_rows = m * a.tokens
         rows = m * a.frame_tokens
         device, dtype = weights.out_weight.device, weights.out_weight.dtype
-        turns = not quantised and ops.turns_in_product(dtype, device, rows, 3 * a.width, a.tokens, a.head_dim)
-        self._layers = tuple(_layer(block, quantised, rows, turns) for block in weights.blocks)
+        operands = (ops.FP8 if quantised else dtype, device, rows)
+        turns = products.turns_in_one(*operands, 3 * a.width, a.tokens, a.head_dim)
+        gelu = products.gelu_in_one(*operands, a.mlp, a.width)
+        self._layers = tuple(_layer(block, quantised, turns, gelu) for block in weights.blocks)
         self._ones = torch.ones(rows, 1, device=device) if quantised else None
         self._frames = torch.zeros(a.depth, max_horizon, rows, 3 * a.width, device=device, dtype=dtype)
         self._stream = torch.zeros(rows, a.width, device=device, dtype=torch.float32)
@@ -286,7 +252,7 @@ class FusedPredictor:
             stream = self._kept if updates else stream
             frames = self._frames[index, : step + 1]
             if layer.turned is not None:
-                layer.turned(x, self._angles[step], m, frames[step])
+                products.frame_turned_product(Rows(x, scales), layer.turned, self._angles[step], m, frames[step])
             else:
                 layer.qkv.times(x, scales, bias=block.qkv_bias, out=frames[step])
                 ops.frame_rotate(frames[step], cos, sin, m)

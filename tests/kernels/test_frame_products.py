@@ -1,0 +1,117 @@
+"""The world model's products with what follows them: plain statements, and on Hopper one kernel each."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from taktline_kernels.ops import frames
+from taktline_kernels.ops.dispatch import REGISTRY
+from taktline_kernels.ops.frame_products import Rows, Weights
+from torch import Tensor
+from torch.nn import functional
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+GENERATOR = torch.Generator().manual_seed(17)
+BAR = 4e-3
+hopper = pytest.mark.skipif(
+    not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU: its matrix units"
+)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR).to(DEVICE)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def factored_angles() -> Tensor:
+    """(2, 256, 64): elements turn by the frame, the row, the column (20 each), four by nothing."""
+    steps = torch.arange(16)[:, None] * torch.rand(20, generator=GENERATOR)
+    by_frame = torch.randn(1, 20, generator=GENERATOR).expand(256, -1)
+    whole = torch.cat((by_frame, steps.repeat_interleave(16, dim=0), steps.repeat(16, 1), torch.zeros(256, 4)), dim=1)
+    sign = torch.tensor([-1.0, 1.0]).repeat(32)
+    return torch.stack((whole.cos(), whole.sin() * sign)).to(DEVICE)
+
+
+class Case:
+    """Rows of two kinds, and what their product with `weight` (n, k) is before anything follows it."""
+
+    def __init__(self, kind: str, rows: int, n: int, k: int) -> None:
+        weight, bias = (rand(n, k) / k**0.5).bfloat16(), 0.3 * rand(n)
+        if kind == "e4m3":
+            self.rows = Rows(*frames.quantise_rows(rand(rows, k)))
+            self.weights = Weights.quantised(weight, bias)
+            assert self.rows.scales is not None
+            values, scales = frames.quantise_rows(weight)
+            self.product = (self.rows.values.float() * self.rows.scales) @ (values.float() * scales).t() + bias
+        else:
+            self.rows, self.weights = Rows(rand(rows, k).bfloat16()), Weights.of(weight, bias)
+            self.product = self.rows.values.float() @ weight.float().t() + bias
+
+    def turned(self, angles: Tensor, candidates: int) -> Tensor:
+        turned = self.product.clone()
+        cos, sin = (torch.cat((table, table[:1], table[:1])) for table in angles)
+        REGISTRY["frame_rotate"].reference(turned, cos, sin, candidates)
+        return turned
+
+
+KINDS = ("plain", "e4m3")
+UNIT = 2.0**-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_that_turns_is_a_product_and_the_pass_that_turns(kind: str) -> None:
+    candidates, angles = 2, factored_angles()
+    case = Case(kind, candidates * 258, 3 * 256, 128)
+    found = torch.empty_like(case.product)
+    REGISTRY["frame_turned_product"].reference(case.rows, case.weights.in_pairs(), angles, candidates, found)
+    assert error(found, case.turned(angles, candidates)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_and_gelu(kind: str) -> None:
+    case = Case(kind, 6, 256, 128)
+    expected = functional.gelu(case.product, approximate="tanh")
+    unit = UNIT if kind == "e4m3" else None
+    found = REGISTRY["frame_gelu_product"].reference(case.rows, case.weights.in_fours(), unit)
+    assert found.dtype == case.rows.values.dtype
+    assert error(found.float() * (unit or 1.0), expected) < (0.04 if unit else BAR)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("candidates", [1, 3, 100])
+def test_a_product_that_turns_on_hopper(kind: str, candidates: int) -> None:
+    kernel = importlib.import_module("taktline_kernels.cuda.wide_product").turned_product
+    case, angles = Case(kind, candidates * 258, 3072, 1024), factored_angles()
+    found, again = (torch.empty(len(case.product), 3072, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    for out in (found, again):
+        kernel(case.rows, case.weights.in_pairs(), angles, candidates, out, config={})
+    expected = case.turned(angles, candidates)
+    for part in range(3):
+        columns = slice(part * 1024, (part + 1) * 1024)
+        assert error(found[:, columns], expected[:, columns]) < BAR
+    assert torch.equal(found, again)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "n"), [(2, 256), (1001, 512), (25800, 4096)])
+def test_a_product_and_gelu_on_hopper(kind: str, rows: int, n: int) -> None:
+    kernel = importlib.import_module("taktline_kernels.cuda.wide_product").gelu_product
+    case = Case(kind, rows, n, 1024)
+    unit = UNIT if kind == "e4m3" else None
+    found = kernel(case.rows, case.weights.in_fours(), unit, config={})
+    expected = functional.gelu(case.product, approximate="tanh")
+    assert error(found.float() * (unit or 1.0), expected) < (0.04 if unit else BAR)
+    if unit:
+        # Sums are fp32, or nearly: what is left is the result's own rounding, one step where it falls between two.
+        assert float((found.float() == frames.quantise_by(expected, unit).float()).float().mean()) > 0.9
