@@ -24,9 +24,9 @@ _QUANTITY = re.compile(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([numkMGTPE]|[KMGTPE]
 
 def stamped(desired: Json) -> Json:
     """A copy of `desired` that carries the hash of its own content as an annotation."""
-    result = copy.deepcopy(desired)
-    result["metadata"].setdefault("annotations", {})[naming.ANNOTATION_APPLIED] = naming.content_hash(desired)
-    return result
+    metadata = copy.deepcopy(desired["metadata"])  # all that differs; the rest is shared, and written by nobody
+    metadata.setdefault("annotations", {})[naming.ANNOTATION_APPLIED] = naming.content_hash(desired)
+    return desired | {"metadata": metadata}
 
 
 def needs_apply(desired: Json, live: Json | None) -> bool:

@@ -12,6 +12,8 @@ import yaml
 from taktline_local.kubectl import wait_until
 from taktline_operator import schema
 
+from tests.cluster.operator.measured_gateway import measured_gateway
+
 pytestmark = pytest.mark.usefixtures("node")
 
 Json = dict[str, Any]
@@ -46,7 +48,7 @@ def deployments(policies: Any, name: str) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("running_operator")
-def test_a_candidate_runs_beside_the_serving_revision_and_is_promoted_by_hand(policies: Any) -> None:
+def test_a_candidate_runs_beside_the_serving_revision_and_is_promoted_by_hand(policies: Any, node: Any) -> None:
     name = "pick-roll"
     pools = [policies.body(name)["spec"]["pools"][0] | {"minReplicas": 2}]
     policies.kubectl.apply(policies.body(name, rollout=PLAN, model=model("a"), pools=pools))
@@ -69,10 +71,13 @@ def test_a_candidate_runs_beside_the_serving_revision_and_is_promoted_by_hand(po
     assert "serves" in history[2]
     rollout(policies, name, "pause")
     wait_until(lambda: policies.get(name)["status"]["rollout"].get("paused"), "it is paused")
-    rollout(policies, name, "promote")
-    status = phase_is(policies, name, "Finishing")
-    wait_until(lambda: len(policies.routes()[name]) == 2 and set(policies.routes()[name]).isdisjoint(before), "moved")
-    status = phase_is(policies, name, "Complete")
+    # From now on one can be asked whether it has the new routes: without any the old workers stay a minute longer.
+    with measured_gateway(policies.kubectl, node, name, rate=10.0):
+        rollout(policies, name, "promote")
+        status = phase_is(policies, name, "Finishing")
+        moved = "robots have moved"
+        wait_until(lambda: len(found := policies.routes()[name]) == 2 and set(found).isdisjoint(before), moved)
+        status = phase_is(policies, name, "Complete")
     assert status["currentRevision"] == "b"
     wait_until(lambda: list(deployments(policies, name).values()) == [2], "the old Deployment is gone")
 

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
 NODE_PORT = 10250
 """Port of the node's own endpoint; holding it on the network's first address is what reserves the network."""
 LAST_HOST = 254
+PORTS = (10_300, 20_000)
+TRIES = 1000
+_given: deque[int] = deque(maxlen=200)
+"""Ports given lately: whoever asked for one may be about to listen on it."""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody uses right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody uses right now, nor is given as any port before a program listens on it.
+
+    Whoever connects, or asks for any port, gets one from 32768 on (Linux): between a choice among those and the moment
+    when a program listens, another one is quick to take it on a busy machine.
+
+    Raises:
+        TaktlineError: none of many that were tried is free.
+    """
+    for _ in range(TRIES):
+        port = random.randrange(*PORTS)
+        if port in _given:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given.append(port)
+        return port
+    raise TaktlineError(
+        ErrorCode.OVERLOADED, f"no free port among {PORTS[0]} to {PORTS[1] - 1}", "end what listens there"
+    )
 
 
 class LoopbackNetwork:
