@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 """Openings beyond it are refused. A gateway holds one connection to a worker, two while it tries out a revision."""
+SAY_LIMIT_S = 0.1
+"""Longer no thread waits for its answer to be written."""
 Frame = tuple[str, tuple[int, ...], bytes | memoryview]
 """Encoding, shape and bytes of one image."""
 Frames = Sequence[Mapping[str, Frame]]
@@ -210,15 +213,18 @@ class BatchConnection(FrameProtocol):
             self._calls[call.number] = (task, context)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, number: int, pieces: list[bytes | memoryview]) -> None:
-        """In a thread."""
-        loop.call_soon_threadsafe(self._finish, number, pieces)
+        """In a thread, which goes on when it is said: it would hold the interpreter's lock while the loop wakes."""
+        said = threading.Event()
+        loop.call_soon_threadsafe(self._finish, number, pieces, said)
+        said.wait(SAY_LIMIT_S)
 
-    def _finish(self, number: int, pieces: list[bytes | memoryview]) -> None:
+    def _finish(self, number: int, pieces: list[bytes | memoryview], said: threading.Event) -> None:
         """What a thread has to say of a call."""
         found = self._calls.pop(number, None)
         if found is not None:
             self._send(pieces)
             found[0].set_result(None)
+        said.set()
 
     async def _run(
         self, infer: Infer, number: int, request: worker_pb2.InferRequest, images: Frames, context: CallContext
