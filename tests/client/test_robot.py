@@ -40,8 +40,10 @@ def test_act_returns_actions_with_all_five_terms(robot):
     measured = times.transfer_ms + times.queue_ms + times.inference_ms
     assert measured <= round_trip_ms
     assert measured == pytest.approx(round_trip_ms, abs=max(5.0, 0.5 * round_trip_ms))
-    # The budget counts from the call on; what passed until the observation was on its way is part of L_observe.
-    assert chunk.margin_ms == pytest.approx(5_000.0 + 1e3 * (began - captured) - times.critical_ms, abs=1.0)
+    # The budget counts from when the connection's thread takes up the call, which is within the round trip seen here;
+    # what passed until the observation was on its way is part of L_observe.
+    taken_up_ms = chunk.margin_ms - (5_000.0 + 1e3 * (began - captured) - times.critical_ms)
+    assert -0.1 <= taken_up_ms <= round_trip_ms
     assert chunk.valid_until == pytest.approx(captured + 0.5)
     assert np.all(robot.act(IMAGES, STATE, "go", 5_000.0).actions == 2.0)
 
