@@ -175,21 +175,30 @@ def test_abandoned_requests_do_not_poison_later_batches(stack):
 
     from taktline_protocol.codecs import MediaType, encode
 
+    host, port = stack.url.removeprefix("http://").split(":")
+    gone = "taktline_requests_total"
     with ThreadPoolExecutor() as pool:
-        before = stack.metric("taktline_requests_total", policy="scripted", code="client_gone")
-        running = pool.submit(stack.act, robot="a", instruction="slow 600")
-        until(stack.batches, "the first batch")
-        host, port = stack.url.removeprefix("http://").split(":")
-        for number in range(5):
-            body = encode(stack.observation(robot=f"gone{number}"), MediaType.MSGPACK)
-            head = "POST /v1/policies/scripted/act HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
-            with socket.create_connection((host, int(port))) as leaving:
-                leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        gone = "taktline_requests_total"
-        until(lambda: stack.metric(gone, policy="scripted", code="client_gone") >= before + 5, "all five have left")
-        assert running.result()[0] == 200
+        for attempt in range(10):
+            before, batches = stack.metric(gone, policy="scripted", code="client_gone"), len(stack.batches())
+            running = pool.submit(stack.act, robot="a", instruction="slow 600")
+            until(lambda known=batches: len(stack.batches()) > known, "the slow batch")
+            for number in range(5):
+                body = encode(stack.observation(robot=f"gone{attempt}-{number}"), MediaType.MSGPACK)
+                head = "POST /v1/policies/scripted/act HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+                with socket.create_connection((host, int(port))) as leaving:
+                    leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(
+                lambda known=before: stack.metric(gone, policy="scripted", code="client_gone") >= known + 5,
+                "all five have left",
+            )
+            left_in_time = not running.done()
+            assert running.result()[0] == 200
+            if left_in_time:
+                break
+        else:
+            pytest.fail("this machine is too busy: nobody left while the batch ran")
         assert stack.act(robot="b")[0] == 200
-    assert [batch["robots"] for batch in stack.batches()] == [["a"], ["b"]]
+    assert [batch["robots"] for batch in stack.batches()[batches:]] == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize("fault", ["fail", "nan", "item-error"])
