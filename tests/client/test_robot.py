@@ -39,7 +39,8 @@ def test_act_returns_actions_with_all_five_terms(robot):
     assert times.actuate_ms == 4.0
     measured = times.transfer_ms + times.queue_ms + times.inference_ms
     assert measured <= round_trip_ms
-    assert measured == pytest.approx(round_trip_ms, abs=max(5.0, 0.5 * round_trip_ms))
+    # What the gateway has not stamped of the round trip is transfer; this thread's own wake-up is no part of it.
+    assert measured == pytest.approx(robot.metrics.round_trips_ms[-1], abs=0.01)
     # The budget counts from when the connection's thread takes up the call, which is within the round trip seen here;
     # what passed until the observation was on its way is part of L_observe.
     taken_up_ms = chunk.margin_ms - (5_000.0 + 1e3 * (began - captured) - times.critical_ms)
