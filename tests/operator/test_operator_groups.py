@@ -342,6 +342,26 @@ def test_an_old_group_whose_node_falters_is_not_taken_for_lost(make: Any, since:
     assert found.route.targets == (), "it gets no observations meanwhile"
 
 
+def test_pods_of_a_group_that_was_just_taken_away_let_no_other_go(make: Any) -> None:
+    """For a moment they are ready and nobody owns them: taken for workers of another kind, they cost the last one."""
+    old = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2})
+    before = make.plan(old, observed(make, old), make.settings).desired
+    kept, gone = sets_of(before)
+    new = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2, "image": "registry.example/worker:2"})
+    first = make.plan(new, observed(make, new, before, [*pods_of(kept), *pods_of(gone)]), make.settings)
+    (made, *_) = sets_of(first.writes)
+    waits = pods_of(made, ready=0)
+    for pod in waits:
+        pod["metadata"]["creationTimestamp"] = "2026-03-01T07:59:30Z"
+        pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    both = [*pods_of(kept), *pods_of(gone), *waits]
+    one_goes = make.plan(new, observed(make, new, [*before, made], both), make.settings)
+    assert len([ref for ref in one_goes.deletions if ref.kind == "StatefulSet"]) == 1
+    children = [found for found in before if found is not gone]
+    orphans = make.plan(new, observed(make, new, [*children, made], both), make.settings)
+    assert not [ref for ref in orphans.deletions if ref.kind == "StatefulSet"]
+
+
 def test_a_mesh_that_outgrows_its_node_keeps_the_old_workers_until_the_group_serves(make: Any) -> None:
     small = planner(make, search=8, pool={"gpusPerNode": 8})
     before = make.plan(small, observed(make, small), make.settings).desired

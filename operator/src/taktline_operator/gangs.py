@@ -84,10 +84,18 @@ def of(
         if child["metadata"]["name"] not in current_sets
     }
     # Workers of another kind of object (one pod each, before the mesh outgrew a node) are replaced as a whole.
-    serving_elsewhere = [pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_]
+    # Pods outlive the object that made them by a moment: those of a group that was taken away serve no longer.
+    leaving = {_group_label(pod) for pod in own} - {"", *(child["metadata"]["name"] for child in ours)}
+    serving_elsewhere = [
+        pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_ and _group_label(pod) not in leaving
+    ]
     elsewhere = len(serving_elsewhere) - sum(name in whole for name in old_sets)
     new = group_pods.units(pod for pod in own if _template_of(pod) == hash_)
-    serving_old = [unit for name, unit in group_pods.units(own).items() if name in whole and name not in new]
+    serving_old = [
+        unit
+        for name, unit in group_pods.units(own).items()
+        if name in whole and name not in new and _group_label(unit[0]) not in leaving
+    ]
     pressing = surge.pressing(new.values(), serving_old, now) if admits else []
     chosen = roll(
         line.replicas,
@@ -96,7 +104,8 @@ def of(
         elsewhere,
         any(surge.is_without_room(pod) for unit in new.values() for pod in unit),
         held=bool(pressing),
-        coming=any(pod["metadata"].get("deletionTimestamp") for pod in own)
+        coming=bool(leaving)
+        or any(pod["metadata"].get("deletionTimestamp") for pod in own)
         or any(name not in whole and not any(map(surge.wants_room, unit)) for name, unit in new.items()),
         waited_s=surge.waited_s(pressing, now),
     )
@@ -195,6 +204,11 @@ def _is_ready(pod: Json, ready: Collection[str]) -> bool:
 
 def _template_of(pod: Json) -> str:
     found: str = pod["metadata"].get("annotations", {}).get(naming.ANNOTATION_TEMPLATE, "")
+    return found
+
+
+def _group_label(pod: Json) -> str:
+    found: str = pod["metadata"].get("labels", {}).get(naming.LABEL_GROUP, "")
     return found
 
 
