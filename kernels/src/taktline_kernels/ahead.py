@@ -199,9 +199,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         shared_bytes: int,
         cluster: int = 1,
         prologue: str = "",
-        cooperative: bool = False,
     ) -> None:
-        del cooperative
         given = tuple(sorted(defines.items()))
         key = (file, entry, given)
         self.entry_of_ledger = key
@@ -239,7 +237,6 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
 
     yield nvrtc.CudaKernel, "__init__", prepare
     yield nvrtc.CudaKernel, "launch", launch
-    yield nvrtc.CudaKernel, "clusters_at_once", lambda self, blocks: blocks
     yield cublaslt, "linear", linear
     yield cublaslt, "_product", prepared
     yield nvrtc, "tensor_map", lambda tensor, box: None
