@@ -60,13 +60,15 @@ def fresh(frame: bytes, number: int) -> bytes:
     return frame[:2] + b"\xff\xfe\x00\x06" + number.to_bytes(4, "big") + frame[2:]
 
 
-def hops(url: str) -> dict[str, float]:
-    """Medians of what the gateway's timeline shows of the last requests, in ms; each worker's phases among them."""
+def hops(url: str, seconds: float) -> dict[str, float]:
+    """Medians of what the gateway's timeline shows of the last seconds, in ms; each worker's phases among them."""
     with urllib.request.urlopen(f"{url}/v1/policies/pi05/timeline", timeout=10) as answer:  # noqa: S310
         events = json.load(answer)["traceEvents"]
     found: dict[str, list[float]] = {}
+    events = [event for event in events if event["ph"] == "X" and event["name"] in HOPS]
+    since = max((event["ts"] for event in events), default=0.0) - 1e6 * seconds  # fewer robots were before
     for event in events:
-        if event["ph"] == "X" and event["name"] in HOPS:
+        if event["ts"] >= since:
             found.setdefault(event["name"], []).append(event["dur"] / 1e3)
     return {name: median(found[name]) for name in HOPS if name in found}
 
@@ -115,7 +117,7 @@ async def ask(url: str, robots: int, seconds: float, metrics_address: str) -> di
         "inference_ms": median(one.inference_ms for one in timings),
         "batches": dict(sorted(Counter(chunk.batch_size for chunk, _ in chunks).items())),
         "engine_share": share,
-        "hops_ms": hops(url),
+        "hops_ms": hops(url, seconds),
     }
 
 
