@@ -3,34 +3,56 @@
 // gate and up of one output meet in one thread, their rows interleaved by eights), tokens its BN columns; BN is any
 // multiple of 8, which wastes less on odd token counts than tiles of 128 tokens.
 // The host prepends hopper.cuh and wgmma(), generated for BN.
-// With EIGHT everything is e4m3, and out[m, 2c..2c+1] = gelu of two outputs c that lie eight rows apart in a tile: one step
-// of 64 columns is 128 numbers then, and a pair of results is what a bf16 is here. With SILU as well only the operands are
-// e4m3: out is the gated product, as in bf16.
+// With PAIR two blocks of a cluster have the same tokens and neighbouring weights: each brings half of the tokens for both.
+// With EIGHT the operands are e4m3, each row with a scale: one step of 64 columns is 128 numbers then.
 
 #define WEIGHT_STAGE (256 * 128)
 #define TOKEN_STAGE (BN * 128)
 #define STAGE (WEIGHT_STAGE + TOKEN_STAGE)
 
+#ifndef PAIR
+#define PAIR 0
+#endif
+#define BLOCKS (1 + PAIR)
+#if PAIR
+#define FIRST (blockIdx.x / 2)
+#define STEP (gridDim.x / 2)
+#define OWN(weight) (2 * weight + own)
+#define TOKEN_PART (BN / 2)  // a multiple of 8: whole swizzle atoms
+DEVICE u32 block_of_pair() {
+  u32 rank;
+  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEVICE void meet() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void copy_to_both(u32 target, const TensorMap* map, int column, int row, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(bar), "h"((u16)3)
+      : "memory");
+}
+// A stage is free when nobody in either block reads it: the tokens come to both.
+DEVICE void leave(u32 bar) {
+#pragma unroll
+  for (int block = 0; block < 2; ++block)
+    asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(bar),
+                 "r"(block)
+                 : "memory");
+}
+#else
+#define FIRST blockIdx.x
+#define STEP gridDim.x
+#define OWN(weight) weight
+DEVICE void leave(u32 bar) { barrier_arrive(bar); }
+#endif
+
 #ifndef SILU
 #define SILU 0
 #endif
-#define GATED (EIGHT && SILU)
 DEVICE float gelu(float x) {  // or silu
   float u = SILU ? 0.5f * x : 0.7978845608028654f * (x + 0.044715f * x * x * x);
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
-#if EIGHT
-DEVICE float gelu_by_tanh(float x) {
-  float turned;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(turned) : "f"(x * (0.7978845608028654f + 0.035677408136300125f * x * x)));
-  return 0.5f * x + 0.5f * x * turned;
-}
-DEVICE u32 pack_pair(float even, float odd) {
-  unsigned short v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(odd), "f"(even));
-  return v;
-}
-#endif
 DEVICE void group_barrier(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 // Tile order: `span` weight tiles at a time, token tiles outermost inside them, so that a wave of blocks shares both.
@@ -44,28 +66,29 @@ DEVICE void tile_of(int index, int token_tiles, int weight_tiles, int span, int&
 extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
                                                                    const __grid_constant__ TensorMap out, int token_tiles, int weight_tiles,
                                                                    int blocks, int span
-#if GATED
+#if EIGHT
                                                                    ,
                                                                    const float* weight_scales, const float* token_scales, int rows
-#elif EIGHT
-                                                                   ,
-                                                                   const float* weight_scales, const float* token_scales, const float* bias, int rows,
-                                                                   float inverse_unit
 #endif
 ) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
-  const int group = threadIdx.x >> 7, tiles = token_tiles * weight_tiles;
+  const int group = threadIdx.x >> 7, tiles = token_tiles * (weight_tiles / BLOCKS);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(smem_address(&full[i]), 1);
-      barrier_init(smem_address(&empty[i]), 2);
+      barrier_init(smem_address(&empty[i]), 2 * BLOCKS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#if PAIR
+  meet();
+  const int own = block_of_pair();
+#else
   __syncthreads();
+#endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const u32 base = smem_address(shared);
 
@@ -74,15 +97,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     if (threadIdx.x == 256) {
       int stage = 0;
       u32 parity = 1;
-      for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+      for (int index = FIRST; index < tiles; index += STEP) {
         int weight, token;
-        tile_of(index, token_tiles, weight_tiles, span, weight, token);
+        tile_of(index, token_tiles, weight_tiles / BLOCKS, span, weight, token);
+        weight = OWN(weight);
         for (int block = 0; block < blocks; ++block) {
           barrier_wait(smem_address(&empty[stage]), parity);
           const u32 bar = smem_address(&full[stage]), target = base + stage * STAGE;
           barrier_expect(bar, STAGE);
           copy_tile(target, &weights, block * 64, weight * 256, bar);
+#if PAIR
+          copy_to_both(target + WEIGHT_STAGE + own * TOKEN_PART * 128, &tokens, block * 64, token * BN + own * TOKEN_PART, bar);
+#else
           copy_tile(target + WEIGHT_STAGE, &tokens, block * 64, token * BN, bar);
+#endif
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -93,9 +121,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     const u32 staging = base + STAGES * STAGE + group * (BN * 128);
     int stage = 0;
     u32 parity = 0;
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    for (int index = FIRST; index < tiles; index += STEP) {
       int weight, token;
-      tile_of(index, token_tiles, weight_tiles, span, weight, token);
+      tile_of(index, token_tiles, weight_tiles / BLOCKS, span, weight, token);
+      weight = OWN(weight);
       int previous = -1;
       // Sums that begin at zero and are settled before they are read: else ptxas waits after every product.
       float low[BN / 2], high[BN / 2];
@@ -112,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (previous >= 0 && local == 0) barrier_arrive(smem_address(&empty[previous]));
+        if (previous >= 0 && local == 0) leave(smem_address(&empty[previous]));
         previous = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
@@ -120,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(low[i]), "+f"(high[i])::"memory");
       if (local == 0) {
-        barrier_arrive(smem_address(&empty[previous]));
+        leave(smem_address(&empty[previous]));
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       }
       group_barrier(1 + group);
@@ -128,12 +157,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
       for (int half = 0; half < 2; ++half) {
         float* d = half ? high : low;
         const int unit = half * 4 + warp;
-#if GATED
+#if EIGHT
         const int gate = weight * 256 + group * 128 + half * 64 + warp * 16 + (lane >> 2);
         const float of_gate = weight_scales[gate], of_up = weight_scales[gate + 8];
-#elif EIGHT
-        const int channel = weight * 256 + group * 128 + half * 64 + warp * 16 + 2 * (lane >> 2);
-        const float2 scale = *reinterpret_cast<const float2*>(weight_scales + channel), added = *reinterpret_cast<const float2*>(bias + channel);
 #endif
 #pragma unroll
         for (int i = 0; i < BN / 8; i += 4) {
@@ -142,16 +168,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
           for (int j = 0; j < 4; ++j) {
             if (i + j < BN / 8) {
               const int at = (i + j) * 4;
-#if GATED
+#if EIGHT
               const int place = token * BN + 8 * (i + j) + 2 * (lane & 3);
               const float by = token_scales[min(place, rows - 1)], next = token_scales[min(place + 1, rows - 1)];
               r[j] = pack_bf16(gelu(d[at] * (by * of_gate)) * (d[at + 2] * (by * of_up)), gelu(d[at + 1] * (next * of_gate)) * (d[at + 3] * (next * of_up)));
-#elif EIGHT
-              const int place = min(token * BN + 8 * (i + j) + 2 * (lane & 3), rows - 2);
-              const float2 by = *reinterpret_cast<const float2*>(token_scales + place);
-              const u32 first = pack_pair(gelu_by_tanh(d[at] * (by.x * scale.x) + added.x) * inverse_unit, gelu_by_tanh(d[at + 2] * (by.x * scale.y) + added.y) * inverse_unit);
-              const u32 second = pack_pair(gelu_by_tanh(d[at + 1] * (by.y * scale.x) + added.x) * inverse_unit, gelu_by_tanh(d[at + 3] * (by.y * scale.y) + added.y) * inverse_unit);
-              r[j] = first | second << 16;
 #else
               r[j] = pack_bf16(gelu(d[at]) * d[at + 2], gelu(d[at + 1]) * d[at + 3]);
 #endif
@@ -184,4 +204,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     }
     if (local == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
+#if PAIR
+  __syncwarp();
+  meet();  // the other block may still bring tokens here
+#endif
 }
