@@ -13,6 +13,7 @@ from torch.nn import functional
 
 expert = pytest.importorskip("taktline_kernels.cuda.expert")
 layout = pytest.importorskip("taktline_kernels.cuda.expert_layout")
+calls = pytest.importorskip("taktline_kernels.cuda.expert_kernels")
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -27,13 +28,18 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     [
         ("expert.cu", {"HEAD": 1}),
         ("expert.cu", {"HEAD": 2}),
+        ("expert.cu", {"HEAD": 3}),
+        ("expert.cu", {"N": 32, "KB": 1024, "SPLIT": 1, "EPILOGUE": 3, "PAUSE": 0}),
         ("expert.cu", {"KEYS": 128}),
+        ("expert.cu", {"KEYS": 96}),
+        ("expert.cu", {"KEYS": 112}),
+        ("expert.cu", {"KEYS": 128, "FACTORS": 32}),
         *(
             (
                 "expert.cu",
                 {"N": p.columns, "KB": p.depth, "SPLIT": p.split, "EPILOGUE": p.epilogue, "PAUSE": 4000, "PARTS": 16},
             )
-            for p in (expert._QKV, expert._OUT, expert._GATE_UP, expert._DOWN)
+            for p in (calls.QKV, calls.OUT, calls.GATE_UP, calls.DOWN)
         ),
         ("image_attention.cu", {"ROWS": 64}),
         ("image_attention.cu", {"ROWS": 128}),
@@ -210,13 +216,29 @@ def test_timed_weight_is_the_fp32_product_with_its_bias() -> None:
     assert float(columns.float().sum()) == 64 * 3
 
 
+def test_the_norm_s_factor_can_come_after_the_first_layer_s_product() -> None:
+    generator = torch.Generator().manual_seed(2)
+    qkv = (torch.randn(2560, 1024, generator=generator) / 32).bfloat16()
+    scale, bias = (torch.randn(1024, generator=generator) * 0.3 for _ in range(2))
+    weight = torch.randn(1024, 1024, generator=generator) / 32
+    s = functional.silu(torch.randn(5, 1024, generator=generator))
+    both, added = layout.start_weight(qkv, scale, weight, bias)
+    assert (both.dtype, both.shape, added.dtype, added.shape) == (torch.float16, (3584, 1024), torch.float32, (3584,))
+    found = s.double() @ both.double().T + added.double()
+    x = s.double() @ weight.double().T + bias.double()
+    assert relative(found[:, 2560:], x) < 5e-4
+    factor = torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-6)
+    normed = REGISTRY["rms_norm"].reference(x.float(), scale, 1e-6)
+    assert relative(found[:, :2560] * factor, normed @ layout.pair_halves(qkv).float().T) < 5e-4
+
+
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("state", [False, True], ids=["pi05", "pi0"])
+@pytest.mark.parametrize("state", [None, "steady", "timed"], ids=["pi05", "pi0", "pi0-modulated"])
 @pytest.mark.parametrize(
     ("tokens", "length", "max_keys"), [(50, 769, 820), (50, 968, 1019), (16, 5, 700), (63, 572, 636)]
 )
-def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: int, state: bool) -> None:
+def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: int, state: str | None) -> None:
     from taktline_kernels import gpu
 
     torch.manual_seed(tokens + length)
@@ -227,6 +249,8 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
 
     layers = [(matrix(2560, 1024), matrix(1024, 2048), matrix(8192, 1024), matrix(1024, 4096)) for _ in range(depth)]
     scale, shift, gate = (torch.randn(steps, 2 * depth + 1, 1024, device="cuda") * 0.3 for _ in range(3))
+    if state == "steady":
+        scale, shift = scale[:1].expand_as(scale), torch.zeros_like(shift)
     bias = torch.randn(steps, 1024, device="cuda") / 10
     heads = (torch.randn(1024, 32, device="cuda") / 6, bias if state else bias[0])
     heads += (torch.randn(32, 1024, device="cuda") / 32, torch.randn(32, device="cuda") / 10)
@@ -235,6 +259,7 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     packed = [expert.ExpertLayer(q, o, gpu.pack_gate_up(g), d) for q, o, g, d in layers]
     projections = expert.Projections(*heads, *(timed if state else ()))
     chain = expert.ExpertChain(packed, scale, shift, gate, projections, max_keys=max_keys)
+    assert chain.starts == (state == "steady")
     keys, values = (torch.randn(depth, max_keys, 256, device="cuda").bfloat16() for _ in range(2))
     before, values_before = keys.clone(), values.clone()
     cos, sin = ops.rope_table(torch.arange(max_keys, device="cuda"), 256)

@@ -47,6 +47,22 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
       "r"(parity)
       : "memory");
 }
+// Stores into another block's shared memory that count themselves at a barrier there. A cluster barrier that releases plain
+// stores instead makes every thread wait until all that it ever wrote, read or asked for is settled in the whole GPU.
+DEVICE u32 address_at(u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+DEVICE void send(u32 target, u32 v, u32 bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(target), "r"(v), "r"(bar) : "memory");
+}
+DEVICE void send(u32 target, uint2 v, u32 bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1,%2}, [%3];" ::"r"(target), "r"(v.x), "r"(v.y), "r"(bar) : "memory");
+}
+DEVICE void send(u32 target, uint4 v, u32 bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar) : "memory");
+}
 // Weights are read once a step and must not push activations and the key/value cache out of L2: what a kernel writes in
 // parts of a sector is otherwise read back through device memory.
 DEVICE u64 evict_first() {
@@ -84,8 +100,16 @@ DEVICE float gelu(float x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Products. N columns a block (32 or 64), KB columns of K a block, SPLIT blocks of a cluster share K. A row's sum of squares
 // comes in PARTS, of a tile's columns each.
-// EPILOGUE 0: rotate queries and key, write q and the cache; 1: gelu(gate) * up; 2: gated residual add.
+// EPILOGUE 0: rotate queries and key, write q and the cache; 1: gelu(gate) * up; 2: gated residual add; 3 (pi0): the first
+// layer's queries, keys and values straight from what action_time_mlp_out reads, by a product of both matrices, and that
+// layer's output itself as the last 1024 columns: it starts the stream. The norm's factor is left to the attention. fp16.
 #ifdef N
+#if EPILOGUE == 3
+#define OPERANDS "f32.f16.f16"
+#define QKV_TILES 80
+#else
+#define OPERANDS "f32.bf16.bf16"
+#endif
 #define CHUNKS (KB / 64)
 #define HALF_BLOCKS (KB / 64)          // blocks of 32 columns in one warpgroup's half of K
 #define BATCH 2
@@ -99,7 +123,7 @@ DEVICE float gelu(float x) {
 #define ACC 32
 DEVICE void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 desc) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n64k16." OPERANDS " "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
       "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
@@ -112,7 +136,7 @@ DEVICE void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 desc) {
 #define ACC 16
 DEVICE void wgmma(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 desc) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n32k16." OPERANDS " "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
         "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
@@ -137,8 +161,8 @@ struct Arguments {
   const float* squares;    // (PARTS, 64): parts of each token's sum of squares (epilogues 0, 1)
   const float* constants;  // per packed column: shift @ W (epilogues 0, 1)
   u16* output;             // 0: q, query fragments; 1: hidden, fragments; 2: residual stream (64, columns), read and written
-  u16* scaled;             // 2: stream * (1 + scale) for the next product, fragments
-  float* squares_out;      // 2: (tiles, 64)
+  u16* scaled;             // 2: stream * (1 + scale) for the next product, fragments; 3: the stream (64, columns)
+  float* squares_out;      // 2, 3: (tiles of the stream, 64)
   const float* gate;       // 2: (columns)
   const float* scale;      // 2: (columns), of the next norm
   u16* k_cache;            // 0: (positions, 256)
@@ -147,7 +171,7 @@ struct Arguments {
   const float* sines;
   const int* length;       // 0: valid prefix
   int rows;
-  int columns;             // 2: width of the stream
+  int columns;             // 2, 3: width of the stream
   float eps;
   int fresh;               // 2: the sum starts the stream instead of being added to it
 };
@@ -159,8 +183,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   __shared__ float factors[64];
   __shared__ __align__(16) float parts[16][64];
   __shared__ __align__(8) float constants[N];
+#elif EPILOGUE == 3
+  __shared__ float row_squares[2][64];
+  __shared__ __align__(8) float constants[N];
 #else
   __shared__ float row_squares[N / 8][OWN_ROWS];
+  __shared__ __align__(8) u64 all_sent;
 #endif
   const int thread = threadIdx.x, group = thread >> 7, local = thread & 127, warp = local >> 5, lane = thread & 31;
   const int g = lane >> 2, t = lane & 3;
@@ -168,6 +196,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   if (thread == 0) {
     barrier_init(smem_address(&barriers[0]), 1);
     barrier_init(smem_address(&barriers[1]), 1);
+#if EPILOGUE == 2
+    barrier_init(smem_address(&all_sent), 1);
+    barrier_expect(smem_address(&all_sent), SPLIT * 2048);
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     const char* source = p.weights + (size_t)blockIdx.x * WEIGHT_BYTES;
@@ -191,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   // Everything that no predecessor writes is read before waiting: a round trip to L2 costs as much as the product.
   const int row = warp * 16 + g;
   const bool first = row < p.rows, second = row + 8 < p.rows;
-#if EPILOGUE == 0
+#if EPILOGUE == 0 || EPILOGUE == 3
   const int pair = tile * 2 + group, head = pair >> 4, column = (pair & 15) * 8 + 2 * t, start = *p.length;
   if (thread < N) constants[thread] = p.constants[tile * N + thread];
   float2 cosine[2], sine[2];
@@ -227,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     old[half] = 0;
     if (finishes && !p.fresh && own_row + half * 8 < p.rows) old[half] = load_l2_word(p.output + (size_t)(own_row + half * 8) * p.columns + column);
   }
-#else
+#elif EPILOGUE < 2
   // A fixed order of sums: some parts a thread here, 16 threads' sums after the product.
   float4 square_parts[PARTS / 16];
 #pragma unroll
@@ -296,7 +328,30 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     sums[i] = make_float4(own.x + v.x, own.y + v.y, own.z + v.z, own.w + v.w);
   }
 
-#if EPILOGUE == 0
+#if EPILOGUE == 3
+  if (tile >= QKV_TILES) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = row + half * 8, at = (tile - QKV_TILES) * N + group * 16 + 2 * t;
+      float square = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 c = *reinterpret_cast<const float2*>(constants + group * 16 + i * 8 + 2 * t);
+        const u32 fresh = pack_bf16((half ? sums[i].z : sums[i].x) + c.x, (half ? sums[i].w : sums[i].y) + c.y);
+        const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
+        if (token < p.rows) *reinterpret_cast<u32*>(p.scaled + (size_t)token * p.columns + at + i * 8) = fresh;
+        square += x0 * x0 + x1 * x1;
+      }
+      square += __shfl_xor_sync(0xffffffffu, square, 1);
+      square += __shfl_xor_sync(0xffffffffu, square, 2);
+      if (t == 0) row_squares[group][token] = square;
+    }
+    __syncthreads();
+    if (thread < 64) p.squares_out[(tile - QKV_TILES) * 64 + thread] = row_squares[0][thread] + row_squares[1][thread];
+    return;
+  }
+#endif
+#if EPILOGUE == 0 || EPILOGUE == 3
   {
     const float2 c0 = *reinterpret_cast<const float2*>(constants + group * 16 + 2 * t);
     const float2 c1 = *reinterpret_cast<const float2*>(constants + group * 16 + 8 + 2 * t);
@@ -304,7 +359,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     for (int half = 0; half < 2; ++half) {
       const int token = row + half * 8;
       if (token >= p.rows) continue;
+#if EPILOGUE == 3
+      const float f = 1.0f;
+#else
       const float f = factors[token];
+#endif
       const float x0 = (half ? sums[0].z : sums[0].x) * f + c0.x, x1 = (half ? sums[0].w : sums[0].y) * f + c0.y;
       const float y0 = (half ? sums[1].z : sums[1].x) * f + c1.x, y1 = (half ? sums[1].w : sums[1].y) * f + c1.y;
       const int position = start + token;
@@ -354,9 +413,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
       const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * 32 + lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        u32 remote;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(target), "r"(warp * 2 + half));
-        asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote), "f"(half ? sums[i].z : sums[i].x), "f"(half ? sums[i].w : sums[i].y) : "memory");
+        const float2 v = half ? make_float2(sums[i].z, sums[i].w) : make_float2(sums[i].x, sums[i].y);
+        send(address_at(target, warp * 2 + half), make_uint2(__float_as_uint(v.x), __float_as_uint(v.y)), address_at(smem_address(&all_sent), warp * 2 + half));
       }
     }
 #else
@@ -364,12 +422,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * 32 + lane);
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(target), "r"(warp));
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "f"(sums[i].x), "f"(sums[i].y), "f"(sums[i].z), "f"(sums[i].w) : "memory");
+      send(address_at(target, warp), make_uint4(__float_as_uint(sums[i].x), __float_as_uint(sums[i].y), __float_as_uint(sums[i].z), __float_as_uint(sums[i].w)),
+           address_at(smem_address(&all_sent), warp));
     }
 #endif
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    barrier_wait(smem_address(&all_sent), 0);
     if (finishes) {
       float sum[OWN_ROWS / 4];
 #pragma unroll
@@ -413,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 #endif  // N
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention of the action tokens: 32 query rows (token * 8 + head) and KEYS cached keys a block; prefix keys are copied
+// Attention of the action tokens: 32 query rows (token * 8 + head) and KEYS cached keys, a multiple of 16, a block; prefix keys are copied
 // before waiting for the predecessor, which writes the suffix only.
 #ifdef KEYS
 #define ROWS 32
@@ -456,10 +513,24 @@ DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begi
 
 // Eight warps: 16 rows and a quarter of the window's keys each, later 16 rows, all its keys and a quarter of the columns.
 extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const u16* k, const u16* v, u16* out, const int* length, int horizon,
-                                                            int rows, float scale_log2, const char* ahead, int ahead_bytes, int first_alone) {
+                                                            int rows, float scale_log2, const char* ahead, int ahead_bytes, int first_alone
+#ifdef FACTORS
+                                                            ,
+                                                            const float* squares, float eps
+#endif
+) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ float tops[4][ROWS], sums[4][ROWS];
+  __shared__ __align__(8) u64 all_sent;
+#ifdef FACTORS
+  __shared__ float of_token[64];
+#endif
   const u32 keys = smem_address(shared), values = keys + KEYS * 512;
+  if (threadIdx.x == 0) {
+    barrier_init(smem_address(&all_sent), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_expect(smem_address(&all_sent), WINDOWS * (2048 + 128));
+  }
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int row_group = warp & 1, quarter = warp >> 1;
   const int window = blockIdx.x % WINDOWS, block = blockIdx.x / WINDOWS, begin = window * KEYS;
@@ -475,16 +546,34 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   }
   launch_dependents();
   wait_predecessor();
+#ifdef FACTORS
+  float square_parts[FACTORS];
+  if (threadIdx.x < 64) {
+#pragma unroll
+    for (int i = 0; i < FACTORS; ++i) square_parts[i] = __uint_as_float(load_l2_word(squares + i * 64 + threadIdx.x));
+  }
+#endif
   // The block's queries, as they lie in memory, to where the other windows' parts come in the end.
   uint4* received = reinterpret_cast<uint4*>(shared + KEYS * 1024);              // [window][pair of tiles][lane]
   float2* received_heads = reinterpret_cast<float2*>(received + WINDOWS * 128);  // [window][16 rows]: top and sum
 #pragma unroll
   for (int i = 0; i < 4; ++i) copy16(smem_address(received + threadIdx.x + i * 256), q + (size_t)block * 8192 + (threadIdx.x + i * 256) * 8, true);
   copy_rows(keys, values, k, v, begin, early, KEYS, count);
+#ifdef FACTORS
+  if (threadIdx.x < 64) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < FACTORS; ++i) sum += square_parts[i];
+    of_token[threadIdx.x] = rsqrtf(sum / 1024.0f + eps);
+  }
+#endif
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
 
-  constexpr int TILES = KEYS / 4 / 8;
+  // A quarter has tiles of eight keys, the last one fewer where they do not come out even.
+  constexpr int TILES = (KEYS / 8 + 3) / 4;
+  const int own_keys = quarter * TILES * 8;
+#define HAS(j) (KEYS % 32 == 0 || own_keys + (j) * 8 < KEYS)
   float s[TILES][4];
 #pragma unroll
   for (int j = 0; j < TILES; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
@@ -493,15 +582,32 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
     const uint4 low = received[(row_group * 16 + b * 2) * 32 + lane], high = received[(row_group * 16 + b * 2 + 1) * 32 + lane];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
-      const int key = quarter * (KEYS / 4) + j * 8 + g;
+      if (!HAS(j)) continue;
+      const int key = own_keys + j * 8 + g;
       const uint4 w = *reinterpret_cast<const uint4*>(shared + key_offset(key, b * 4 + t));
       mma(s[j], low.x, high.x, low.y, high.y, w.x, w.y);
       mma(s[j], low.z, high.z, low.w, high.w, w.z, w.w);
     }
   }
+#ifdef FACTORS
+  // Queries, and the keys and values of the action tokens, lack the factor of the norm before their product.
+  const float scale0 = scale_log2 * of_token[min(block * 4 + row_group * 2, 63)], scale1 = scale_log2 * of_token[min(block * 4 + row_group * 2 + 1, 63)];
+  float of_key[TILES][2];
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int token = begin + own_keys + j * 8 + 2 * t + e - prefix;
+      of_key[j][e] = token < 0 ? 1.0f : of_token[min(token, 63)];
+      s[j][e] *= of_key[j][e], s[j][2 + e] *= of_key[j][e];
+    }
+  }
+#else
+  const float scale0 = scale_log2, scale1 = scale_log2;
+#endif
   // Keys past the end, in the last windows only: no maximum comes from them, and their weights are zero.
-  const int left = count - begin - quarter * (KEYS / 4);
-  if (left < KEYS / 4) {
+  const int left = min(count - begin, KEYS) - own_keys;
+  if (left < TILES * 8) {
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -512,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   }
   // The first token, where it is alone, ends with its own key; its heads are rows 0 to 7 of the first block.
   const bool alone = first_alone && block == 0 && row_group == 0;
-  const int seen = prefix + 1 - begin - quarter * (KEYS / 4);
+  const int seen = prefix + 1 - begin - own_keys;
   if (alone) {
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
@@ -529,14 +635,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
     top1 = fmaxf(top1, fmaxf(s[j][2], s[j][3]));
   }
   top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 1));
-  top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 2)) * scale_log2;
+  top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, 2)) * scale0;
   top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 1));
-  top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2)) * scale_log2;
+  top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, 2)) * scale1;
   const int own = row_group * 16 + g;
   if (t == 0) tops[quarter][own] = top0, tops[quarter][own + 8] = top1;
   __syncthreads();
   // The queries have been read: the other windows may send their parts.
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   // All of the window's keys use one maximum, so that their weights can be multiplied with the values together.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -548,11 +654,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   for (int j = 0; j < TILES; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      s[j][e] = exp2_fast(fmaf(s[j][e], scale_log2, -top0));
-      s[j][2 + e] = exp2_fast(fmaf(s[j][2 + e], scale_log2, -top1));
+      s[j][e] = exp2_fast(fmaf(s[j][e], scale0, -top0));
+      s[j][2 + e] = exp2_fast(fmaf(s[j][2 + e], scale1, -top1));
     }
   }
-  if (left < KEYS / 4) {
+  if (left < TILES * 8) {
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -577,8 +683,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   for (int j = 0; j < TILES; ++j) {
     total0 += s[j][0] + s[j][1];
     total1 += s[j][2] + s[j][3];
-    weights[own * STRIDE + quarter * (KEYS / 8) + j * 4 + t] = pack_bf16(s[j][0], s[j][1]);
-    weights[(own + 8) * STRIDE + quarter * (KEYS / 8) + j * 4 + t] = pack_bf16(s[j][2], s[j][3]);
+    if (!HAS(j)) continue;
+#ifdef FACTORS
+    s[j][0] *= of_key[j][0], s[j][1] *= of_key[j][1], s[j][2] *= of_key[j][0], s[j][3] *= of_key[j][1];
+#endif
+    weights[own * STRIDE + quarter * TILES * 4 + j * 4 + t] = pack_bf16(s[j][0], s[j][1]);
+    weights[(own + 8) * STRIDE + quarter * TILES * 4 + j * 4 + t] = pack_bf16(s[j][2], s[j][3]);
   }
   total0 += __shfl_xor_sync(0xffffffffu, total0, 1);
   total0 += __shfl_xor_sync(0xffffffffu, total0, 2);
@@ -617,19 +727,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   for (int pair = 0; pair < 4; ++pair) {
     const float* low = o[pair * 2];
     const float* high = o[pair * 2 + 1];
-    u32 remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received + (window * 4 + pair) * 32 + lane)), "r"(finisher));
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "r"(pack_fp16(low[0] * inverse0, low[1] * inverse0)),
-                 "r"(pack_fp16(low[2] * inverse1, low[3] * inverse1)), "r"(pack_fp16(high[0] * inverse0, high[1] * inverse0)),
-                 "r"(pack_fp16(high[2] * inverse1, high[3] * inverse1))
-                 : "memory");
+    send(address_at(smem_address(received + (window * 4 + pair) * 32 + lane), finisher),
+         make_uint4(pack_fp16(low[0] * inverse0, low[1] * inverse0), pack_fp16(low[2] * inverse1, low[3] * inverse1), pack_fp16(high[0] * inverse0, high[1] * inverse0),
+                    pack_fp16(high[2] * inverse1, high[3] * inverse1)),
+         address_at(smem_address(&all_sent), finisher));
   }
-  if (t < 2) {
-    u32 remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(received_heads + window * 16 + t * 8 + g)), "r"(finisher));
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote), "f"(t ? top1 : top0), "f"(t ? total1 : total0) : "memory");
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (t < 2)
+    send(address_at(smem_address(received_heads + window * 16 + t * 8 + g), finisher), make_uint2(__float_as_uint(t ? top1 : top0), __float_as_uint(t ? total1 : total0)),
+         address_at(smem_address(&all_sent), finisher));
+  barrier_wait(smem_address(&all_sent), 0);
   float factors[2][WINDOWS];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -666,7 +772,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
 // ---------------------------------------------------------------------------------------------------------------------
 // Between two steps, a cluster of two blocks a token, each with half of the width: final norm, action_out_proj, Euler update,
 // action_in_proj, and then HEAD 1: scaling for the first layer; HEAD 2 (pi0): silu, left in bf16 parts for a product with
-// action_time_mlp_out. Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
+// action_time_mlp_out; HEAD 3 (pi0): silu in fp16 for EPILOGUE 3. Width 1024, 32 action dimensions, fp32; both weights as (32, 1024).
 #ifdef HEAD
 DEVICE float block_sum(float value, float* scratch) {
 #pragma unroll
@@ -696,7 +802,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) head(
     const float* in_weight, const float* in_bias, const float* out_weight, const float* out_bias, float dt, float eps, int has_out, int has_in, int before, int ahead, u16* timed,
     const float* target, const float* influence, float tau, float guidance) {
   extern __shared__ __align__(128) char shared[];  // out_weight, then in_weight: (32, 512) of each
-  __shared__ __align__(8) u64 barriers[2];
+  __shared__ __align__(8) u64 barriers[3];
   __shared__ float scratch[8], parts[8][32], halves[2][32], fresh[32];
   const int rank = blockIdx.x & 1, row = blockIdx.x >> 1, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int column = rank * 512 + thread * 2;
@@ -704,6 +810,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) head(
   if (thread == 0) {
     barrier_init(smem_address(&barriers[0]), 1);
     barrier_init(smem_address(&barriers[1]), 1);
+    barrier_init(smem_address(&barriers[2]), 1);
+    barrier_expect(smem_address(&barriers[2]), 128);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     for (int i = 0; i < 2; ++i) {
@@ -749,12 +857,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) head(
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum += parts[i][lane];
       halves[rank][lane] = sum;
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(&halves[rank][lane])), "r"(rank ^ 1));
-      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(sum) : "memory");
+      send(address_at(smem_address(&halves[rank][lane]), rank ^ 1), __float_as_uint(sum), address_at(smem_address(&barriers[2]), rank ^ 1));
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     if (warp == 0) {
+      barrier_wait(smem_address(&barriers[2]), 0);
       float velocity = offset + halves[0][lane] + halves[1][lane];
       if (target) velocity -= guidance * ((target[row * 32 + lane] - (old - tau * velocity)) * influence[row]);
       const float next = old + dt * velocity;
@@ -773,7 +879,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) head(
     const float2 w = *reinterpret_cast<const float2*>(shared + 65536 + d * 2048 + thread * 8);
     y[0] = fmaf(w.x, fresh[d], y[0]), y[1] = fmaf(w.y, fresh[d], y[1]);
   }
-#if HEAD == 2
+#if HEAD == 3
+  const float a = fminf(y[0] / (1.0f + __expf(-y[0])), 65504.0f), b = fminf(y[1] / (1.0f + __expf(-y[1])), 65504.0f);
+  u32 halves_of_fp32;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves_of_fp32) : "f"(b), "f"(a));
+  *reinterpret_cast<u32*>(timed + fragment(row, column)) = halves_of_fp32;
+#elif HEAD == 2
   // Both parts of silu(y), and the first once more: against both parts of the weight, all but the product of the small
   // parts is there, which is less than fp32 rounds.
   const float a = y[0] / (1.0f + __expf(-y[0])), b = y[1] / (1.0f + __expf(-y[1]));

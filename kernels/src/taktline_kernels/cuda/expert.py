@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from taktline_kernels.cuda.expert_kernels import (
+    DOWN,
+    GATE_UP,
+    IN_FP16,
+    IN_PARTS,
+    MAX_KEYS,
+    OUT,
+    QKV,
+    SCALED,
+    SQUARES,
+    START,
+    ExpertKernels,
+)
 from taktline_kernels.cuda.expert_layout import (
     ACTION,
     HEAD_DIM,
@@ -20,11 +31,11 @@ from taktline_kernels.cuda.expert_layout import (
     ExpertLayer,
     Projections,
     pair_halves,
+    start_weight,
     timed_input,
     timed_weight,
     weight_image,
 )
-from taktline_kernels.cuda.nvrtc import CudaKernel
 from taktline_kernels.guidance import Guidance
 
 __all__ = [
@@ -39,66 +50,6 @@ __all__ = [
     "ExpertLayer",
     "Projections",
 ]
-
-MAX_KEYS = 1024
-"""Prefix slots plus action tokens that the attention's eight windows hold."""
-
-
-_WINDOWS = 8
-_LOG2E = 1.4426950408889634
-
-
-# Parts of a token's sum of squares, one a tile of columns of the kernel that writes them: at most the out projection's.
-_SQUARES = 32
-
-# What the windows of a row block send each other: fp16 parts of 16 rows by 64 columns, and each row's maximum and sum.
-_PARTS_BYTES = _WINDOWS * (2048 + 128)
-
-
-# The kernel between two steps keeps half of both projections' weights, (32, 512) fp32 each.
-_HEAD_BYTES = 32 * WIDTH * 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """One matrix product of a layer.
-
-    Attributes:
-        columns: of a block.
-        depth: K columns of a block.
-        split: blocks that share K.
-        epilogue: as expert.cu numbers them.
-        pause: cycles for which it holds its weight copies back.
-    """
-
-    columns: int
-    depth: int
-    split: int
-    epilogue: int
-    pause: int = 0
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.columns * self.depth * 2
-
-
-_QKV = _Product(columns=32, depth=1024, split=1, epilogue=0, pause=3000)
-_OUT = _Product(columns=32, depth=512, split=4, epilogue=2)
-_GATE_UP = _Product(columns=64, depth=1024, split=1, epilogue=1, pause=4000)
-_DOWN = _Product(columns=64, depth=512, split=8, epilogue=2)
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` of expert.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "input", "squares", "constants", "output", "scaled")),
-        *((name, ctypes.c_void_p) for name in ("squares_out", "gate", "scale", "k_cache", "v_cache")),
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "length")),
-        *((name, ctypes.c_int) for name in ("rows", "columns")),
-        ("eps", ctypes.c_float),
-        ("fresh", ctypes.c_int),
-    )
 
 
 class ExpertChain:
@@ -127,21 +78,19 @@ class ExpertChain:
         self._scale, self._shift, self._gate = scale, shift, gate
         p = self._projections = projections
         self._in_weight = p.in_weight.t().contiguous()
-        self._eps, self._steps = eps, scale.shape[0]
+        self._steps = scale.shape[0]
         if max_keys > MAX_KEYS:
             raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
-        # Keys of a window: a multiple of 32, eight windows hold them all.
-        window = -(-max_keys // (32 * _WINDOWS)) * 32
         self._images, self._constants = [], []
         for index, layer in enumerate(layers):
             qkv = pair_halves(layer.qkv)
             gate_up = layer.gate_up
             self._images.append(
                 (
-                    weight_image(qkv, _QKV.columns, _QKV.depth),
-                    weight_image(layer.out, _OUT.columns, _OUT.depth),
-                    weight_image(gate_up, _GATE_UP.columns, _GATE_UP.depth),
-                    weight_image(layer.down, _DOWN.columns, _DOWN.depth),
+                    weight_image(qkv, QKV.columns, QKV.depth),
+                    weight_image(layer.out, OUT.columns, OUT.depth),
+                    weight_image(gate_up, GATE_UP.columns, GATE_UP.depth),
+                    weight_image(layer.down, DOWN.columns, DOWN.depth),
                 )
             )
             # The shift's share of a product depends on the step alone.
@@ -149,27 +98,21 @@ class ExpertChain:
         device, bf16 = scale.device, torch.bfloat16
         self.stream = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
         self._scaled = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
-        self._squares = torch.zeros(_SQUARES, MAX_ROWS, device=device)
+        self._squares = torch.zeros(SQUARES, MAX_ROWS, device=device)
         self._query = torch.zeros(MAX_ROWS, HEADS * HEAD_DIM, dtype=bf16, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(MAX_ROWS, HIDDEN, dtype=bf16, device=device)
-        self._products = {product: _kernel(product) for product in (_QKV, _OUT, _GATE_UP, _DOWN)}
-        self._attend = CudaKernel(
-            "expert.cu",
-            "attend",
-            {"KEYS": window},
-            threads=256,
-            shared_bytes=window * 1024 + _PARTS_BYTES,
-            cluster=_WINDOWS,
-        )
-        self._head = CudaKernel("expert.cu", "head", {"HEAD": 1}, threads=256, shared_bytes=_HEAD_BYTES, cluster=2)
+        # The factor of the first norm can come after the product where no step changes it and it shifts nothing.
+        steady = torch.equal(scale[:, 0], scale[:1, 0].expand_as(scale[:, 0])) and not bool(shift[:, 0].any())
+        self.starts = p.time_weight is not None and steady
+        self._kernels = ExpertKernels(eps, self._steps, timed=p.time_weight is not None)
         self._after = torch.zeros(1, dtype=torch.int32, device=device)
+        self._timed = self._scaled
         if p.time_weight is not None and p.time_bias is not None and p.state_weight is not None:
-            self._timed_head = CudaKernel(
-                "expert.cu", "head", {"HEAD": 2}, threads=256, shared_bytes=_HEAD_BYTES, cluster=2
-            )
-            self._timed_weight = weight_image(timed_weight(p.time_weight, p.time_bias), _DOWN.columns, _DOWN.depth)
             self._timed = timed_input(device)
+            self._timed_weight = weight_image(timed_weight(p.time_weight, p.time_bias), DOWN.columns, DOWN.depth)
+            weight, self._start_constants = start_weight(layers[0].qkv, scale[0, 0], p.time_weight, p.time_bias)
+            self._start_weight = weight_image(weight, START.columns, START.depth)
             self._one = torch.ones(WIDTH, device=device)
             self._state_weight = p.state_weight.t().contiguous()
 
@@ -205,14 +148,16 @@ class ExpertChain:
         # Not overlapped: everything before the chain, the prefix above all, is complete when it starts.
         self.head(actions, -1, ahead=before, overlap=False)
         if state is not None:
-            self._launch_head(
-                self._head,
-                1,
+            p = self._projections
+            self._kernels.head(
+                SCALED,
+                (self.stream, self._scaled, self._squares),
                 state,
-                (self._state_weight, self._projections.state_bias),
-                scale=self._scale[0],
-                shift=self._shift[0],
-                following=self._scale[0],
+                (self._scale[0, -1], self._shift[0, -1]),
+                self._scale[0, 0],
+                (self._state_weight, p.state_bias),
+                (p.out_weight, p.out_bias),
+                self._timed,
                 has_in=True,
             )
         for step in range(self._steps):
@@ -233,9 +178,12 @@ class ExpertChain:
                     sin,
                     first_alone=first > 0,
                     overlap=not joins,
+                    started=self.starts and step > 0 and layer == 0,
                 )
             length, before = after, 0
             self.head(actions, step, before=first, guidance=None if guidance is None else guidance[step])
+            if self.starts and step + 1 < self._steps:
+                self._start(actions.shape[0], length, keys[0], values[0], cos, sin)
 
     def layer(
         self,
@@ -250,38 +198,50 @@ class ExpertChain:
         *,
         first_alone: bool = False,
         overlap: bool = True,
+        started: bool = False,
     ) -> None:
-        """Run one layer of one step on the chain's stream."""
+        """Run one layer of one step on the chain's stream; `started` leaves out the first product."""
         qkv, out, gate_up, down = self._images[layer]
         for_qkv, for_mlp = (constants[step] for constants in self._constants[layer])
         scale, gate = self._scale[step], self._gate[step]
         stream, scaled, squares = self.stream, self._scaled, self._squares
-        self._product(
-            _QKV,
-            WIDTH * 5 // 2 // _QKV.columns,
+        if not started:
+            self._kernels.product(
+                QKV,
+                WIDTH * 5 // 2,
+                rows,
+                overlap=overlap,
+                weights=qkv,
+                input=scaled,
+                squares=squares,
+                constants=for_qkv,
+                output=self._query,
+                k_cache=keys,
+                v_cache=values,
+                cosines=cos,
+                sines=sin,
+                length=length,
+            )
+        self._kernels.attention(
+            self._query,
+            keys,
+            values,
+            self._attended,
+            length,
             rows,
-            overlap=overlap,
-            weights=qkv,
-            input=scaled,
-            squares=squares,
-            constants=for_qkv,
-            output=self._query,
-            k_cache=keys,
-            v_cache=values,
-            cosines=cos,
-            sines=sin,
-            length=length,
+            gate_up,
+            first_alone=first_alone,
+            squares=squares if started else None,
         )
-        self.attention(rows, length, keys, values, ahead=gate_up, first_alone=first_alone)
         residual: dict[str, Any] = {
             "output": stream,
             "scaled": scaled,
             "squares_out": squares,
             "columns": WIDTH,
         }
-        self._product(
-            _OUT,
-            WIDTH // _OUT.columns,
+        self._kernels.product(
+            OUT,
+            WIDTH,
             rows,
             weights=out,
             input=self._attended,
@@ -289,9 +249,9 @@ class ExpertChain:
             scale=scale[2 * layer + 1],
             **residual,
         )
-        self._product(
-            _GATE_UP,
-            2 * HIDDEN // _GATE_UP.columns,
+        self._kernels.product(
+            GATE_UP,
+            2 * HIDDEN,
             rows,
             weights=gate_up,
             input=scaled,
@@ -299,37 +259,15 @@ class ExpertChain:
             constants=for_mlp,
             output=self._hidden,
         )
-        self._product(
-            _DOWN,
-            WIDTH // _DOWN.columns,
+        self._kernels.product(
+            DOWN,
+            WIDTH,
             rows,
             weights=down,
             input=self._hidden,
             gate=gate[2 * layer + 1],
             scale=scale[2 * layer + 2],
             **residual,
-        )
-
-    def attention(
-        self, rows: int, length: Tensor, keys: Tensor, values: Tensor, ahead: Tensor, *, first_alone: bool = False
-    ) -> None:
-        """Attend from the chain's queries over length + rows cache rows, and prefetch the weights `ahead` to L2."""
-        self._attend.launch(
-            (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
-            [
-                self._query,
-                keys,
-                values,
-                self._attended,
-                length,
-                ctypes.c_int(rows),
-                ctypes.c_int(rows * HEADS),
-                ctypes.c_float(HEAD_DIM**-0.5 * _LOG2E),
-                ahead,
-                ctypes.c_int(ahead.numel() * 2),
-                ctypes.c_int(int(first_alone)),
-            ],
-            overlap=True,
         )
 
     def head(
@@ -352,17 +290,18 @@ class ExpertChain:
             overlap: start before the preceding kernel ends.
             guidance: correction of the velocity of `step`, or None.
         """
-        last, timed = step + 1 == self._steps, self._projections.time_weight is not None
+        p, last = self._projections, step + 1 == self._steps
+        timed, starts = p.time_weight is not None, self.starts and step >= 0
         following = self._scale[0 if last else step + 1]
-        in_bias = self._projections.in_bias
-        self._launch_head(
-            self._timed_head if timed else self._head,
-            actions.shape[0],
+        self._kernels.head(
+            IN_FP16 if starts else IN_PARTS if timed else SCALED,
+            (self.stream, self._scaled, self._squares),
             actions,
-            (self._in_weight, in_bias[0 if last else step + 1] if timed else in_bias),
-            scale=self._scale[step],
-            shift=self._shift[step],
-            following=following,
+            (self._scale[step, -1], self._shift[step, -1]),
+            following[0],
+            (self._in_weight, p.in_bias[0 if last else step + 1] if timed else p.in_bias),
+            (p.out_weight, p.out_bias),
+            self._timed,
             has_out=step >= 0,
             has_in=not last,
             before=before,
@@ -370,10 +309,10 @@ class ExpertChain:
             overlap=overlap,
             guidance=guidance,
         )
-        if timed and not last:
-            self._product(
-                _DOWN,
-                WIDTH // _DOWN.columns,
+        if timed and not starts and not last:
+            self._kernels.product(
+                DOWN,
+                WIDTH,
                 actions.shape[0] + ahead,
                 weights=self._timed_weight,
                 input=self._timed,
@@ -386,68 +325,22 @@ class ExpertChain:
                 fresh=1,
             )
 
-    def _launch_head(
-        self,
-        kernel: CudaKernel,
-        tokens: int,
-        actions: Tensor,
-        entry: tuple[Tensor, Tensor | None],
-        *,
-        scale: Tensor,
-        shift: Tensor,
-        following: Tensor,
-        has_out: bool = False,
-        has_in: bool,
-        before: int = 0,
-        ahead: int = 0,
-        overlap: bool = True,
-        guidance: Guidance | None = None,
-    ) -> None:
-        p = self._projections
-        kernel.launch(
-            (2 * tokens, 1, 1),
-            [
-                self.stream,
-                self._scaled,
-                self._squares,
-                actions,
-                scale[-1],
-                shift[-1],
-                following[0],
-                *entry,
-                p.out_weight,
-                p.out_bias,
-                ctypes.c_float(-1.0 / self._steps),
-                ctypes.c_float(self._eps),
-                ctypes.c_int(int(has_out)),
-                ctypes.c_int(int(has_in)),
-                ctypes.c_int(before),
-                ctypes.c_int(ahead),
-                self._timed if p.time_weight is not None else self._scaled,
-                ctypes.c_void_p() if guidance is None else guidance.target,
-                ctypes.c_void_p() if guidance is None else guidance.influence,
-                ctypes.c_float(0.0 if guidance is None else guidance.tau),
-                ctypes.c_float(0.0 if guidance is None else guidance.weight),
-            ],
-            overlap=overlap,
+    def _start(self, rows: int, length: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """π0: the stream of a step, and its first layer's queries, keys and values without the norm's factor."""
+        self._kernels.product(
+            START,
+            WIDTH * 7 // 2,
+            rows,
+            weights=self._start_weight,
+            input=self._timed,
+            constants=self._start_constants,
+            output=self._query,
+            scaled=self.stream,
+            squares_out=self._squares,
+            k_cache=keys,
+            v_cache=values,
+            cosines=cos,
+            sines=sin,
+            length=length,
+            columns=WIDTH,
         )
-
-    def _product(
-        self, product: _Product, tiles: int, rows: int, *, overlap: bool = True, **fields: Tensor | int
-    ) -> None:
-        arguments = _Arguments(rows=rows, eps=self._eps)
-        for name, value in fields.items():
-            setattr(arguments, name, value.data_ptr() if isinstance(value, Tensor) else value)
-        self._products[product].launch((tiles * product.split, 1, 1), [arguments], overlap=overlap)
-
-
-def _kernel(product: _Product) -> CudaKernel:
-    defines = {"N": product.columns, "KB": product.depth, "SPLIT": product.split, "EPILOGUE": product.epilogue}
-    defines["PAUSE"] = product.pause
-    if product.epilogue < 2:
-        # What the stream's last writer has left: a part of each row's sum of squares for each of its tiles.
-        defines["PARTS"] = WIDTH // (_DOWN if product.epilogue == 0 else _OUT).columns
-    # Parts that the other blocks of a cluster send: 2 KB from each.
-    received = product.split * 2048 if product.epilogue == 2 else 0
-    shared = product.weight_bytes + received
-    return CudaKernel("expert.cu", "product", defines, threads=256, shared_bytes=shared, cluster=product.split)

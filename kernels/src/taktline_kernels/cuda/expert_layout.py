@@ -52,6 +52,28 @@ def timed_weight(weight: Tensor, bias: Tensor) -> Tensor:
     return torch.cat((large, small, large, last), dim=1)
 
 
+def start_weight(qkv: Tensor, scale: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of π0's action_time_mlp_out with the first layer's matrix behind it, and that layer by itself.
+
+    Where a norm multiplies by 1 + scale and shifts nothing, a query is its row's factor times
+    qkv * (1 + scale) @ (weight @ s + bias): one product of s, whose factor can come later.
+
+    Args:
+        qkv: (2560, 1024) bf16.
+        scale: (1024,) fp32, of the first norm.
+        weight: (1024, 1024) fp32, action_time_mlp_out.
+        bias: (1024,) fp32.
+
+    Returns:
+        (3584, 1024) fp16, the queries', keys' and values' rows as `pair_halves` orders them, then the layer's; and
+        what is added to the product, (3584,) fp32.
+    """
+    before = pair_halves(qkv).double() * (1 + scale.double())
+    both = torch.cat((before @ weight.double(), weight.double()))
+    added = torch.cat((before @ bias.double(), bias.double()))
+    return both.half(), added.float()
+
+
 def timed_input(device: torch.device) -> Tensor:
     """(64, 4096) bf16 in fragment order: zeros, and ones where `timed_weight` has the bias."""
     values = torch.zeros(MAX_ROWS * 4 * WIDTH, dtype=torch.bfloat16, device=device)
