@@ -228,9 +228,7 @@ def _linear_gated(op: str, x: Tensor, packed: Tensor, *, silu: bool) -> Tensor:
     if choice.kernel == "hopper" and shape["k"] % 64 == 0 and shape["n"] % 128 == 0:
         from taktline_kernels.cuda.geglu import linear_geglu as hopper
 
-        asked = choice.config
-        pair = bool(asked.get("pair")) and shape["n"] % 256 == 0
-        return hopper(x, packed, tile=asked.get("tile"), span=asked.get("span", 12), silu=silu, pair=pair)
+        return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12), silu=silu)
     both = torch.nn.functional.linear(x, packed)
     return activations.swiglu(both, {}, paired=True) if silu else activations.geglu(both, {}, paired=True)
 

@@ -3,48 +3,11 @@
 // gate and up of one output meet in one thread, their rows interleaved by eights), tokens its BN columns; BN is any
 // multiple of 8, which wastes less on odd token counts than tiles of 128 tokens.
 // The host prepends hopper.cuh and wgmma(), generated for BN.
-// With PAIR two blocks of a cluster have the same tokens and neighbouring weights: each brings half of the tokens for both.
 // With EIGHT the operands are e4m3, each row with a scale: one step of 64 columns is 128 numbers then.
 
 #define WEIGHT_STAGE (256 * 128)
 #define TOKEN_STAGE (BN * 128)
 #define STAGE (WEIGHT_STAGE + TOKEN_STAGE)
-
-#ifndef PAIR
-#define PAIR 0
-#endif
-#define BLOCKS (1 + PAIR)
-#if PAIR
-#define FIRST (blockIdx.x / 2)
-#define STEP (gridDim.x / 2)
-#define OWN(weight) (2 * weight + own)
-#define TOKEN_PART (BN / 2)  // a multiple of 8: whole swizzle atoms
-DEVICE u32 block_of_pair() {
-  u32 rank;
-  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-DEVICE void meet() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE void copy_to_both(u32 target, const TensorMap* map, int column, int row, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(map), "r"(column), "r"(row), "r"(bar), "h"((u16)3)
-      : "memory");
-}
-// A stage is free when nobody in either block reads it: the tokens come to both.
-DEVICE void leave(u32 bar) {
-#pragma unroll
-  for (int block = 0; block < 2; ++block)
-    asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(bar),
-                 "r"(block)
-                 : "memory");
-}
-#else
-#define FIRST blockIdx.x
-#define STEP gridDim.x
-#define OWN(weight) weight
-DEVICE void leave(u32 bar) { barrier_arrive(bar); }
-#endif
 
 #ifndef SILU
 #define SILU 0
@@ -73,22 +36,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
 ) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
-  const int group = threadIdx.x >> 7, tiles = token_tiles * (weight_tiles / BLOCKS);
+  const int group = threadIdx.x >> 7, tiles = token_tiles * weight_tiles;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(smem_address(&full[i]), 1);
-      barrier_init(smem_address(&empty[i]), 2 * BLOCKS);
+      barrier_init(smem_address(&empty[i]), 2);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#if PAIR
-  meet();
-  const int own = block_of_pair();
-#else
   __syncthreads();
-#endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const u32 base = smem_address(shared);
 
@@ -97,20 +55,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     if (threadIdx.x == 256) {
       int stage = 0;
       u32 parity = 1;
-      for (int index = FIRST; index < tiles; index += STEP) {
+      for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         int weight, token;
-        tile_of(index, token_tiles, weight_tiles / BLOCKS, span, weight, token);
-        weight = OWN(weight);
+        tile_of(index, token_tiles, weight_tiles, span, weight, token);
         for (int block = 0; block < blocks; ++block) {
           barrier_wait(smem_address(&empty[stage]), parity);
           const u32 bar = smem_address(&full[stage]), target = base + stage * STAGE;
           barrier_expect(bar, STAGE);
           copy_tile(target, &weights, block * 64, weight * 256, bar);
-#if PAIR
-          copy_to_both(target + WEIGHT_STAGE + own * TOKEN_PART * 128, &tokens, block * 64, token * BN + own * TOKEN_PART, bar);
-#else
           copy_tile(target + WEIGHT_STAGE, &tokens, block * 64, token * BN, bar);
-#endif
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -121,10 +74,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     const u32 staging = base + STAGES * STAGE + group * (BN * 128);
     int stage = 0;
     u32 parity = 0;
-    for (int index = FIRST; index < tiles; index += STEP) {
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
       int weight, token;
-      tile_of(index, token_tiles, weight_tiles / BLOCKS, span, weight, token);
-      weight = OWN(weight);
+      tile_of(index, token_tiles, weight_tiles, span, weight, token);
       int previous = -1;
       // Sums that begin at zero and are settled before they are read: else ptxas waits after every product.
       float low[BN / 2], high[BN / 2];
@@ -141,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (previous >= 0 && local == 0) leave(smem_address(&empty[previous]));
+        if (previous >= 0 && local == 0) barrier_arrive(smem_address(&empty[previous]));
         previous = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
@@ -149,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(low[i]), "+f"(high[i])::"memory");
       if (local == 0) {
-        leave(smem_address(&empty[previous]));
+        barrier_arrive(smem_address(&empty[previous]));
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       }
       group_barrier(1 + group);
@@ -204,8 +156,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) geglu_product(const __grid_
     }
     if (local == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-#if PAIR
-  __syncwarp();
-  meet();  // the other block may still bring tokens here
-#endif
 }

@@ -41,10 +41,8 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 
 
 @functools.cache
-def product_kernel(columns: int, silu: bool, eight: bool, pair: bool = False) -> CudaKernel:
+def product_kernel(columns: int, silu: bool, eight: bool) -> CudaKernel:
     """The compiled file for tiles of `columns` tokens; `silu` instead of gelu, or `eight` for e4m3.
-
-    With `pair` two blocks share their tokens, whose number must be a multiple of 16, and the weight tiles must be even.
 
     Raises:
         RuntimeError: it cannot be compiled or loaded here.
@@ -53,10 +51,9 @@ def product_kernel(columns: int, silu: bool, eight: bool, pair: bool = False) ->
     return CudaKernel(
         "geglu.cu",
         "geglu_product",
-        {"BN": columns, "STAGES": _STAGES, "EIGHT": int(eight), "SILU": int(silu)} | ({"PAIR": 1} if pair else {}),
+        {"BN": columns, "STAGES": _STAGES, "EIGHT": int(eight), "SILU": int(silu)},
         threads=384,
         shared_bytes=shared,
-        cluster=2 if pair else 1,
         prologue=wgmma_source(columns, eight),
     )
 
@@ -73,9 +70,7 @@ def tile_for(rows: int, width: int, processors: int) -> int:
     return min(TOKEN_TILES, key=cost)
 
 
-def linear_geglu(
-    x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12, silu: bool = False, pair: bool = False
-) -> Tensor:
+def linear_geglu(x: Tensor, packed: Tensor, *, tile: int | None = None, span: int = 12, silu: bool = False) -> Tensor:
     """Run the kernel.
 
     Args:
@@ -84,7 +79,6 @@ def linear_geglu(
         tile: tokens of a tile; None chooses.
         span: weight tiles that a wave of blocks works on together.
         silu: silu instead of gelu.
-        pair: two blocks share their tokens.
 
     Returns:
         (..., n) bf16.
@@ -96,17 +90,16 @@ def linear_geglu(
     processors = nvrtc.processors(x.device)
     columns = tile or tile_for(rows, width, processors)
     token_tiles, weight_tiles = -(-rows // columns), width // 128
-    blocks = 2 if pair else 1
-    product_kernel(columns, silu, False, pair).launch(
-        (min(processors // blocks * blocks, token_tiles * weight_tiles), 1, 1),
+    product_kernel(columns, silu, False).launch(
+        (min(processors, token_tiles * weight_tiles), 1, 1),
         [
             nvrtc.tensor_map(packed, (256, 64)),
-            nvrtc.tensor_map(flat, (columns // blocks, 64)),
+            nvrtc.tensor_map(flat, (columns, 64)),
             nvrtc.tensor_map(out.view(rows, width), (columns, 64)),
             ctypes.c_int(token_tiles),
             ctypes.c_int(weight_tiles),
             ctypes.c_int(depth // 64),
-            ctypes.c_int(min(span, weight_tiles) // blocks),
+            ctypes.c_int(min(span, weight_tiles)),
         ],
         overlap=True,
     )

@@ -16,8 +16,7 @@ def linear_swiglu(x: Fp8Rows, packed: Fp8Rows, config: Mapping[str, int]) -> Ten
     """Run `ops.fp8_products.linear_swiglu_fp8`; n and k must be multiples of 128.
 
     Args:
-        config: tile, tokens of a tile; span, weight tiles that a wave of blocks works on together; pair, whether two
-            blocks share their tokens. All are optional.
+        config: tile, tokens of a tile, and span, weight tiles that a wave of blocks works on together; both optional.
     """
     depth = x.values.shape[-1]
     flat = x.values.view(-1, depth)
@@ -27,17 +26,16 @@ def linear_swiglu(x: Fp8Rows, packed: Fp8Rows, config: Mapping[str, int]) -> Ten
     columns = config.get("tile") or geglu.tile_for(rows, width, processors)
     token_tiles, weight_tiles = -(-rows // columns), width // 128
     half = torch.bfloat16  # two numbers of a byte as one of two, for the copy engine
-    blocks = 2 if config.get("pair") and weight_tiles % 2 == 0 else 1
-    geglu.product_kernel(columns, True, True, blocks == 2).launch(
-        (min(processors // blocks * blocks, token_tiles * weight_tiles), 1, 1),
+    geglu.product_kernel(columns, True, True).launch(
+        (min(processors, token_tiles * weight_tiles), 1, 1),
         [
             nvrtc.tensor_map(packed.values.view(half), (256, 64)),
-            nvrtc.tensor_map(flat.view(half), (columns // blocks, 64)),
+            nvrtc.tensor_map(flat.view(half), (columns, 64)),
             nvrtc.tensor_map(out.view(rows, width), (columns, 64)),
             ctypes.c_int(token_tiles),
             ctypes.c_int(weight_tiles),
             ctypes.c_int(depth // 128),
-            ctypes.c_int(min(config.get("span", 12), weight_tiles) // blocks),
+            ctypes.c_int(min(config.get("span", 12), weight_tiles)),
             packed.scales,
             x.scales,
             ctypes.c_int(rows),
