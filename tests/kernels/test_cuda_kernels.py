@@ -258,7 +258,7 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     timed += (torch.randn(1024, 32, device="cuda") / 6, torch.randn(1024, device="cuda") / 10)
     packed = [expert.ExpertLayer(q, o, gpu.pack_gate_up(g), d) for q, o, g, d in layers]
     projections = expert.Projections(*heads, *(timed if state else ()))
-    chain = expert.ExpertChain(packed, scale, shift, gate, projections, max_keys=max_keys)
+    chain = expert.ExpertChain(packed, scale, shift, gate, projections, max_keys=max_keys, steady=state == "steady")
     assert chain.starts == (state == "steady")
     keys, values = (torch.randn(depth, max_keys, 256, device="cuda").bfloat16() for _ in range(2))
     before, values_before = keys.clone(), values.clone()

@@ -63,6 +63,7 @@ class ExpertChain:
         projections: between actions and expert.
         max_keys: most prefix slots plus suffix tokens of a request.
         eps: of the norms.
+        steady: no step changes the norms, and they shift nothing (π0).
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class ExpertChain:
         projections: Projections,
         max_keys: int,
         eps: float = 1e-6,
+        *,
+        steady: bool = False,
     ) -> None:
         self._scale, self._shift, self._gate = scale, shift, gate
         p = self._projections = projections
@@ -102,8 +105,7 @@ class ExpertChain:
         self._query = torch.zeros(MAX_ROWS, HEADS * HEAD_DIM, dtype=bf16, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(MAX_ROWS, HIDDEN, dtype=bf16, device=device)
-        # The factor of the first norm can come after the product where no step changes it and it shifts nothing.
-        steady = torch.equal(scale[:, 0], scale[:1, 0].expand_as(scale[:, 0])) and not bool(shift[:, 0].any())
+        # The factor of a norm that no step changes and that shifts nothing can come after the product.
         self.starts = p.time_weight is not None and steady
         self._kernels = ExpertKernels(eps, self._steps, timed=p.time_weight is not None)
         self._after = torch.zeros(1, dtype=torch.int32, device=device)

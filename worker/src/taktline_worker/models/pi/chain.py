@@ -46,7 +46,16 @@ def make_chain(
         heads.state_bias,
     )
     try:
-        chain = ExpertChain(layers, norms.scale, norms.shift, norms.gate, projections, max_keys=max_keys, eps=RMS_EPS)
+        chain = ExpertChain(
+            layers,
+            norms.scale,
+            norms.shift,
+            norms.gate,
+            projections,
+            max_keys=max_keys,
+            eps=RMS_EPS,
+            steady=weights.adaptive is None,
+        )
     except RuntimeError as error:
         reason = f"it cannot be compiled or loaded here: {error}"
         logger.warning("the expert's kernel chain is not used: %s", reason)
