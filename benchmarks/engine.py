@@ -311,7 +311,9 @@ def main() -> None:
     wanted_rows = [
         (subject, bucket) for bucket in shapes for subject in subjects if bucket in runners[subject].captured
     ]
-    wanted_rows.sort(key=lambda one: GOALS.index(one) if one in GOALS else len(GOALS))
+    wanted_rows.sort(
+        key=lambda one: (GOALS.index(one) if one in GOALS else len(GOALS), one[0] != ("pi05", "bf16"), one[1].rows)
+    )
     for subject, bucket in wanted_rows if options.part != "peers" else ():
         if time.monotonic() - START > options.limit_s:
             say(f"{' '.join(subject)} {bucket}: skipped")
