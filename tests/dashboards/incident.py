@@ -63,7 +63,6 @@ class Record:
     fired: dict[str, set[str]] = field(default_factory=dict)  # by policy
     codes: dict[str, set[int]] = field(default_factory=dict)
     taken_back: dict = field(default_factory=dict)  # status.rollout after the bad rollout
-    events: set[tuple[str, str]] = field(default_factory=set)  # type and reason, of the policy that changed
     gateway_down_fired: bool = False
     rarely_scraped: list[str] = field(default_factory=list)
 
@@ -137,8 +136,9 @@ class Incident:
         for policy, alerts in EXPECTED.items():
             for name, labels in alerts:
                 prometheus.until(lambda n=name, m=labels, p=policy: self._fires(n, p, m), f"{name} of {policy} firing")
+        told = ("Warning", "ParityFailed")
+        prometheus.until(lambda: told in self.operator.events(), f"an event of {CHANGE} being told")
         self.record.taken_back = self.operator.status()["rollout"]
-        self.record.events = self.operator.events()
 
         factory.speed(SLOW, 1)
         factory.worker(DEAD, DEAD, **WORKERS[DEAD])

@@ -31,7 +31,7 @@ from .prometheus_run import free_port
 
 Json = dict[str, Any]
 NAMESPACE = "factory"
-BUDGET_MS = 4000.0
+BUDGET_MS = 8000.0
 GOOD, BAD = "a", "b"
 ACTIONS = {GOOD: 0.0, BAD: 1.0}
 """Action of each revision's workers, in all dimensions at all times."""
