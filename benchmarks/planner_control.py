@@ -1,6 +1,6 @@
 """What overlap, fewer rounds and warm starts are worth to an arm under a planner, on a simulated clock.
 
-    python benchmarks/planner_control.py [--plan-s 10=5.54 3=1.66] [--out DIR]
+    python benchmarks/planner_control.py [--plan-s 10=5.02 3=1.52] [--out DIR]
 
 The SDK's own loop (`taktline.plan_and_move`) drives a simulated arm: one second an action, 4 mm of execution error, a
 goal 21.6 cm away, as in the published study of this planner. The search is the worker's; its world model here
@@ -125,7 +125,7 @@ def chunk_of(actions: Any) -> Chunk:
 def main() -> None:
     """Run all combinations and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan-s", nargs="+", default=["10=5.54", "3=1.66"], metavar="ROUNDS=SECONDS")
+    parser.add_argument("--plan-s", nargs="+", default=["10=5.02", "3=1.52"], metavar="ROUNDS=SECONDS")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
     options = parser.parse_args()
     plan_s = {int(rounds): float(seconds) for rounds, seconds in (one.split("=") for one in options.plan_s)}
