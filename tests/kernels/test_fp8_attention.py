@@ -58,7 +58,7 @@ def test_the_room_holds_the_worst_roundings():
     multiplier = head_multipliers(torch.ones(8), torch.ones(8), weight, ones)[2]
     rounded = [t.to(torch.float8_e4m3fn).float() for t in (weight[0], token)]
     assert float(rounded[0][0] / weight[0, 0]) > 1.058
-    # A normed row of 4096 equal numbers is one of ones: its length, the square root of the width, is what the bound takes.
+    # A normed row of 4096 equal numbers is one of ones: its length, the root of the width, is what the bound takes.
     value = ((rounded[0] * rounded[1]).sum() / worst * (1 + 2**-8)).item()
     assert 0.98 * 448 < value * float(multiplier) <= 448
 
