@@ -200,8 +200,10 @@ def test_tuning_on_a_gpu(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "table.toml"
     done = CliRunner().invoke(
         app,
-        ["tune", str(folder), "--batches", "1", "--runs", "3", "--precision", "fp32", "--out", str(path)]
-        + ["--ops", "layer_norm,geglu"],  # all of them compile for a minute and a half
+        [
+            *("tune", str(folder), "--batches", "1", "--runs", "3", "--precision", "fp32", "--out", str(path)),
+            *("--ops", "layer_norm,geglu"),  # all of them compile for a minute and a half
+        ],
         catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
