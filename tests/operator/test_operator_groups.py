@@ -342,6 +342,54 @@ def test_an_old_group_whose_node_falters_is_not_taken_for_lost(make: Any, since:
     assert found.route.targets == (), "it gets no observations meanwhile"
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["the first falters", "the second falters"])
+@pytest.mark.parametrize("new_serves", [False, True], ids=["no room for a new one", "a new one serves"])
+def test_a_group_that_serves_is_kept_before_one_that_falters(make: Any, which: int, new_serves: bool) -> None:
+    old = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2})
+    before = make.plan(old, observed(make, old), make.settings).desired
+    ordered = sorted(sets_of(before), key=lambda found: str(found["metadata"]["name"]))
+    faltering, serving = ordered[which], ordered[1 - which]
+    new = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2, "image": "registry.example/worker:2"})
+    pods = [*pods_of(faltering), *pods_of(serving)]
+    made = sets_of(make.plan(new, observed(make, new, before, pods), make.settings).writes)[0]
+    for pod in pods[:2]:
+        began = {"type": "Initialized", "status": "True", "lastTransitionTime": "2026-03-01T07:00:00Z"}
+        ready = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-03-01T07:59:45Z"}
+        pod["status"]["conditions"] = [began, ready]
+    new_pods = pods_of(made)
+    for pod in () if new_serves else new_pods:
+        short = {"type": "PodScheduled", "status": "False", "message": "0/4 nodes: 4 Insufficient nvidia.com/gpu."}
+        pod["metadata"]["creationTimestamp"] = "2026-03-01T07:00:00Z"
+        pod["status"] = {"phase": "Pending", "conditions": [short]}
+    found = make.plan(new, observed(make, new, [*before, made], [*pods, *new_pods]), make.settings)
+    gone = {ref.name for ref in found.deletions if ref.kind == "StatefulSet"}
+    assert gone == ({faltering["metadata"]["name"]} if new_serves else set())
+    if not new_serves:
+        assert found.again_s is not None, "it is looked at again when its time is over"
+        assert found.again_s <= 45.0
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["all is well", "a pod never ends"])
+def test_a_pod_that_never_ends_holds_no_rollout_up(make: Any, stuck: bool) -> None:
+    """Its node is dead: it stays Terminating for good, and no room comes of it."""
+    old = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2})
+    before = make.plan(old, observed(make, old), make.settings).desired
+    new = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2, "image": "registry.example/worker:2"})
+    pods = [pod for found in sets_of(before) for pod in pods_of(found)]
+    made = sets_of(make.plan(new, observed(make, new, before, pods), make.settings).writes)[0]
+    dead = copy.deepcopy(pods[0])
+    dead["metadata"] |= {"name": "gone-0", "deletionTimestamp": "2026-03-01T01:00:00Z"}
+    dead["metadata"]["labels"][naming.LABEL_GROUP] = "reach-line-000000-0"
+    new_pods = pods_of(made)
+    for pod in new_pods:
+        short = {"type": "PodScheduled", "status": "False", "message": "0/4 nodes: 4 Insufficient nvidia.com/gpu."}
+        pod["metadata"]["creationTimestamp"] = "2026-03-01T01:00:00Z"
+        pod["status"] = {"phase": "Pending", "conditions": [short]}
+    seen = [*pods, *new_pods, *([dead] if stuck else [])]
+    found = make.plan(new, observed(make, new, [*before, made], seen), make.settings)
+    assert len([ref for ref in found.deletions if ref.kind == "StatefulSet"]) == 1
+
+
 def test_pods_of_a_group_that_was_just_taken_away_let_no_other_go(make: Any) -> None:
     """For a moment they are ready and nobody owns them: taken for workers of another kind, they cost the last one."""
     old = planner(make, pool={"gpusPerNode": 8, "minReplicas": 2})
@@ -451,8 +499,8 @@ def test_groups_are_put_together_one_at_a_time_where_room_is_short() -> None:
     later = gangs.roll(3, {0: True, 1: False, 2: False}, {}, starved=True)
     assert later.numbers == (0, 1)
     # An old group makes room for a new one, but never the only one.
-    assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, starved=True).kept) == 1
-    assert gangs.roll(1, {0: False}, {"a": True}, starved=True).kept == {"a"}
+    assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, starved=True, held=True).kept) == 1
+    assert gangs.roll(1, {0: False}, {"a": True}, starved=True, held=True).kept == {"a"}
     # A queue admits a group as a whole: nothing is half placed, and none loses its turn.
     assert gangs.roll(3, {0: False, 1: False, 2: False}, {}, held=True).numbers == (0, 1, 2)
     assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, held=True).kept) == 1

@@ -29,7 +29,7 @@ def pod(state: str, template: str, created: float = 0.0, *, queue: str = "robots
         "annotations": {naming.ANNOTATION_TEMPLATE: template},
     }
     if state == "leaves":
-        metadata["deletionTimestamp"] = at(created)
+        metadata["deletionTimestamp"] = at(created)  # the end of its grace period
     spec: Json = {"containers": [{"resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}
     status: Json = {"phase": "Running", "podIP": "10.0.0.1", "conditions": []}
     if state == "waits":
@@ -67,11 +67,18 @@ class Rollout:
     def done(self) -> bool:
         return not self.old and self.serving() == min(self.wanted, self.quota)
 
+    def count(self) -> PoolCount:
+        pods = [self.pod(worker) for worker in self.all()]
+        return PoolCount("line", "h100", self.wanted, "b", pods)
+
+    def pod(self, worker: Worker) -> Json:
+        since = worker.since + DRAIN_S if worker.state == "leaves" else worker.created
+        return pod(worker.state, worker.template, since)
+
     def step(self) -> None:
         self.now += STEP_S
         self._kubelet_and_queue()
-        pods = [pod(worker.state, worker.template, worker.created) for worker in self.all()]
-        count = PoolCount("line", "h100", self.wanted, "b", pods)
+        count = self.count()
         told = {"type": "Progressing", "lastUpdateTime": at(self.progressed)}
         spec = {"replicas": self.wanted, "strategy": {"rollingUpdate": self.update}}
         live = {"spec": spec, "status": {"conditions": [told]}}
@@ -131,9 +138,77 @@ def test_the_last_worker_stays_where_the_quota_admits_no_second() -> None:
     for _ in range(500):
         run.step()
         assert run.serving() == 1
-    pods = [pod(worker.state, worker.template, worker.created) for worker in run.all()]
+    assert "no room for a second worker" in surge.note([run.count()], [run.update], at(run.now), ["Deployment"])
+
+
+class Stolen(Rollout):
+    """Older pods of other policies wait in the same queue and take each place that becomes free."""
+
+    def _kubelet_and_queue(self) -> None:
+        quota, self.quota = self.quota, 0
+        super()._kubelet_and_queue()
+        self.quota = quota
+
+
+class NeverFits(Stolen):
+    """Another revision asks for more than any node has, and no queue: the scheduler says so."""
+
+    def pod(self, worker: Worker) -> Json:
+        found = super().pod(worker)
+        return starved(found, gpus=8) if worker.template == "b" and worker.state == "waits" else found
+
+
+def starved(found: Json, gpus: int = 1) -> Json:
+    found["spec"] = {"containers": [{"resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}
+    words = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu. preemption: 0/4 nodes are available."
+    since = found["metadata"]["creationTimestamp"]
+    told = {"type": "PodScheduled", "status": "False", "message": words, "lastTransitionTime": since}
+    found["status"] = {"phase": "Pending", "conditions": [told]}
+    return found
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 4, 8])
+def test_one_worker_at_most_leaves_where_its_room_goes_to_others(wanted: int) -> None:
+    run = Stolen(wanted, wanted)
+    for _ in range(400):
+        run.step()
+    assert run.serving() == wanted - 1
+    said = surge.note([run.count()], [run.update], at(run.now), ["Deployment"])
+    beside = "a second worker beside the one that serves" if wanted == 2 else "another worker"
+    assert said == f"; pool line has no room for {beside}: free some"
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 8])
+def test_no_worker_leaves_for_one_that_fits_no_node(wanted: int) -> None:
+    run = NeverFits(wanted, wanted)
+    for _ in range(400):
+        run.step()
+        assert run.serving() == wanted
+    said = surge.note([run.count()], [run.update], at(run.now), ["Deployment"])
+    assert "they ask for more than those would leave" in said
+
+
+def test_only_what_is_short_is_compared() -> None:
+    """More memory of nodes that have enough of it is no reason to stay."""
+    new = starved(pod("waits", "b"))
+    new["spec"]["containers"][0]["resources"]["limits"]["memory"] = "64Gi"
+    assert surge.strategy(count_of(new), None, at(3600)) == surge.YIELD
+
+
+def test_an_old_worker_that_does_not_serve_makes_room_too() -> None:
+    pods = [pod("fails", "a", n) for n in range(2)]
+    count = PoolCount("line", "h100", 2, "b", [*pods, starved(pod("waits", "b"))])
+    assert surge.strategy(count, None, at(3600)) == surge.YIELD
+
+
+@pytest.mark.parametrize(("hours", "strategy"), [(10, surge.YIELD), (0, surge.SURGE)], ids=["stuck", "leaves"])
+def test_a_pod_that_never_ends_holds_no_rollout_up(hours: int, strategy: Json) -> None:
+    """Its node is dead: it stays Terminating for good, and no room comes of it."""
+    now = 36000
+    pods = [pod("serves", "a", n) for n in range(3)]
+    pods += [pod("leaves", "a", now - 3600 * hours), starved(pod("waits", "b"))]
     count = PoolCount("line", "h100", 3, "b", pods)
-    assert "no room for a second worker" in surge.note([count], [run.update], at(run.now), ["Deployment"])
+    assert surge.strategy(count, None, at(now)) == strategy
 
 
 def test_quota_that_comes_in_the_middle_of_a_rollout_is_not_given_away() -> None:
@@ -152,8 +227,9 @@ def test_quota_that_comes_in_the_middle_of_a_rollout_is_not_given_away() -> None
 class Groups:
     """Groups of a line with a queue, from the moment at which another template is asked for."""
 
-    def __init__(self, wanted: int, quota: int) -> None:
-        self.wanted, self.quota, self.now = wanted, quota, 0.0
+    def __init__(self, wanted: int, quota: int, *, stolen: bool = False, by_nodes: bool = False) -> None:
+        self.wanted, self.quota, self.now, self.first = wanted, quota, 0.0, float(STEP_S)
+        self.stolen, self.by_nodes = stolen, by_nodes  # whether others take what becomes free; no queue has a say
         self.old = {f"old-{n}": Worker("a", "serves", -900.0) for n in range(min(wanted, quota))}
         self.leaving: list[float] = []
         self.new: dict[int, Worker] = {}
@@ -175,7 +251,7 @@ class Groups:
                 worker.state = "serves"
         waiting = [worker for worker in self.new.values() if worker.state == "waits"]
         held = len(self.old) + len(self.leaving) + len(self.new) - len(waiting)
-        if waiting and held < self.quota and self.now - self.freed >= FINDS_S:
+        if waiting and held < self.quota and self.now - self.freed >= FINDS_S and not self.stolen:
             waiting[0].state, waiting[0].since, self.freed = "starts", self.now, self.now
             waiting = waiting[1:]
         long = [self.now - worker.created for worker in waiting if self.now - worker.created >= surge.HELD_S]
@@ -185,7 +261,9 @@ class Groups:
             dict.fromkeys(self.old, True),
             held=bool(long),
             coming=bool(self.leaving) or any(worker.state == "starts" for worker in self.new.values()),
+            starved=bool(waiting) and self.by_nodes,
             waited_s=min(long, default=0.0),
+            later=sum(worker.created > self.first for worker in self.new.values()),
         )
         self.leaving += [self.now for name in self.old if name not in chosen.kept]
         self.old = {name: worker for name, worker in self.old.items() if name in chosen.kept}
@@ -205,6 +283,26 @@ def test_groups_are_rolled_where_the_quota_admits_fewer_than_are_wanted(wanted: 
             break
     assert run.done(), f"{run.old.keys()} {[(n, w.state) for n, w in run.new.items()]}"
     assert fewest >= (served if quota > wanted else served - 1)
+
+
+@pytest.mark.parametrize("by_nodes", [False, True], ids=["a queue", "nodes"])
+@pytest.mark.parametrize("wanted", [2, 3, 5, 8])
+def test_one_group_at_most_leaves_where_its_room_goes_to_others(wanted: int, by_nodes: bool) -> None:
+    run = Groups(wanted, wanted, stolen=True, by_nodes=by_nodes)
+    for _ in range(800):
+        run.step()
+    assert run.serving() == wanted - 1
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 5])
+def test_groups_are_rolled_where_nodes_have_room_for_as_many_as_are_wanted(wanted: int) -> None:
+    run = Groups(wanted, wanted, by_nodes=True)
+    for _ in range(2000):
+        run.step()
+        assert run.serving() >= wanted - 1
+        if run.done():
+            break
+    assert run.done()
 
 
 def test_the_last_group_stays_where_the_quota_admits_no_second() -> None:

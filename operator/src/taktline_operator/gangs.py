@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from taktline_operator import group_pods, groups, naming, surge, workload
 from taktline_operator.lineup import Line
 from taktline_operator.meshes import Shape
+from taktline_operator.rollout import seconds_between
 
 Json = dict[str, Any]
 
@@ -25,7 +26,9 @@ class Gang(NamedTuple):
         kept: (kind, name) of groups of an earlier template that serve on, as they are.
         removed: (kind, name) of workloads whose place is taken.
         serving: RayServices of the line whose application runs.
-        again_s: when a new group will have been ready for long enough, while an old one waits for that.
+        again_s: when a new group will have been ready for long enough, while an old one waits for that, or when an old
+            one that falters has had its time.
+        yields: whether an old group leaves before each new one comes, as there is no room beside them.
     """
 
     template: Json
@@ -36,6 +39,7 @@ class Gang(NamedTuple):
     removed: tuple[tuple[str, str], ...]
     serving: int = 0
     again_s: float | None = None
+    yields: bool = False
 
 
 def of(
@@ -79,9 +83,13 @@ def of(
     }
     old_sets = {
         child["metadata"]["name"]: child["metadata"]["name"] in whole
-        or group_pods.falters(units.get(child["metadata"]["name"], ()), now)
         for child in sets
         if child["metadata"]["name"] not in current_sets
+    }
+    faltering = {
+        name: left_s
+        for name, serves in old_sets.items()
+        if not serves and (left_s := group_pods.falters_s(units.get(name, ()), now))
     }
     # Workers of another kind of object (one pod each, before the mesh outgrew a node) are replaced as a whole.
     # Pods outlive the object that made them by a moment: those of a group that was taken away serve no longer.
@@ -89,14 +97,14 @@ def of(
     serving_elsewhere = [
         pod for pod in own if _is_ready(pod, whole) and _template_of(pod) != hash_ and _group_label(pod) not in leaving
     ]
-    elsewhere = len(serving_elsewhere) - sum(name in whole for name in old_sets)
+    elsewhere = len(serving_elsewhere) - sum(old_sets.values())
     new = group_pods.units(pod for pod in own if _template_of(pod) == hash_)
-    serving_old = [
-        unit
-        for name, unit in group_pods.units(own).items()
-        if name in whole and name not in new and _group_label(unit[0]) not in leaving
-    ]
-    pressing = surge.pressing(new.values(), serving_old, now) if admits else []
+    unready: list[list[Json]] = []
+    serving_old: list[list[Json]] = []
+    for name, unit in group_pods.units(own).items():
+        if name not in new and _group_label(unit[0]) not in leaving:
+            (serving_old if name in whole else unready).append(unit)
+    pressing = surge.pressing(new.values(), serving_old, now, unready) if admits else []
     chosen = roll(
         line.replicas,
         {numbers[name]: is_ready for name, is_ready in current_sets.items()},
@@ -104,10 +112,12 @@ def of(
         elsewhere,
         any(surge.is_without_room(pod) for unit in new.values() for pod in unit),
         held=bool(pressing),
-        coming=bool(leaving)
-        or any(pod["metadata"].get("deletionTimestamp") for pod in own)
-        or any(name not in whole and not any(map(surge.wants_room, unit)) for name, unit in new.items()),
+        coming=any(surge.leaves(pod, now) for pod in own)
+        or any(_group_label(pod) in leaving and not pod["metadata"].get("deletionTimestamp") for pod in own)
+        or any(name not in whole and surge.is_starting(unit) for name, unit in new.items()),
         waited_s=surge.waited_s(pressing, now),
+        faltering=faltering,
+        later=_later([child for child in sets if child["metadata"]["name"] in current_sets]),
     )
     removed = [(kind, name) for name in old_sets if name not in chosen.kept]
     wanted = {groups.group_name(line, hash_, number) for number in chosen.numbers}
@@ -115,6 +125,7 @@ def of(
     serving = sum(current_sets[name] for name in wanted if name in current_sets)
     removed += [_ref(child) for child in others if serving >= line.replicas]
     waits = [settling[name] for name in current_sets if settling.get(name)] if old_sets or others else []
+    waits += [left_s for name, left_s in faltering.items() if name in chosen.kept]
     return Gang(
         template=made,
         shape=shape,
@@ -124,14 +135,16 @@ def of(
         | frozenset(_ref(child) for child in others if serving < line.replicas),
         removed=tuple(sorted(removed)),
         again_s=min(waits, default=None),
+        yields=chosen.yields,
     )
 
 
 class Chosen(NamedTuple):
-    """Numbers of the new groups to have, and names of the old ones to keep."""
+    """Numbers of the new groups to have, names of the old ones to keep, and whether those make room for the new."""
 
     numbers: tuple[int, ...]
     kept: frozenset[str]
+    yields: bool = False
 
 
 def roll(
@@ -144,14 +157,17 @@ def roll(
     held: bool = False,
     coming: bool = False,
     waited_s: float = 0.0,
+    faltering: Collection[str] = (),
+    later: int = 0,
 ) -> Chosen:
     """Which groups to have now.
 
     Old groups that serve are kept until new ones do in their place; those that do not serve go at once. One group more
     than wanted may exist. Where a new one finds no room, and there are two or more, an old one makes room for it; and
     one group at a time is put together, so that no two wait for each other with half of their pods placed. Where fewer
-    serve than are wanted, as there never was room for all, one of those leaves: but only after so long that the room of
-    each that is missing would have been found, and never the last.
+    serve than are wanted, as a queue never admitted all, one of those leaves: but only after so long that the room of
+    each that is missing would have been found, never the last, and never a second one where the first that left has
+    brought nobody. One that falters may come back and is kept after all that serve; nobody leaves meanwhile.
 
     Args:
         wanted: groups in the end.
@@ -159,26 +175,31 @@ def roll(
         old: name -> whether it serves, of groups of other templates.
         elsewhere: workers of other kinds of objects that serve and will go.
         starved: whether the scheduler finds no room for a pod of a new group.
-        held: whether a queue has no quota for one; what it does admit it admits as a whole.
+        held: whether one would run if an old one made room. What a queue admits it admits as a whole.
         coming: whether room is about to be found: a group leaves, or a new one has its room and starts.
         waited_s: how long the last to come of the new groups that find no room has waited; each that leaves brings one.
+        faltering: old groups that do not serve at this moment and have only just ceased to.
+        later: new groups that were made after the first of them, each as an old one had left.
     """
     serving = sum(current.values())
     left = sum(old.values()) + max(0, elsewhere)
     spared = max(0, wanted - serving)
-    if (starved or held) and wanted >= 2 and 0 < left <= spared and not coming:
-        missing = wanted - serving - left
+    missing = wanted - serving - left
+    fruitless = later > serving or (starved and missing > 0)
+    yields = held and wanted >= 2 and left > 0 and not fruitless
+    if yields and left <= spared and not (coming or faltering):
         # Time for the room of those that are missing to be found, and of the one that the last new one replaced.
         times = max(0, missing) + (1 if serving else 0)
         if not times or waited_s >= surge.HELD_S + times * surge.ROOM_S:
             spared = max(left - 1, 0 if serving else 1)
-    kept = frozenset(sorted(name for name, is_ready in old.items() if is_ready)[: max(0, spared - elsewhere)])
+    candidates = sorted(name for name, is_ready in old.items() if is_ready) + sorted(faltering)
+    kept = frozenset(candidates[: max(0, spared - elsewhere)])
     count = wanted if elsewhere else min(wanted, max(len(current), wanted + 1 - len(kept)))
     if starved:
         count = min(count, serving + 1)
     staying = sorted(sorted(current, key=lambda number: (not current[number], number))[:count])
     free = (number for number in range(wanted + len(current) + 1) if number not in current)
-    return Chosen(tuple(sorted([*staying, *(next(free) for _ in range(count - len(staying)))])), kept)
+    return Chosen(tuple(sorted([*staying, *(next(free) for _ in range(count - len(staying)))])), kept, yields)
 
 
 def superseded(line: Line, children: Sequence[Json], serving: int) -> tuple[tuple[str, str], ...]:
@@ -196,6 +217,16 @@ def is_of(line: Line, child: Json) -> bool:
         return False
     same = labels.get(naming.LABEL_POOL) == line.pool.name and labels.get(naming.LABEL_TRACK, "") == line.track
     return bool(same and not child["metadata"].get("deletionTimestamp"))
+
+
+def _later(sets: Sequence[Json]) -> int:
+    """How many of these were made after the first: nobody leaves within `HELD_S` of that, so those made by then are it.
+
+    Where that is not told, as in a list of planned objects, all count as the first.
+    """
+    made = [child["metadata"].get("creationTimestamp", "") for child in sets]
+    first = min(filter(None, made), default="")
+    return sum(seconds_between(first, at) > surge.HELD_S / 2 for at in made)
 
 
 def _is_ready(pod: Json, ready: Collection[str]) -> bool:

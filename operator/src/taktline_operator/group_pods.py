@@ -69,14 +69,14 @@ def settles_s(members: Sequence[Json], now: str) -> float:
     return max(0.0, workload.MIN_READY_S - lasted_s) if lasted_s > -workload.MIN_READY_S else 0.0
 
 
-def falters(members: Sequence[Json], now: str) -> bool:
-    """Whether a group that is complete has only just ceased to be ready: a node that was not heard of for a moment.
+def falters_s(members: Sequence[Json], now: str) -> float:
+    """How long a group that is complete, and has only just ceased to be ready, is still waited for; 0 where it is not.
 
-    What never was ready, or has told of it for longer, is not waited for.
+    Its node was not heard of for a moment. What never was ready, or has told of it for longer, is not waited for.
     """
     sizes = {member["metadata"].get("annotations", {}).get(naming.ANNOTATION_GROUP_SIZE, "1") for member in members}
     if sizes != {str(len(members))} or any(member["metadata"].get("deletionTimestamp") for member in members):
-        return False
+        return 0.0
     at, lasting = datetime.fromisoformat(now), []
     for member in members:
         told = {c["type"]: c for c in member.get("status", {}).get("conditions", [])}
@@ -85,9 +85,9 @@ def falters(members: Sequence[Json], now: str) -> bool:
             continue
         began, since = (told.get(kind, {}).get("lastTransitionTime") for kind in ("Initialized", "Ready"))
         if not began or not since or datetime.fromisoformat(since) <= datetime.fromisoformat(began):
-            return False  # it never was ready
+            return 0.0  # it never was ready
         lasting.append((at - datetime.fromisoformat(since)).total_seconds())
-    return bool(lasting) and max(lasting) < FALTER_S
+    return min(FALTER_S, max(0.0, FALTER_S - max(lasting))) if lasting else 0.0
 
 
 def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Json]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from taktline_operator import gangs, group_pods, groups, meshes, naming, ray_services, workload
+from taktline_operator import gangs, group_pods, groups, meshes, naming, ray_services, surge, workload
 from taktline_operator.gangs import Gang
 from taktline_operator.lineup import Line, Lineup
 from taktline_operator.spec import PolicyDeployment, Pool
@@ -57,6 +57,13 @@ def of(
                 line, image(line.pool), shape, children, pods, now, lws_installed=lws, admits=admits
             )
     return found
+
+
+def told(gang: Gang | None, strategy: Json) -> Json:
+    """How a line's workers replace each other, as `surge.note` tells it: a Deployment's strategy, or what groups do."""
+    if gang is None:
+        return strategy
+    return surge.YIELD if gang.yields else surge.SURGE
 
 
 def budget(policy: PolicyDeployment, pool: Pool, lines: Lineup, gang_of: Mapping[str, Gang]) -> Json:

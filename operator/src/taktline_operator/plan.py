@@ -249,6 +249,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         for line, count in zip(lines.serving, counts, strict=True)
     }
     makers = [gang_of[line.name].kind if line.name in gang_of else "Deployment" for line in lines.serving]
+    told = [grouping.told(gang_of.get(name), chosen) for name, chosen in strategies.items()]
     queued = observed.children if kueue.KIND in (observed.kinds or ()) else None
     desired = desired_objects(policy, settings, strategies, lines, trial.numbers, gang_of, queued)
     desired += tuple(
@@ -273,7 +274,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         deployments,
         settings.gateway_url,
         observed.now,
-        surge.note(counts, list(strategies.values()), observed.now, makers, admits=admits)
+        surge.note(counts, told, observed.now, makers, admits=admits)
         + stuck.creating_note(observed.pods, observed.now),
         trial,
         size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -20,6 +21,7 @@ HELD_S = 20.0
 """After so long in its queue a pod is not merely about to be admitted: every pod begins there."""
 ROOM_S = workload.DRAIN_S + HELD_S
 """After so long the room of a worker that was told to leave has been found by another, if it is of use to any."""
+_INSUFFICIENT = re.compile(r"Insufficient ([\w./-]*\w)")
 
 
 def wants_room(pod: Json) -> bool:
@@ -33,25 +35,42 @@ def is_without_room(pod: Json) -> bool:
     return scheduled.get("status") == "False" and "Insufficient" in scheduled.get("message", "")
 
 
-def pressing(new: Iterable[Unit], old: Iterable[Unit], now: str) -> list[Unit]:
+def pressing(new: Iterable[Unit], old: Iterable[Unit], now: str, unready: Iterable[Unit] = ()) -> list[Unit]:
     """Those of the new workers that would run if an old one made room.
 
     A worker that waits in a queue is one of them only where an old one that serves has what it waits for: a place in
-    the same queue, and no less of anything that it asks for. Nothing else would let it in.
+    the same queue, and no less of anything that it asks for. Nothing else would let it in. One that no node has room
+    for is one only where an old one has no less of all that is short.
 
     Args:
         old: workers that serve.
+        unready: old ones that do not.
     """
     served = [unit for unit in old if unit]
+    holding = served + [unit for unit in unready if unit and not any(map(wants_room, unit))]
     return [
         unit
         for unit in new
-        if any(is_without_room(pod) for pod in unit)
+        if (
+            (short := _short_of(unit)) is not None
+            and (not holding or any(_leaves_enough(other, unit, short) for other in holding))
+        )
         or (
             any(kueue.is_waiting(pod) and _wanted_s(pod, now) >= HELD_S for pod in unit)
             and any(_makes_room(other, unit) for other in served)
         )
     ]
+
+
+def leaves(pod: Json, now: str) -> bool:
+    """Whether a pod that was told to end is about to: one whose node is dead stays past its time, for good maybe."""
+    told = pod["metadata"].get("deletionTimestamp", "")  # the end of its grace period
+    return bool(told) and seconds_between(told, now) < HELD_S
+
+
+def is_starting(unit: Unit) -> bool:
+    """Whether a worker that does not serve yet has its room and starts."""
+    return not any(wants_room(pod) or pod["metadata"].get("deletionTimestamp") for pod in unit)
 
 
 def waited_s(units: Iterable[Unit], now: str) -> float:
@@ -76,9 +95,10 @@ def strategy(count: PoolCount, live: Json | None, now: str, *, admits: bool = Tr
     """The rolling-update parameters of a pool.
 
     With two workers or more, a rollout whose new pod finds no room takes one old worker away at a time; it keeps doing
-    so until it is through, though a pod that has found room is no longer starved. Where fewer serve than are wanted,
-    as there never was room for all, it counts from those: but only once the room of the one before has had its time to
-    be found. The last worker is never taken away: robots would have none while the new one loads.
+    so until it is through, though a pod that has found room is no longer starved. Where fewer serve than are wanted as
+    it begins, for there never was room for all, it counts from those. It counts no lower later: where the one that left
+    has brought nobody, another would not either. The last worker is never taken away: robots would have none while the
+    new one loads.
 
     Args:
         live: the Deployment as it is.
@@ -89,17 +109,17 @@ def strategy(count: PoolCount, live: Json | None, now: str, *, admits: bool = Tr
     spec = (live or {}).get("spec", {})
     update = spec.get("strategy", {}).get("rollingUpdate", {})
     yielding = update.get("maxSurge") == 0
-    pressed = admits and bool(_pressing(count, now)) and not _is_coming(count)
+    pressed = admits and bool(_pressing(count, now)) and not _is_coming(count, now)
     # Not while the room of one that was replaced is yet to be found: where new ones serve, there was some.
     begins = pressed and (count.updated_ready == 0 or _is_quiet(live or {}, now))
     if not yielding and not begins:
         return SURGE
     serving = min(count.ready, count.desired)
-    # Fewest that serve at any time. It rises with those that serve, and falls only where nothing else would help.
+    # Fewest that serve at any time. It rises with those that serve, and falls only as it begins.
     least = _number(spec.get("replicas")) - _number(update.get("maxUnavailable")) if yielding else count.desired - 1
     least = max(least, serving - 1)
-    if pressed and serving <= least and (not yielding or _is_quiet(live or {}, now)):
-        idle = any(not routing.is_ready(pod) and not wants_room(pod) for pod in count.old_pods)
+    if not yielding and serving <= least:
+        idle = any(not routing.is_ready(pod) and is_starting([pod]) for pod in count.old_pods)
         least = serving if idle else serving - 1  # one that holds room and does not serve leaves first
     return SURGE | {"maxSurge": 0, "maxUnavailable": count.desired - max(1, min(least, count.desired - 1))}
 
@@ -110,21 +130,31 @@ def note(
     """What the Progressing condition adds about room; empty when there is enough.
 
     Args:
+        strategies: of each pool; for groups, whose objects have none, what they do instead.
         makers: of each pool, the kind of object that makes its workers.
         admits: whether the policy's queue admits anybody; where it does not, the condition Queued says so.
     """
     for count, chosen, maker in zip(counts, strategies, makers, strict=True):
         if not count.old:
             continue
-        pressed = bool(_pressing(count, now))
+        found = _pressing(count, now)
+        pressed = bool(found)
+        # It has had its time, and nobody else leaves for it.
+        fruitless = count.ready <= count.desired - chosen["maxUnavailable"] and waited_s(found, now) >= HELD_S + ROOM_S
         if maker == "RayService":
             # KubeRay brings up a whole cluster beside the one that serves: none makes room for another.
             if admits and pressed:
                 return f"; pool {count.name} has no room for another Ray cluster beside the one that serves: free some"
-        elif chosen["maxSurge"] == 0 and count.ready > 1:
+        elif chosen["maxSurge"] == 0 and count.ready > 1 and not fruitless:
             return f"; pool {count.name} has no spare accelerator, so an old worker leaves before each new one"
         elif admits and pressed:
-            return f"; pool {count.name} has no room for a second worker beside the one that serves: free some"
+            beside = "a second worker beside the one that serves" if count.ready == 1 else "another worker"
+            return f"; pool {count.name} has no room for {beside}: free some"
+        if not pressed and any(map(is_without_room, count.current_pods)):
+            return (
+                f"; new workers of pool {count.name} find no node with room, and the old ones stay: they ask for more"
+                " than those would leave"
+            )
         if admits and not pressed and any(_is_held(pod, now) for pod in count.current_pods):
             return (
                 f"; new workers of pool {count.name} wait in their queue, and the old ones stay: it is not the room of"
@@ -134,14 +164,15 @@ def note(
 
 
 def _pressing(count: PoolCount, now: str) -> list[Unit]:
-    old = [[pod] for pod in count.old_pods if routing.is_ready(pod)]
-    return pressing([[pod] for pod in count.current_pods], old, now)
+    old: list[Unit] = [[pod] for pod in count.old_pods if routing.is_ready(pod)]
+    unready: list[Unit] = [[pod] for pod in count.old_pods if not routing.is_ready(pod)]
+    return pressing([[pod] for pod in count.current_pods], old, now, unready)
 
 
-def _is_coming(count: PoolCount) -> bool:
+def _is_coming(count: PoolCount, now: str) -> bool:
     """Whether room is about to be found: a worker leaves, or a new one has its room and starts."""
-    leaving = any(pod["metadata"].get("deletionTimestamp") for pod in (*count.old_pods, *count.current_pods))
-    return leaving or any(not routing.is_ready(pod) and not wants_room(pod) for pod in count.current_pods)
+    leaving = any(leaves(pod, now) for pod in (*count.old_pods, *count.current_pods))
+    return leaving or any(not routing.is_ready(pod) and is_starting([pod]) for pod in count.current_pods)
 
 
 def _is_quiet(live: Json, now: str) -> bool:
@@ -158,8 +189,18 @@ def _makes_room(old: Unit, new: Unit) -> bool:
     """Whether a worker that leaves leaves all that another one asks of the same queue."""
     if kueue.queue_of(old[0]) != kueue.queue_of(new[0]):
         return False
-    free = _asks(old)
-    return all(value <= free.get(name, Decimal(0)) for name, value in _asks(new).items())
+    return _leaves_enough(old, new, _asks(new))
+
+
+def _leaves_enough(old: Unit, new: Unit, names: Iterable[str]) -> bool:
+    free, asked = _asks(old), _asks(new)
+    return all(asked.get(name, Decimal(0)) <= free.get(name, Decimal(0)) for name in names)
+
+
+def _short_of(unit: Unit) -> set[str] | None:
+    """The resources that the scheduler finds too little of for a worker; None where it does not wait for room."""
+    found = [set(_INSUFFICIENT.findall(_scheduled(pod)["message"])) for pod in unit if is_without_room(pod)]
+    return set().union(*found) if found else None
 
 
 def _asks(unit: Unit) -> Mapping[str, Decimal]:
