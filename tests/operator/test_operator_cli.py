@@ -134,3 +134,13 @@ def test_the_reference_page_is_what_the_crd_says(capsys: pytest.CaptureFixture[s
     page = (Path(__file__).resolve().parents[2] / "docs" / "policydeployment.md").read_text()
     assert cli.main(["crd", "--markdown"]) == 0
     assert page.endswith(capsys.readouterr().out), "run: taktline-operator crd --markdown, and paste it into the page"
+
+
+@pytest.mark.parametrize("seconds", ["0.5", "61", "nan", "soon"])
+def test_a_resync_that_would_get_the_operator_restarted_is_refused(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process counts as dead after four minutes without a list, whatever was asked for."""
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--resync-seconds", seconds])
+    assert "a number of seconds from 1 to 60" in capsys.readouterr().err

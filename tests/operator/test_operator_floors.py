@@ -75,6 +75,17 @@ async def test_a_budget_below_the_measured_floor_is_told_where_nothing_scales(
     assert gateways.asked == asked
     assert not await turn(demand.TIMES_S)
     assert gateways.asked == asked + 1
+    # Other times are told as soon as they are seen.
+    gateways.p99_ms = 5.0
+    assert await turn(demand.TIMES_S)
+    assert caution(api)["status"] == "False"
+    # Workers of another revision are asked about at once.
+    asked = gateways.asked
+    body = api.objects["PolicyDeployment", *KEY]
+    body["status"]["currentRevision"] = "before"
+    await controller.handle(KEY)
+    assert not await turn(5.0)
+    assert gateways.asked == asked + 1
 
 
 def test_what_is_refused_or_serves_nobody_is_not_asked_about() -> None:

@@ -10,7 +10,7 @@ import pytest
 from taktline_operator import discovery, group_pods, groups, keda, kueue, naming, ray_services
 from taktline_operator.kube import ApiError
 from taktline_operator.plan import ref_of
-from taktline_operator.reconcile import Controller
+from taktline_operator.reconcile import ROUTES, Controller
 
 Json = dict[str, Any]
 ALL = frozenset({groups.LWS_KIND, ray_services.KIND, keda.KIND, kueue.KIND})
@@ -251,10 +251,35 @@ async def test_a_queue_is_asked_about_only_where_somebody_waits_in_it(make: Any)
     assert await kueue.look(api, policy, waiting, frozenset()) is None, "no Kueue"
     assert await kueue.look(api, make.policy(), waiting, ALL) is None, "no queue"
     assert api.asked == []
-    # Without the right it goes on as if nobody knew; any other failure comes again.
+    # Without the right it goes on as if nobody knew.
     assert await kueue.look(Queues(status=403), policy, waiting, ALL) is None
-    with pytest.raises(ApiError):
-        await kueue.look(Queues(status=500), policy, waiting, ALL)
+
+
+async def test_a_queue_that_cannot_be_looked_at_holds_nothing_else_up(make: Any) -> None:
+    """Kueue's own webhook may be down: the route is set all the same, and no worker leaves until it is known again."""
+    policy, waiting = in_queue(make)
+    seen = await kueue.look(Queues(status=500), policy, waiting, ALL)
+    assert seen == kueue.Seen("unknown")
+    assert not kueue.admits(seen)
+
+    class Failing(make.Api):
+        async def raw(self, path: str) -> Any:
+            if "localqueues" in path:
+                raise ApiError(500, "InternalError", "conversion webhook failed: connection refused")
+            return None
+
+    spec = {"queue": {"name": "robots"}}
+    api = Failing(make.body(**spec), make.pod("b", owner=policy), *waiting)
+    api.installed["kueue.x-k8s.io/v1beta1"] = frozenset({"LocalQueue"})
+    controller = Controller(api, make.settings, clock=lambda: make.now)
+    await controller.resync(everything=True)
+    await controller.handle(("line-1", "reach"))
+    await controller.handle(ROUTES)
+    assert "10.0.0" in json.dumps(api.objects["ConfigMap", make.settings.gateway_namespace, naming.ROUTES_NAME])
+    (live,) = api.of_kind("PolicyDeployment")
+    queued = next(found for found in live["status"]["conditions"] if found["type"] == "Queued")
+    assert (queued["status"], queued["reason"]) == ("True", "WaitingForQuota")
+    assert queued["message"].endswith("could not be read")
 
 
 def test_what_a_default_queue_took_was_not_kept_from_an_earlier_one(make: Any) -> None:

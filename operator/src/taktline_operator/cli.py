@@ -109,11 +109,11 @@ def _parser() -> argparse.ArgumentParser:
 
     run.add_argument(
         "--resync-seconds",
-        type=float,
+        type=_resync_s,
         metavar="S",
         default=60.0,
-        help="time between two lists that find what a silent watch missed, and products installed meanwhile"
-        " (default %(default)s)",
+        help="time between two lists that find what a silent watch missed, and products installed meanwhile:"
+        " 1 to 60 (default %(default)s)",
     )
 
     hook = run.add_argument_group(
@@ -242,6 +242,16 @@ def _worker_tls(options: argparse.Namespace) -> WorkerTls | None:
     return WorkerTls(secret=options.worker_tls_secret, client_auth=options.worker_tls_client_auth)
 
 
+def _resync_s(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1.0 <= value <= 60.0:  # after four minutes without a list the process counts as dead
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 60")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 when `run` fails, 2 for bad input."""
     options = _parser().parse_args(arguments)
@@ -288,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kubeconfig=options.kubeconfig,
                 health_listen=options.health_listen,
                 lease=options.lease,
-                resync_s=max(1.0, options.resync_seconds),
+                resync_s=options.resync_seconds,
                 gateway_scheme=options.gateway_scheme,
                 gateway_key=os.environ.get("TAKTLINE_GATEWAY_KEY", ""),
                 gateway_authority=_authority(options.gateway_ca),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from taktline_operator.api_errors import ApiError, is_without_rights
 from taktline_operator.spec import PolicyDeployment
 
+logger = logging.getLogger(__name__)
+
 Json = dict[str, Any]
 
+LOOK_S = 30.0
+"""A queue that could not be looked at is looked at again after so long, while somebody waits in it."""
 KIND = "LocalQueue"
 API_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
 CONDITION = "Queued"
@@ -33,11 +38,11 @@ class Seen(NamedTuple):
     """What became of the queue that a policy names.
 
     Attributes:
-        state: whether it admits, was stopped, or does not exist.
+        state: whether it admits, was stopped, does not exist, or could not be looked at this time.
         message: what Kueue says of a stopped one.
     """
 
-    state: Literal["open", "stopped", "absent"]
+    state: Literal["open", "stopped", "absent", "unknown"]
     message: str = ""
 
 
@@ -48,13 +53,12 @@ class Api(Protocol):
 
 
 async def look(api: Api, policy: PolicyDeployment, pods: Sequence[Json], kinds: Collection[str]) -> Seen | None:
-    """What became of the policy's queue, asked only while a pod waits in it; None where it is not known.
+    """What became of the policy's queue, asked only while a pod waits in it; None where nobody may look.
+
+    It is advice: where the API server cannot tell, everything else of the policy goes on.
 
     Args:
         kinds: optional kinds that the cluster has.
-
-    Raises:
-        ApiError: the API server gave no answer, or refused for another reason than missing rights.
     """
     queue = policy.spec.queue
     if queue is None or KIND not in kinds or not any(map(is_waiting, pods)):
@@ -63,9 +67,11 @@ async def look(api: Api, policy: PolicyDeployment, pods: Sequence[Json], kinds: 
         try:
             found = await api.raw(f"/apis/{version}/namespaces/{policy.namespace}/localqueues/{queue.name}")
         except ApiError as error:
-            if not is_without_rights(error):
-                raise
-            return None
+            if is_without_rights(error):
+                return None
+            where = {"policy": policy.name, "namespace": policy.namespace, "object": f"{KIND}/{queue.name}"}
+            logger.warning("a queue could not be looked at", extra=where | {"cause": str(error)})
+            return Seen("unknown")
         if found is not None:
             told = [c for c in found.get("status", {}).get("conditions", []) if c["type"] == "Active"]
             closed = next((c for c in told if c["status"] == "False"), None)
@@ -74,7 +80,7 @@ async def look(api: Api, policy: PolicyDeployment, pods: Sequence[Json], kinds: 
 
 
 def admits(seen: Seen | None) -> bool:
-    """Whether room in the quota lets anybody in, as far as is known."""
+    """Whether room in the quota lets anybody in, as far as is known; not where that could not be told this time."""
     return seen is None or seen.state == "open"
 
 
@@ -216,7 +222,8 @@ def _waiting(what: str, name: str, policy: PolicyDeployment, seen: Seen | None) 
             return "True", "QueueAbsent", f"{what} wait, and namespace {policy.namespace} has no LocalQueue {name}"
         if seen.state == "stopped":
             return "True", "QueueStopped", f"{what} wait in queue {name}, which admits nobody now: {seen.message}"
-    return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to queue {name}"
+    unknown = "; whether that admits anybody could not be read" if seen is not None and seen.state == "unknown" else ""
+    return "True", "WaitingForQuota", f"{what} wait until Kueue admits them to queue {name}{unknown}"
 
 
 def _stays_in(child: Json, policy: PolicyDeployment) -> str | None:

@@ -386,6 +386,7 @@ def _earliest(policy: PolicyDeployment, observed: Observed, rolling: bool, *othe
         unattended.look_again_s(children, observed.now),
         surge.look_again_s(observed.pods, observed.now, rolling=rolling),
         stuck.creating_again_s(observed.pods, observed.now),
+        kueue.LOOK_S if observed.queue is not None and observed.queue.state == "unknown" else None,
     )
     return min((found for found in (*looks, *others) if found is not None), default=None)
 

@@ -230,6 +230,7 @@ class Controller:
         if key not in self._routes or self._routes[key] != route:
             self._routes[key] = route
             self.queue.add(ROUTES, 0.0)
+        self._asked_at -= TIMES_S * sizing.is_other_revision(live, result.status)  # others have other times
         self.statuses[key] = {"metadata": live["metadata"], "status": result.status}
         await carrying_out.carry_out(self._api, live, result, self._clock)
         if result.again_s is not None:
@@ -318,14 +319,13 @@ class Controller:
             return
         self._asked_at = now
         self._demand.take(await self._measurements.all(), now)
-        for key in {key for key, pool in unknown if self._demand.times(key[1]).get(pool)}:
+        for key in sizing.remeasured(self.statuses, self._demand.times):
             self.queue.add(key, 0.0)
         for key, (policy, seen) in self._sized.items():
             demand, tables = self._demand.of(policy.name, now), self._demand.times(policy.name)
             fresh = msgspec.structs.replace(seen, now=self._clock(), demand=demand, tables=tables)
-            patience_s = sizing.WAITING_SHARE * (
-                policy.spec.scaling.down_cooldown_seconds if policy.spec.scaling else 0
-            )
+            cooldown_s = policy.spec.scaling.down_cooldown_seconds if policy.spec.scaling else 0
+            patience_s = sizing.WAITING_SHARE * cooldown_s
             if self._patience.is_due(key, sized(policy, fresh), seen.live.get("status", {}), patience_s, now):
                 self.queue.add(key, 0.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -197,6 +197,32 @@ def known_times(status: Json, tables: Mapping[str, Sequence[BucketTime]]) -> dic
                 for time in measured
             ]
     return found
+
+
+def remeasured(
+    statuses: Mapping[tuple[str, str], Json], times: Callable[[str], Mapping[str, Sequence[BucketTime]]]
+) -> list[tuple[str, str]]:
+    """Accepted policies with a pool whose measured batch times are not those that its status holds.
+
+    Args:
+        statuses: metadata and status of each PolicyDeployment.
+        times: T_sync by pool, as the gateways measure it, from the policy's name.
+    """
+    found = []
+    for key, live in statuses.items():
+        status = live.get("status") or {}
+        names = {pool["name"] for pool in status.get("pools", []) if pool.get("ready")}
+        measured = {name: table for name, table in times(key[1]).items() if name in names}
+        accepted = any(c["type"] == "Accepted" and c["status"] == "True" for c in status.get("conditions", []))
+        if accepted and known_times(status, measured) != known_times(status, {}):
+            found.append(key)
+    return found
+
+
+def is_other_revision(live: Json, status: Json) -> bool:
+    """Whether workers of another revision serve than at the last status."""
+    before = (live.get("status") or {}).get("currentRevision")
+    return before is not None and before != status.get("currentRevision")
 
 
 def profile_rows(times: Sequence[BucketTime]) -> list[Json]:
