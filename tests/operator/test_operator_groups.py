@@ -369,6 +369,29 @@ def test_a_group_that_serves_is_kept_before_one_that_falters(make: Any, which: i
         assert found.again_s <= 45.0
 
 
+@pytest.mark.parametrize(("later_s", "leaves"), [(1, 1), (60, 0)], ids=["none has left yet", "one left for nothing"])
+def test_no_second_group_leaves_where_the_first_that_left_has_brought_nobody(
+    make: Any, later_s: int, leaves: int
+) -> None:
+    """Two of three serve: the queue admits no more, or one left for a new one that others kept out."""
+    old = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3})
+    before = sets_of(make.plan(old, observed(make, old), make.settings).desired)[:2]
+    new = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3, "image": "registry.example/worker:2"})
+    pods = [pod for found in before for pod in pods_of(found)]
+    made = sets_of(make.plan(new, observed(make, new, before, pods), make.settings).writes)
+    assert len(made) == 2
+    for group, created in zip(made, (0, later_s), strict=True):
+        at = datetime.fromisoformat("2026-03-01T01:00:00Z") + timedelta(seconds=created)
+        group["metadata"]["creationTimestamp"] = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+        for pod in pods_of(group):
+            pod["metadata"]["creationTimestamp"] = group["metadata"]["creationTimestamp"]
+            pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+            pod["status"] = {"phase": "Pending"}
+            pods.append(pod)
+    found = make.plan(new, observed(make, new, [*before, *made], pods), make.settings)
+    assert len([ref for ref in found.deletions if ref.kind == "StatefulSet"]) == leaves
+
+
 @pytest.mark.parametrize("stuck", [False, True], ids=["all is well", "a pod never ends"])
 def test_a_pod_that_never_ends_holds_no_rollout_up(make: Any, stuck: bool) -> None:
     """Its node is dead: it stays Terminating for good, and no room comes of it."""
@@ -505,6 +528,8 @@ def test_groups_are_put_together_one_at_a_time_where_room_is_short() -> None:
     assert gangs.roll(3, {0: False, 1: False, 2: False}, {}, held=True).numbers == (0, 1, 2)
     assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, held=True).kept) == 1
     assert gangs.roll(1, {0: False}, {"a": True}, held=True).kept == {"a"}
+    # Where as many serve as are wanted one may leave, whenever the new ones were made.
+    assert len(gangs.roll(2, {0: False, 1: False}, {"a": True, "b": True}, held=True, later=1).kept) == 1
     # An old group that does not serve goes at once.
     assert gangs.roll(1, {0: False}, {"a": False}).kept == frozenset()
 

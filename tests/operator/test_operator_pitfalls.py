@@ -139,6 +139,17 @@ def test_one_pool_that_waits_for_quota_hides_no_stall_of_another(make: Any) -> N
     assert "deployment/reach-cpu" in said["Degraded"]["message"]
 
 
+def test_an_old_worker_that_waits_for_quota_hides_no_stall_of_a_new_one(make: Any) -> None:
+    owner = make.policy(pools=TWO)
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "late"}
+    live = make.applied(owner)[DEPLOYMENT] | {"status": {"conditions": [late]}}
+    waits = held_back(make, owner, "2026-03-01T07:00:00Z")
+    waits["metadata"]["annotations"]["taktline.dev/template-hash"] = "before"
+    hangs = make.pod("h", owner=owner, ready=False)
+    said = {c["type"]: c["reason"] for c in rolling(make, [waits, hangs], live=live).status["conditions"]}
+    assert said["Progressing"] == "Stalled"
+
+
 def test_an_edit_that_fits_no_node_costs_no_old_worker(make: Any) -> None:
     owner = make.policy(pools=TWO)
     misplaced = copy.deepcopy(STARVED)

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from taktline_operator import grouping, kueue, ray_services
+from taktline_operator import grouping, kueue, naming, ray_services
 from taktline_operator.lineup import Line, Lineup
 from taktline_protocol.errors import TaktlineError
 
@@ -148,6 +148,21 @@ def test_a_ray_service_that_the_version_before_queued_as_a_whole_is_made_anew(ma
     left = ray_services.of(line, "registry.example/worker-ray:1", [defaulted])
     assert left.removed == ()
     assert left.objects == (now,)
+
+
+def test_the_operator_of_now_starts_no_ray_cluster_of_earlier_anew(make: Any) -> None:
+    """A name of the group that changes with the operator brings up a second cluster, and the quota has no room."""
+    line = queued(make)
+    (made,) = ray_services.of(line, "registry.example/worker-ray:1", ()).objects
+    cluster = made["spec"]["rayClusterConfig"]
+    pods = [copy.deepcopy(part["template"]) for part in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    for pod in pods:  # as they were named by the versions before: without what makes them a group
+        labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
+        named = labels.pop("kueue.x-k8s.io/pod-group-name")
+        del labels["kueue.x-k8s.io/managed"]
+        for key in [key for key in annotations if key.startswith("kueue.x-k8s.io/")]:
+            del annotations[key]
+    assert named == f"{made['metadata']['name']}-{naming.content_hash(pods)}"
 
 
 def test_what_makes_another_ray_cluster_makes_another_group(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def roll(
     left = sum(old.values()) + max(0, elsewhere)
     spared = max(0, wanted - serving)
     missing = wanted - serving - left
-    fruitless = later > serving or (starved and missing > 0)
+    fruitless = missing > 0 and (starved or later > serving)
     yields = held and wanted >= 2 and left > 0 and not fruitless
     if yields and left <= spared and not (coming or faltering):
         # Time for the room of those that are missing to be found, and of the one that the last new one replaced.

@@ -33,6 +33,9 @@ SERVING_LOOK_S = 30.0
 # Ports that KubeRay looks for by name on the head: it takes its own only where a container names none. It deploys the
 # application by `dashboard`: without that port a cluster never serves.
 _HEAD_PORTS = {"dashboard": 8265, "gcs-server": 6379, "client": 10001, "serve": 8000}
+_FIRST_FORM = "f0acc139cc"
+"""`_form` of the clusters of earlier versions, whose groups are named by the templates alone: a name that changed with
+the operator would start every Ray cluster anew."""
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -152,7 +155,9 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
         ],
     }
     # Any change makes KubeRay bring up another cluster beside the one that serves, whose pods are another group.
-    group = f"{metadata['name']}-{naming.content_hash(cluster)}"
+    form = _form(cluster)
+    told = [made, rank] if form == _FIRST_FORM else [made, rank, form]
+    group = f"{metadata['name']}-{naming.content_hash(told)}"
     for template in (made, rank):
         kueue.as_group(template, line.policy, group, 1 + ranks)
     return {
@@ -165,6 +170,16 @@ def _service(line: Line, image: str, head: Json, number: int) -> Json:
             "rayClusterConfig": cluster,
         },
     }
+
+
+def _form(cluster: Json) -> str:
+    """Digest of what a cluster has besides its pods' templates, and how many pods, which they say."""
+    left_out = ("template", "replicas", "minReplicas", "maxReplicas")
+    parts = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    rest = {name: value for name, value in cluster.items() if name not in ("headGroupSpec", "workerGroupSpecs")}
+    return naming.content_hash(
+        [rest, [{name: value for name, value in part.items() if name not in left_out} for part in parts]]
+    )
 
 
 def _serve_config(policy: PolicyDeployment) -> str:

@@ -265,8 +265,12 @@ def _stalled(deployments: Sequence[Json], pods: Sequence[Json], now: str) -> str
 
 
 def _made_by(workload: Json, pod: Json) -> bool:
+    """Whether a pod is one of a Deployment's template of now."""
     labels, own = pod["metadata"].get("labels", {}), workload["metadata"].get("labels", {})
-    return all(labels.get(name, "") == own.get(name, "") for name in (naming.LABEL_POOL, naming.LABEL_TRACK))
+    now: Json = workload.get("spec", {}).get("template", {"metadata": {}})
+    return all(labels.get(name, "") == own.get(name, "") for name in (naming.LABEL_POOL, naming.LABEL_TRACK)) and (
+        _annotation(pod, naming.ANNOTATION_TEMPLATE) == _annotation(now, naming.ANNOTATION_TEMPLATE)
+    )
 
 
 def _is_let_in(pod: Json, late: str, deadline_s: float, now: str) -> bool:

@@ -252,7 +252,8 @@ def test_another_revision_comes_through_where_the_quota_admits_fewer_than_are_wa
     def rolled() -> bool:
         assert policies.routes()["short"], "robots have nobody"
         serving = [pod for pod in pods(policies) if pod["status"].get("podIP") and is_ready(pod)]
-        return {pod["metadata"]["annotations"]["taktline.dev/revision"] for pod in serving} == {"b"}
+        revisions = {pod["metadata"]["annotations"]["taktline.dev/revision"] for pod in serving}
+        return revisions == {"b"} and ready(policies, "short") == 2
 
     wait_until(rolled, f"the second revision serves: {policies.get('short')}", timeout_s=4 * LIMIT_S)
     assert policies.wait("short", "Degraded", "False")
@@ -268,6 +269,13 @@ def test_a_queue_that_admits_nobody_costs_no_worker_and_says_so(policies: Any, q
     policies.kubectl(
         "-n", policies.namespace, "patch", "localqueue", "robots", "--type=merge", f"--patch={json.dumps(hold)}"
     )
+
+    def is_on_hold() -> bool:
+        (found,) = policies.kubectl.list("localqueues.kueue.x-k8s.io", policies.namespace)
+        told = found.get("status", {}).get("conditions", [])
+        return any(one["type"] == "Active" and one["status"] == "False" for one in told)
+
+    wait_until(is_on_hold, "Kueue has heard of it", timeout_s=LIMIT_S)  # else it admits the new pod first
     policies.kubectl.apply(plain(policies, "on-hold", 2, "b"))
     said = policies.wait("on-hold", "Queued", "True", "QueueStopped")
     assert "queue robots, which admits nobody now" in said["message"]

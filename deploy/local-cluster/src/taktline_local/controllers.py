@@ -77,7 +77,7 @@ class Controller(ABC):
         """
         hooks = [name for name in self._installed if "webhookconfigurations" in name or "apiservices" in name]
         kinds = [name for name in self._installed if name not in hooks]
-        with contextlib.ExitStack() as last:  # from the last to the first, and the first error is raised at the end
+        with contextlib.ExitStack() as last:  # from the last to the first; the last error is raised, the others with it
             for child in self._children:
                 last.callback(child.stop_blocking, STOP_GRACE_S)
             if kinds:
