@@ -17,6 +17,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import PlannedChunk
 from taktline_worker.models.vjepa2_ac.adapter import VJepa2Adapter, load
 from taktline_worker.observation import EncodedImage, RobotInput, SearchInput
+from taktline_worker.planning.round_times import REFUSALS
 from taktline_worker.planning.search import Problem, search
 from taktline_worker.planning.timely import Taken
 from taktline_worker.planning.world import Scene
@@ -220,6 +221,19 @@ def test_what_a_plan_waits_for_is_not_learned_and_the_late_plan_is(kit: Any, tim
     plan(timed, pool, kit.observe())
     # Ten seconds a round, then a quarter of the way to what this plan took without the wait.
     assert timed.round_times.round_s(settings) == pytest.approx(10.0 + 0.25 * (searched_s - 10.0))
+
+
+def test_one_late_round_does_not_refuse_plans_for_ever(kit: Any, timed: Any, pool: Any) -> None:
+    settings = timed.processor.settings
+    timed.round_times.learn([(settings, 1)], 1.0)
+    timed._search = Late(timed._clock, timed._search, Taken([(settings, 1)], 100.0, 1))
+    asked = kit.observe(search=SearchInput(budget_ms=1500.0))
+    answers = [answer(timed, pool, asked)[0] for _ in range(REFUSALS + 3)]
+    # The first waits for longer than it has; the others would do, and at last one of them is tried.
+    refused, served = answers[:REFUSALS], answers[REFUSALS:]
+    assert all(isinstance(one, TaktlineError) for one in refused)
+    assert {one.code for one in refused} == {ErrorCode.DEADLINE_UNREACHABLE}
+    assert all(isinstance(one, PlannedChunk) for one in served)
 
 
 def encoded(mode: str, kind: str, size: tuple[int, int] = (128, 128)) -> EncodedImage:

@@ -12,7 +12,7 @@ import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.planning.cem import elites
 from taktline_worker.planning.optimiser import ActionSpace
-from taktline_worker.planning.round_times import RoundTimes
+from taktline_worker.planning.round_times import REFUSALS, RoundTimes
 from taktline_worker.planning.search import Plan, Problem, search
 from taktline_worker.planning.settings import SearchChanges, SearchLimits, SearchSettings, check, resolve
 
@@ -215,3 +215,33 @@ def test_round_times_scale_with_units_and_horizon() -> None:
     assert times.round_s(replace(SETTINGS, horizon=3)) == pytest.approx(0.6)
     times.learn([(SETTINGS, 5), (SETTINGS, 0)], 4.0)
     assert 0.4 < (times.round_s(SETTINGS) or 0) < 0.8
+
+
+def test_one_pause_teaches_little_and_a_mesh_that_stays_slow_is_learned() -> None:
+    times = RoundTimes(micro_batch=16, ranks=2)
+    times.learn([(SETTINGS, 5)], 0.13)  # 26 ms a round
+    times.learn([(SETTINGS, 1)], 4.0)
+    assert 0.026 < (times.round_s(SETTINGS) or 0) < 0.05
+    for _ in range(30):
+        times.learn([(SETTINGS, 1)], 4.0)
+    assert times.round_s(SETTINGS) == pytest.approx(4.0, rel=0.01)
+
+
+def test_refusals_end_where_rounds_were_fast_enough_before() -> None:
+    times = RoundTimes(micro_batch=16)
+    assert times.refuse([SETTINGS], 1.0)  # of nothing measured nothing is tried
+    times.learn([(SETTINGS, 1)], 0.4)
+    times.learn([(SETTINGS, 1)], 4.0)
+    assert (times.round_s(SETTINGS) or 0) > 0.5
+    assert not any(times.refuse([SETTINGS], 0.3) is False for _ in range(3 * REFUSALS))  # no round was ever so fast
+    assert [times.refuse([SETTINGS], 0.5) for _ in range(REFUSALS)] == [True] * (REFUSALS - 1) + [False]
+    assert times.on(1).refuse([SETTINGS], 0.5)  # another count of ranks does not begin anew
+    times.learn([(SETTINGS, 1)], 0.4)
+    assert times.round_s(SETTINGS) == pytest.approx(0.4)
+    # Tried in vain: it is as slow as it was thought to be, and the next refusals are as many.
+    times.learn([(SETTINGS, 1)], 1.6)
+    for _ in range(REFUSALS):
+        times.refuse([SETTINGS], 0.5)
+    times.learn([(SETTINGS, 1)], 1.6)
+    assert times.round_s(SETTINGS) == pytest.approx(1.6)
+    assert all(times.refuse([SETTINGS], 0.5) for _ in range(REFUSALS - 1))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from taktline_worker.planning.settings import SearchSettings
 
 _WEIGHT = 0.25
 """Of the newest measurement: a few plans forget a slow start, one outlier does not change the answer much."""
+_MOST = 4.0
+"""Times what is known is the most that one measurement says: a pause says little, a mesh that stays slow is learned."""
+REFUSALS = 10
+"""In a row with nothing learned; then one plan that would be refused is tried: what runs nothing teaches nothing."""
 
 
 class RoundTimes:
@@ -18,11 +24,13 @@ class RoundTimes:
         self._micro_batch = micro_batch
         self.ranks = ranks
         self._unit_step_s: float | None = None
+        self._least_s: float | None = None  # that was ever measured, for the same work
+        self._refusals = 0  # since something was learned
 
     def on(self, ranks: int) -> RoundTimes:
         """What is known here, for another number of ranks."""
         other = RoundTimes(self._micro_batch, ranks)
-        other._unit_step_s = self._unit_step_s
+        other._unit_step_s, other._least_s, other._refusals = self._unit_step_s, self._least_s, self._refusals
         return other
 
     def learn(self, work: list[tuple[SearchSettings, int]], seconds: float) -> None:
@@ -31,12 +39,28 @@ class RoundTimes:
         if steps <= 0 or seconds <= 0:
             return
         measured = seconds / steps
-        known = self._unit_step_s
-        self._unit_step_s = measured if known is None else known + _WEIGHT * (measured - known)
+        known, weight = self._unit_step_s, 1.0 if self._refusals >= REFUSALS else _WEIGHT
+        if known is None:
+            self._unit_step_s = measured
+        else:  # a plan that was tried after refusals is all that is known of now
+            self._unit_step_s = known + weight * (min(measured, _MOST * known) - known)
+        self._least_s = measured if self._least_s is None else min(measured, self._least_s)
+        self._refusals = 0
 
     def round_s(self, settings: SearchSettings) -> float | None:
         """Seconds of one round, or None before anything was measured."""
         return None if self._unit_step_s is None else self._unit_step_s * self._steps(settings)
+
+    def refuse(self, plans: Sequence[SearchSettings], left_s: float) -> bool:
+        """Whether `left_s`, too short for one round of all `plans` by what `round_s` says, is a reason to refuse.
+
+        Now and then it is none, where rounds have been fast enough before: else what one slow plan taught would refuse
+        all plans for ever.
+        """
+        if self._least_s is None or left_s < self._least_s * sum(self._steps(settings) for settings in plans):
+            return True
+        self._refusals += 1
+        return self._refusals % REFUSALS != 0
 
     def _steps(self, settings: SearchSettings) -> int:
         units = -(-settings.candidates // self._micro_batch)

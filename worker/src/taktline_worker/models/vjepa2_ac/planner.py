@@ -100,7 +100,9 @@ class PlannerAdapter(ABC):
         round_s = sum(self.round_times.round_s(row.settings) or 0.0 for row in rows)
         outcomes: dict[int, _Outcome] = {}
         for index, deadline in enumerate(deadlines):
-            if deadline is not None and began + round_s > deadline:
+            if deadline is None or began + round_s <= deadline:
+                continue
+            if self.round_times.refuse([row.settings for row in rows], deadline - began):
                 outcomes[index] = _Outcome(None, _too_short(deadline - began, round_s, len(rows)))
         kept = [index for index in range(len(rows)) if index not in outcomes]
         if kept:
