@@ -390,6 +390,8 @@ def test_no_second_group_leaves_where_the_first_that_left_has_brought_nobody(
             pods.append(pod)
     found = make.plan(new, observed(make, new, [*before, *made], pods), make.settings)
     assert len([ref for ref in found.deletions if ref.kind == "StatefulSet"]) == leaves
+    said = next(one["message"] for one in found.status["conditions"] if one["type"] == "Progressing")
+    assert ("an old worker leaves before each new one" if leaves else "no room for another worker: free some") in said
 
 
 @pytest.mark.parametrize("stuck", [False, True], ids=["all is well", "a pod never ends"])

@@ -139,8 +139,9 @@ def note(
             continue
         found = _pressing(count, now)
         pressed = bool(found)
-        # It has had its time, and nobody else leaves for it.
-        fruitless = count.ready <= count.desired - chosen["maxUnavailable"] and waited_s(found, now) >= HELD_S + ROOM_S
+        # The room of the one that left has had its time to be found, and nobody else leaves.
+        least = count.desired - chosen["maxUnavailable"] if maker == "Deployment" else 0
+        fruitless = count.ready <= least and waited_s(found, now) >= HELD_S + ROOM_S
         if maker == "RayService":
             # KubeRay brings up a whole cluster beside the one that serves: none makes room for another.
             if admits and pressed:
