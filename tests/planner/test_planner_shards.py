@@ -185,6 +185,22 @@ def test_what_a_new_plan_costs_its_first_round_is_not_held_against_the_next() ->
     assert (found.rounds, found.stopped) == (4, "budget")
 
 
+def test_the_next_round_is_as_long_as_its_slowest_scorer_whoever_fetched_longest() -> None:
+    """One scorer fetches for 80 seconds and scores for 10, the other scores for 85: the second round takes as long."""
+    clock = Steps()
+
+    class Uneven(Local):
+        def score(self, calls: Sequence[ShardCall], until: float | None) -> list[ShardReply]:
+            first, second = super().score(calls, until)
+            clock.now += 90.0
+            return [replace(first, seconds=90.0, prepared_s=80.0), replace(second, seconds=85.0, prepared_s=0.0)]
+
+    given = [replace(problems()[0], deadline=150.0)]
+    (found,) = drive(Uneven(2, given), "a", given, clock)
+    assert isinstance(found, Plan)
+    assert (found.rounds, found.stopped) == (1, "budget")
+
+
 def test_rounds_that_were_scored_answer_where_the_next_one_is_not_in_time() -> None:
     given = [replace(one, deadline=1e9) for one in problems()]
     scorers = Silent(2, given)

@@ -187,8 +187,10 @@ def drive(
         if observer is not None:
             slowest = max(reply.seconds for reply in replies)
             observer(RoundSpan(now - began, slowest, tuple(reply.scorer for reply in replies)))
-        # The next round fetches and replays nothing: what this one spent on that is not held against a budget.
-        round_s = now - began - max(reply.prepared_s for reply in replies)
+        # The next round fetches and replays nothing: what this one spent on that is not held against a budget. Who
+        # fetched longest need not be who scores longest; what no reply accounts for, the way there and back, stays.
+        scored_s = max(reply.seconds - reply.prepared_s for reply in replies)
+        round_s = scored_s + now - began - max(reply.seconds for reply in replies)
         flags = late(problems, now, round_s)
         rounds = (*rounds, ScoredRound(_in_order(replies), tuple(flags)))
         ended = [
