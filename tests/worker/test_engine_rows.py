@@ -293,3 +293,29 @@ def test_a_draft_is_used_for_the_very_rows_that_it_was_made_for(launching: tuple
     run(*good, good[0])
     assert len(adapter.drafts) == 3
     assert adapter.given[3:] == [None, None]
+
+
+def test_closing_waits_for_a_batch_that_is_launched_by_its_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = Launching()
+    closed = threading.Event()
+    monkeypatch.setattr(adapter, "close", closed.set, raising=False)
+    engine = Engine(adapter, (1, 2), decode_threads=1)
+    with ThreadPoolExecutor(3) as callers:
+        first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
+        _until(lambda: adapter.launched)
+        adapter.launched[0].ends.set()
+        first.result(30)
+        adapter.may_launch.clear()
+        second = callers.submit(engine.infer, [Item(Asked(2.0, "", None))])
+        _until(lambda: len(adapter.threads) == 2)
+        assert not adapter.threads[1].startswith("engine")
+        closing = callers.submit(engine.close)
+        try:
+            assert not closed.wait(0.2)
+        finally:
+            adapter.may_launch.set()
+            _until(lambda: len(adapter.launched) == 2)
+            adapter.launched[1].ends.set()
+        assert second.result(30).outcomes[0].item() == 2.0
+        closing.result(30)
+        assert closed.is_set()

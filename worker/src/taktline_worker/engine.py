@@ -163,8 +163,9 @@ class Engine:
         """Finishes what runs and stops the threads."""
         self._decoders.shutdown(wait=True)
         self._lane.shutdown(wait=True)
-        if isinstance(self.adapter, Closable):
-            self.adapter.close()
+        with self._turn:  # a batch may run in its caller's own thread
+            if isinstance(self.adapter, Closable):
+                self.adapter.close()
 
     def _prepare(
         self, items: Sequence[Item], outcomes: list[Outcome | None], steps: int
