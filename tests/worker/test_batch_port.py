@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
 from taktline_gateway.tls import TlsFiles as GatewayFiles
 from taktline_gateway.tls import WorkerTls
 from taktline_protocol import ErrorCode, Image, TaktlineError, worker_pb2, worker_pb2_grpc
+from taktline_protocol.batch_frames import Call
 from taktline_worker import batch_port
+from taktline_worker.batch_connection import BatchConnection, CallContext, InThreads
 from taktline_worker.cli import main
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.server import ServeOptions, Worker
@@ -118,6 +122,27 @@ def test_draining_ends_the_port_after_what_runs(config: Any, observations: Any) 
     worker.drain()
     with pytest.raises(ConnectionRefusedError):
         asyncio.run(BatchChannel.connect("127.0.0.1", port, b""))
+
+
+def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        connection = BatchConnection(b"", InThreads(print, pool), set())
+        said, done = threading.Event(), loop.create_future()
+        connection._calls[7] = (done, CallContext(Call(7, 10.0, 0, [])))
+
+        def broken(pieces: Any) -> None:
+            raise OSError("no more room")
+
+        monkeypatch.setattr(connection, "_send", broken)
+        with pytest.raises(OSError, match="no more room"):
+            connection._finish(7, [b""], said)
+        assert said.is_set()
+        assert done.done()
+        assert connection.running() == []
+
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(check())
 
 
 def test_the_port_may_be_chosen_or_left_out(config: Any, observations: Any) -> None:

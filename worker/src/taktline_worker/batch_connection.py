@@ -221,10 +221,13 @@ class BatchConnection(FrameProtocol):
     def _finish(self, number: int, pieces: list[bytes | memoryview], said: threading.Event) -> None:
         """What a thread has to say of a call."""
         found = self._calls.pop(number, None)
-        if found is not None:
-            self._send(pieces)
-            found[0].set_result(None)
-        said.set()
+        try:
+            if found is not None:
+                self._send(pieces)
+        finally:  # whoever drains waits for the one, the thread for the other
+            if found is not None:
+                found[0].set_result(None)
+            said.set()
 
     async def _run(
         self, infer: Infer, number: int, request: worker_pb2.InferRequest, images: Frames, context: CallContext
