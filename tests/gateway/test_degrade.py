@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from taktline_gateway import lane as lanes
 from taktline_gateway.degrade import levels_of, stands_in
 from taktline_gateway.scheduler import Refusal, Scheduler
-from taktline_protocol.deployment import DegradeOptions
-from taktline_protocol.messages import BucketTime, CheaperLevel, Degraded, PolicyInfo
+from taktline_gateway.telemetry import Telemetry
+from taktline_protocol.deployment import DegradeOptions, Route
+from taktline_protocol.messages import Array, BucketTime, CheaperLevel, Degraded, Observation, PolicyInfo
 
 from tests.gateway.simulated_clock import Simulation, service_times, ticket
 
@@ -106,6 +111,22 @@ def test_overload_serves_more_with_levels_than_without():
     assert cheap >= 0.98 * 600
 
 
+@pytest.mark.parametrize("goes", [True, False])
+def test_who_may_go_to_another_policy_is_not_kept_for_a_lucky_batch(goes):
+    made = Scheduler(max_batch=1, max_wait_s=0.0, goes_elsewhere=lambda _: goes)
+    made.add_worker("w", service_times({1: 100.0}, 1, tail=1.1))
+    refused, _ = made.submit(ticket("a", 0.095), 0.0)
+    assert (refused is not None) is goes
+    made.submit(ticket("first", 9.0), 0.0)
+    (_,) = made.poll(0.0).batches
+    waits = ticket("b", 0.202)
+    if made.depth:  # the one that was kept
+        made.cancel(made.waiting()[0])
+    assert made.submit(waits, 0.0) == (None, None)
+    plan = made.poll(0.1025)
+    assert [one.ticket for one in plan.refused] == ([waits] if goes else [])
+
+
 # ----- what is allowed
 
 
@@ -173,6 +194,38 @@ def test_nothing_is_degraded_that_the_route_does_not_allow(bare_stack):
     stack.wait_workers(1)
     status, error = stack.act(robot="a", budget_ms=150.0)
     assert (status, error.code) == (503, "deadline_unreachable")
+
+
+@pytest.mark.parametrize("fallback", ["small", ""])
+def test_an_observation_that_the_large_policy_would_make_with_luck_only_goes_to_the_smaller_one(fallback, monkeypatch):
+    monkeypatch.setattr(lanes, "stands_in", lambda *_: True)
+
+    async def submitted():
+        others, telemetry = {}, Telemetry()
+        for name, ms in (("large", 100_000.0), ("small", 20_000.0)):
+            degrade = DegradeOptions(fallback_policy=fallback if name == "large" else "")
+            route = Route(policy=name, family="f", targets=(), max_batch=1, degrade=degrade)
+            made = others[name] = lanes.Lane(route, telemetry, max_queued=9, others=others)
+            made._scheduler.add_worker(name, service_times({1: ms}, 1, tail=1.1), time.monotonic())
+            made._dispatch.poll_later = lambda: None
+        state = Array.from_numpy(np.zeros(6))
+        observation = Observation(
+            robot_id="arm",
+            session_id="s",
+            seq=1,
+            captured_at=0.0,
+            budget_ms=95_000.0,
+            images={},
+            state=state,
+            instruction="go",
+        )
+        others["large"].submit("id", observation, time.monotonic() + 95.0)
+        depths = [others["large"].depth, others["small"].depth]
+        for made in others.values():
+            await made.close()
+        return depths
+
+    assert asyncio.run(submitted()) == ([0, 1] if fallback else [1, 0])
 
 
 def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):

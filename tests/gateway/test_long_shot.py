@@ -78,6 +78,44 @@ def test_there_is_one_at_a_time_and_its_robots_newer_one_takes_its_place():
     assert made.waiting() == [served]
 
 
+def test_behind_a_queue_none_is_held():
+    """By the quarter of the work ahead that counts it misses by 20 ms; all of it takes seconds."""
+    made, _ = one_at_a_time()
+    number = 0
+    while made.predicted_completion(0.25 * made.depth, 0.0) <= 2.0:
+        made.submit(ticket(number, 2.0 + 1e-6 * number), 0.0)
+        number += 1
+    refused, _ = made.submit(ticket("next", 2.0 + 1e-6 * number), 0.0)
+    assert refused.reason is Refusal.UNREACHABLE
+    assert made.depth == number
+
+
+def test_where_nothing_runs_only_who_has_one_chance_in_a_hundred_is_held():
+    for deadline, held in ((0.092, True), (0.090, False)):
+        made = scheduler(table=ALONE, max_batch=1, tail=TAIL)
+        refused, _ = made.submit(ticket("a", deadline), 0.0)
+        assert (refused is None) is held, deadline
+
+
+def test_a_trial_of_its_robot_takes_its_place():
+    made, first = one_at_a_time()
+    second, newer = ticket("second", 0.197), ticket("second", 1.25, at=1.2, seq=2)
+    made.submit(second, 0.0)
+    made.finished(first, 0.050)
+    assert made.submit(newer, 1.2) == (None, second)  # it has sat idle for a second, and nobody asked when it ended
+    assert made.waiting() == [newer]
+
+
+def test_one_that_is_held_is_not_replaced_by_one_that_was_passed_over():
+    made, _ = one_at_a_time()
+    queued, held = ticket("other", 0.202), ticket("second", 0.197)
+    assert made.submit(held, 0.0) == (None, None)
+    assert made.submit(queued, 0.0) == (None, None)
+    (told,) = made.poll(0.1025).refused
+    assert told.ticket is queued
+    assert made.waiting() == [held]
+
+
 def test_it_leaves_with_its_robot():
     made, first = one_at_a_time()
     second = ticket("second", 0.197)

@@ -268,10 +268,16 @@ class Fleet:
         return min((w.cheapest.median[1] ** 2 / w.cheapest.tail[1] for w in self._workers.values()), default=0.0)
 
     def luckiest_completion(self, now: float) -> float:
-        """Before when no ticket that comes now can be done, by far: what is ahead of it and itself are `LUCK` quick."""
+        """Before when no ticket that comes now can be done, by far: what is ahead of it and itself are `LUCK` quick.
+
+        Where nothing is ahead of it, before when one in a hundred is done: it is tried at once or not at all.
+        """
         found = math.inf
         for worker in self._workers.values():
             times = worker.cheapest
+            if not worker.flights:
+                found = min(found, worker.free_at(now) + times.median[1] ** 2 / times.tail[1])
+                continue
             variance = times.variance[1]
             for flight in worker.flights:
                 variance += (flight.tail_s - flight.batch.median_s) ** 2

@@ -17,7 +17,7 @@ from taktline_protocol.rpc import to_item
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.admissions import Admissions
-from taktline_gateway.deadline_queue import Priority
+from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import levels_of, stands_in
 from taktline_gateway.dispatch import Dispatch
 from taktline_gateway.pending import ClientGone, Pending, Served
@@ -55,7 +55,10 @@ class Lane:
         self._worker_tls = worker_tls
         self._telemetry = telemetry
         self._scheduler = Scheduler(
-            max_batch=route.max_batch, max_wait_s=route.max_wait_ms / 1e3, max_queued=max_queued
+            max_batch=route.max_batch,
+            max_wait_s=route.max_wait_ms / 1e3,
+            max_queued=max_queued,
+            goes_elsewhere=lambda ticket: self._fallback_of(ticket) is not None,
         )
         self._links: dict[Target, WorkerLink] = {}
         self._up: dict[str, WorkerLink] = {}
@@ -257,13 +260,17 @@ class Lane:
 
     def _stand_in(self, refused: Refused, now: float) -> bool:
         """Whether a smaller policy has taken an observation that this one's workers cannot serve in time."""
-        other = self._others.get(self.route.degrade.fallback_policy)
-        pending = refused.ticket
-        if other is None or other is self or refused.reason is Refusal.NO_WORKER or not isinstance(pending, Pending):
+        pending, other = refused.ticket, self._fallback_of(refused.ticket)
+        if other is None or refused.reason is Refusal.NO_WORKER or not isinstance(pending, Pending):
             return False
-        if pending.policy != self.route.policy or not stands_in(self.info(), other.info()):
-            return False  # it stands in already: what it cannot serve is refused
         return other._admit(pending, now) is None
+
+    def _fallback_of(self, ticket: Ticket) -> Lane | None:
+        """The smaller policy that may take an observation; of one that this policy has taken over itself, none."""
+        other = self._others.get(self.route.degrade.fallback_policy)
+        if other is None or other is self or not isinstance(ticket, Pending) or ticket.policy != self.route.policy:
+            return None
+        return other if stands_in(self.info(), other.info()) else None
 
     def leave(self, pending: Pending) -> None:
         """The robot is gone: a queued observation leaves; one in flight runs to its end."""

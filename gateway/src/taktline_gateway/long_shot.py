@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import TAIL_QUANTILE
@@ -16,23 +17,29 @@ WHO_COMES = 0.3
 
 
 class LongShot:
-    """Holds one ticket at most; all its operations take O(w) for w workers.
+    """Holds one ticket at most; all its operations take O(w) for w workers, `worker` O(w r) with r rhythms remembered.
 
-    Only of production: whoever asks for safety is told at once, and low classes are never in a hurry.
+    Only of production: whoever asks for safety is told at once, and low classes are never in a hurry. None that
+    `goes_elsewhere` when it is refused.
     """
 
-    def __init__(self, fleet: Fleet, arrivals: Arrivals) -> None:
+    def __init__(self, fleet: Fleet, arrivals: Arrivals, goes_elsewhere: Callable[[Ticket], bool]) -> None:
         self.ticket: Ticket | None = None
         self._fleet = fleet
         self._arrivals = arrivals
+        self._goes_elsewhere = goes_elsewhere
 
     def of(self, source: tuple[str, str]) -> Ticket | None:
         """The ticket, if it is this robot's."""
         return self.ticket if self.ticket is not None and self.ticket.source == source else None
 
-    def take(self, ticket: Ticket, now: float) -> bool:
-        """Whether a ticket that is to be refused is kept: it may be made, and there is no other robot's."""
-        if (self.ticket is not None and self.ticket.source != ticket.source) or not self._may(ticket, now):
+    def take(self, ticket: Ticket, now: float, behind_s: float = 0.0, instead_of: Ticket | None = None) -> bool:
+        """Whether a ticket that is to be refused is kept: it may be made, and no other is held but `instead_of`.
+
+        Args:
+            behind_s: how much later those that wait are expected to make it.
+        """
+        if self.ticket is not instead_of or not self._may(ticket, now, behind_s):
             return False
         self.ticket = ticket
         return True
@@ -61,9 +68,11 @@ class LongShot:
                 return worker
         return None
 
-    def _may(self, ticket: Ticket, now: float) -> bool:
+    def _may(self, ticket: Ticket, now: float, behind_s: float) -> bool:
         plain = ticket.priority is Priority.PRODUCTION and not ticket.extra and not ticket.attempts
-        return plain and self._fleet.luckiest_completion(now) <= ticket.deadline
+        if not plain or self._goes_elsewhere(ticket):
+            return False
+        return self._fleet.luckiest_completion(now) + behind_s <= ticket.deadline
 
 
 def chance(median: float, tail: float, seconds: float) -> float:

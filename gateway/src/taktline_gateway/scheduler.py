@@ -8,7 +8,7 @@ again. docs/scheduling.md describes the algorithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.composition import compose
@@ -31,7 +31,15 @@ DROPS_A_POLL = 4
 class Scheduler:
     """Earliest deadline first within priority and share, batches by measured times, work-conserving over workers."""
 
-    def __init__(self, *, max_batch: int, max_wait_s: float, max_queued: int = 10_000) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        max_wait_s: float,
+        max_queued: int = 10_000,
+        goes_elsewhere: Callable[[Ticket], bool] = lambda _: False,
+    ) -> None:
+        """`goes_elsewhere` says of a ticket whether another policy may take it when it is refused here."""
         self.max_batch = max_batch
         self.max_wait_s = max_wait_s
         self.max_queued = max_queued
@@ -41,7 +49,7 @@ class Scheduler:
         self._books = QueueBooks(self.queue)
         self._in_flight = 0
         self._trial: Ticket | None = None
-        self._long = LongShot(self.fleet, self.arrivals)
+        self._long = LongShot(self.fleet, self.arrivals, goes_elsewhere)
 
     # ----- workers
 
@@ -164,9 +172,12 @@ class Scheduler:
             open_to_trial = self._trial is None or tried is not None
             if open_to_trial and not len(self.queue) and self.fleet.rusty(now) is not None:
                 self._trial = ticket
-                return None, tried
+                return None, tried or (self._long.drop() if self._long.of(ticket.source) is not None else None)
             chanced = self._long.of(ticket.source)
-            if older is None and tried is None and self._long.take(ticket, now):
+            # Those who wait go before it: behind more than a batch of them it has no chance worth keeping it for.
+            near = older is None and tried is None and len(self.queue) < self.max_batch * len(self.fleet)
+            behind_s = completion - self.fleet.predicted_completion(0, now) if near and len(self.queue) else 0.0
+            if near and self._long.take(ticket, now, behind_s, chanced):
                 return None, chanced
             self._books.turn_away(ticket)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
