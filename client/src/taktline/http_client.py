@@ -69,7 +69,7 @@ class HttpClient:
         try:
             response = await _request(self._http, "POST", f"{self._path}/act", content=body)
         except TaktlineError as error:
-            raise _too_large(len(body), error) or error from error.__cause__
+            raise _perhaps_too_large(len(body), error) from error.__cause__
         self._metrics.bytes_received += len(response.content)
         answer = _checked(decode_chunk(*_body(response)), observation)
         sent_at = began if observation.sent_at is None else observation.sent_at
@@ -100,16 +100,19 @@ def _again(observation: Observation, error: TaktlineError) -> Observation | None
     return again
 
 
-def _too_large(body_bytes: int, error: TaktlineError) -> TaktlineError | None:
-    """What to say where a gateway hung up on a body that is over its usual limit: most of such it does not read."""
+def _perhaps_too_large(body_bytes: int, error: TaktlineError) -> TaktlineError:
+    """The error, with the size where a gateway hung up on a body over its usual limit: most of such it does not read.
+
+    It may as well have gone away, so that the code says no more than that.
+    """
     hung_up = isinstance(error.__cause__, (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError))
     if not hung_up or body_bytes <= DEFAULT_LIMITS.body_bytes:
-        return None
+        return error
     return TaktlineError(
-        ErrorCode.BODY_TOO_LARGE,
-        f"the gateway hung up on an observation of {body_bytes / MIB:.1f} MiB; unless told otherwise it takes"
+        error.code,
+        f"{error.message}; the observation has {body_bytes / MIB:.1f} MiB, and unless told otherwise a gateway takes"
         f" {DEFAULT_LIMITS.body_bytes / MIB:g}",
-        TOO_LARGE_STEP,
+        f"{error.next_step}; where it does, {TOO_LARGE_STEP}",
     )
 
 
