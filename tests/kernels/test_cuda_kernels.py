@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import struct
 
 import pytest
 import torch
@@ -17,6 +18,21 @@ calls = pytest.importorskip("taktline_kernels.cuda.expert_kernels")
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
+
+
+HOPPER_SHARED = 232_448
+"""Bytes of shared memory that a block may have, beside those that CUDA keeps of each for itself."""
+HOPPER_RESERVED = 1024
+
+
+def section_bytes(binary: bytes, name: str) -> int:
+    """The size that the section `name` of an ELF file says."""
+    (headers,) = struct.unpack_from("<Q", binary, 0x28)
+    each, count, names = struct.unpack_from("<HHH", binary, 0x3A)
+    found = [struct.unpack_from("<IIQQQQ", binary, headers + index * each) for index in range(count)]
+    start = found[names][4]
+    sizes = {binary[start + at :].split(b"\0", 1)[0].decode(): size for at, _, _, _, _, size in found}
+    return sizes[name]
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -54,13 +70,21 @@ def test_the_sources_compile_for_hopper_on_any_machine(file: str, defines: dict[
         nvrtc.compile_source(file, tuple(sorted((defines | {"blockIdx": 0}).items())))
 
 
-@pytest.mark.parametrize("tile", ["least", "most"])
-def test_the_gated_product_compiles_for_hopper_on_any_machine(tile: str) -> None:
+@pytest.mark.parametrize("tile", ["least", "most", 208])
+@pytest.mark.parametrize("silu", [False, True])
+def test_the_gated_product_compiles_for_hopper_and_fits_on_any_machine(
+    tile: str | int, silu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """208 is the kernel table's largest tile; with the barriers, which are static, it fills what a block may have."""
     nvrtc = importlib.import_module("taktline_kernels.cuda.nvrtc")
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
-    columns = {"least": min, "most": max}[tile](geglu.TOKEN_TILES)
-    defines = (("BN", columns), ("STAGES", geglu._STAGES))
-    assert nvrtc.compile_source("geglu.cu", defines, geglu.wgmma_source(columns))[:4] == b"\x7fELF"
+    columns = tile if isinstance(tile, int) else {"least": min, "most": max}[tile](geglu.TOKEN_TILES)
+    monkeypatch.setattr(geglu, "CudaKernel", lambda file, entry, defines, **how: {"defines": defines, **how})
+    how = geglu.product_kernel.__wrapped__(columns, silu, False)
+    binary = nvrtc.compile_source("geglu.cu", tuple(sorted(how["defines"].items())), how["prologue"])
+    assert binary[:4] == b"\x7fELF"
+    static = section_bytes(binary, ".nv.shared.geglu_product") - HOPPER_RESERVED
+    assert 0 < static + how["shared_bytes"] <= HOPPER_SHARED
 
 
 def test_weight_image_is_what_the_kernel_multiplies() -> None:

@@ -12,7 +12,7 @@ from taktline_kernels.cuda import nvrtc
 from taktline_kernels.cuda.nvrtc import CudaKernel
 
 TOKEN_TILES = (104, 136, 160, 192, 200)
-"""Token counts of a tile that are compiled; each must be a multiple of 8, at most 200."""
+"""Token counts of a tile to choose from; a kernel table may name others: multiples of 8, at most 208."""
 
 _STAGES = 3
 
