@@ -6,8 +6,9 @@
 Random weights of the published size, the official request, batch 1, a known instruction. A request is what the worker
 does for it, by the clock of rank 0: frames to the GPU, encoding, the order to the other ranks, denoising, actions back.
 Of it the denoising loop, a graph with its exchanges, is also timed by CUDA events. One GPU is the mean of all GPUs,
-each alone, before and after the first form: they are not equally fast, and slower once they are hot. N = 2 measures
-2x1, 1x2 by matrices and 1x2 by tokens; N = 4 and 8 what they add up to.
+each with a whole policy of its own at the same time as the others, with which it shares the host's cores and memory,
+before and after the first form: they are not equally fast, and slower once they are hot. N = 2 measures 2x1, 1x2 by
+matrices and 1x2 by tokens; N = 4 and 8 what they add up to.
 With --tiny it runs on this machine's cores: that shows that it works, and its times mean nothing.
 """
 
@@ -236,7 +237,7 @@ def row_of(
         "median_ms": took,
         "p99_ms": got["whole"][-1],
         "n": len(got["whole"]),
-        "peer": "this engine on one GPU, the same request; the mean of the GPUs",
+        "peer": "this engine on one GPU, the same request; the mean of the GPUs, each at the same time as the others",
         "peer_median_ms": own,
         "ratio": own / took,
         "floor_ms": None,
