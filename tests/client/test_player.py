@@ -79,6 +79,50 @@ def test_an_answer_that_was_overtaken_is_not_taken(buffer):
     assert executed(buffer, 1) == [100]
 
 
+def test_a_camera_that_gives_no_frame_once_ends_the_loop_before_the_first_chunk_only():
+    now, answers = [0.0], []
+
+    def ask(images, *_, **__) -> Future:
+        if images["front"] is None:
+            raise TaktlineError(
+                ErrorCode.IMAGE_CORRUPT, "the image of camera 'front' is object of shape ()", "pass RGB"
+            )
+        answers.append(Future())
+        return answers[-1]
+
+    player = Player(ask, DT_S, clock=lambda: now[0])
+    with pytest.raises(TaktlineError, match="front"):
+        player.observe({"front": None}, [0.0], "go")
+    now[0] += 1.0
+    player.observe({"front": b"frame"}, [0.0], "go")
+    answers[0].set_result(chunk([1, 2, 3]))
+    assert player.next_action()[0] == 1
+    player.observe({"front": None}, [0.0], "go")
+    assert player.next_action()[0] == 2
+    assert player.errors == {"image_corrupt": 2}
+    assert not player.wants_observation()
+    now[0] += 1.0
+    assert player.wants_observation()
+
+
+def test_a_state_that_is_none_is_raised_in_the_middle_of_a_loop_too():
+    answer: Future = Future()
+    answer.set_result(chunk([1, 2, 3]))
+    wrong = []
+
+    def ask(*_, **__) -> Future:
+        if wrong:
+            raise TaktlineError(ErrorCode.STATE_INVALID, "the state is None", "pass a flat vector")
+        return answer
+
+    player = Player(ask, DT_S)
+    player.observe({}, [0.0], "go")
+    player.next_action()
+    wrong.append(True)
+    with pytest.raises(TaktlineError, match="the state is None"):
+        player.observe({}, None, "go")
+
+
 def test_what_is_asked_in_one_episode_is_not_executed_in_the_next(buffer):
     mark = buffer.mark()
     buffer.reset()

@@ -155,18 +155,32 @@ class Player:
         captured_at: float | None = None,
         seed: int | None = None,
     ) -> None:
-        """Asks for the next chunk, with the time until the buffer runs dry as its budget. Does not wait."""
+        """Asks for the next chunk, with the time until the buffer runs dry as its budget. Does not wait.
+
+        A frame that is no picture, such as the None of a camera that failed once, is counted in `errors` like a refusal
+        of the gateway, and the buffer is played on.
+
+        Raises:
+            TaktlineError: what no later observation can avoid; before the first chunk, whatever `ask` raises at once:
+                a program that never passed a picture passes the wrong thing.
+        """
         now = self._clock()
-        answer = self._ask(
-            images,
-            state,
-            instruction,
-            self.budget_ms(now),
-            captured_at=now if captured_at is None else captured_at,
-            actuate_ms=self._actuate_ms,
-            seed=seed,
-            rtc=self.buffer.rtc() if self._rtc else None,
-        )
+        try:
+            answer = self._ask(
+                images,
+                state,
+                instruction,
+                self.budget_ms(now),
+                captured_at=now if captured_at is None else captured_at,
+                actuate_ms=self._actuate_ms,
+                seed=seed,
+                rtc=self.buffer.rtc() if self._rtc else None,
+            )
+        except TaktlineError as error:
+            self._refused(error)
+            if self.last is None:
+                raise
+            return
         self._asked.append(_Asked(self.buffer.mark(), answer))
         self._asked_step = self.buffer.step
 

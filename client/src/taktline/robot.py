@@ -108,7 +108,12 @@ class Robot:
         imagine: Imagine | None = None,
         priority: PriorityName = "production",
     ) -> Future[Chunk]:
-        """As `act`, at once: the chunk comes as a future. Arrays are copied, so a camera's buffer may be used again."""
+        """As `act`, at once: the chunk comes as a future. Arrays are copied, so a camera's buffer may be used again.
+
+        Raises:
+            TaktlineError: `image_corrupt` or `state_invalid` where an array is no frame or the state no vector; all
+                else comes by the future.
+        """
         return self._loop.start(
             self._robot.act(
                 copied(images),
