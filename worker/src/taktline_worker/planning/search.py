@@ -240,7 +240,8 @@ def search(
 
     A unit never mixes robots, so every plan is bit-identical to the one its robot gets alone, and to the one of any
     other number of ranks. A search with a deadline stops before the round that would end after it; its first round is
-    always run (the caller refuses budgets that are too short for one).
+    always run (the caller refuses budgets that are too short for one). The plans are returned together, when the last
+    search has ended.
 
     A world model that fails on rank 0 of a mesh must not leave the others in the middle of a collective: it scores no
     further unit, and takes part in all that is left.

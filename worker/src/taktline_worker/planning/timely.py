@@ -1,8 +1,11 @@
-"""A search on a mesh whose answer is there by its deadline, whatever the ranks do.
+"""A search on a mesh that waits for no rank beyond its deadline.
 
 The search runs on a thread of its own, because what waits for a lost rank waits until somebody ends it: a collective
 in the network, or the whole queue of a GPU. After each round of a search with a deadline it leaves where it stands, and
 the caller answers from that when the time is over.
+
+A batch is answered as a whole, on a mesh as in one process: a plan whose search has ended in time is answered with the
+last of those beside it, whose rounds are not its own to end. Its deadline is kept where its neighbours' end no later.
 """
 
 from __future__ import annotations
@@ -113,7 +116,8 @@ class TimelySearch:
         Where a rank is lost, rounds that were whole stay, and this process makes the others alone, with the same bytes
         as a result, as far as the deadlines allow. Where a round outlives the deadline of any of them, all are answered
         there, for a batch is answered as a whole: with the rounds they have, or, without a deadline of their own, with
-        an error that has them sent again.
+        an error that has them sent again. A search that has ended by itself, or at its budget, cuts
+        nobody short: it waits for those beside it.
 
         Args:
             ends: instants after which an answer is of no use; None = never.
@@ -184,7 +188,11 @@ class TimelySearch:
         return bool(wait([attempt.ended], timeout).done)
 
     def _in_time(self, attempt: _Attempt, ends: Sequence[float | None]) -> bool:
-        """Waits for the search; whether it ended before it had to be answered without."""
+        """Waits for the search; whether it ended before it had to be answered without.
+
+        A problem whose search is over waits for its neighbours beyond its deadline: ending theirs there would leave one
+        without a budget no plan, again and again on a mesh that is well.
+        """
         deadlines = [
             (end, index)
             for index, (problem, end) in enumerate(zip(attempt.problems, ends, strict=True))
