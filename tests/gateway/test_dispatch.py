@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from taktline_gateway.batch_channel import WorkerCallError
+from taktline_gateway.decisions import Plan
 from taktline_gateway.degrade import Levels
 from taktline_gateway.dispatch import SUSPEND_S, Dispatch
 from taktline_gateway.pending import ClientGone, Pending
@@ -189,6 +190,52 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         assert isinstance(result.exception(), ClientGone)
     else:
         assert not result.done()
+
+
+def test_of_a_robot_in_a_silent_batch_and_in_the_one_behind_it_the_newer_observation_queues_again():
+    async def run():
+        now, times = time.monotonic(), service_times({1: 100.0}, 1)
+        scheduler = Scheduler(max_batch=1, max_wait_s=0.0)
+        dispatch = Dispatch("p", scheduler, Telemetry(), PhasePlanner(), lambda *_: None)
+        dispatch.poll_later = lambda: None
+        older, newer = (Pending("arm", seq, now + 60.0, now + seq, policy="p") for seq in (4, 5))
+        silent, behind = (Batch("w", (one,), now, now, now + 5.0) for one in (older, newer))
+        older.flights = newer.flights = 1
+        dispatch._calls[id(behind)] = asyncio.create_task(asyncio.sleep(0))
+        scheduler.add_worker("other", times, now)
+        scheduler.poll = lambda _: Plan((), (), None, (silent,), (behind,), ())
+        dispatch._poll()
+        return older, newer, scheduler.waiting()
+
+    older, newer, waiting = asyncio.run(run())
+    assert waiting == [newer]
+    assert not older.result.done()  # its worker may still answer
+    assert not newer.result.done()
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("again", ["recalled", "failed"])
+def test_an_older_observation_that_queued_again_first_leaves_for_the_newer_one(again, in_flight):
+    async def run():
+        dispatch, newer, batch = world(level=0)
+        dispatch.poll_later = dispatch._poll = lambda: None
+        older = Pending("arm", 0, newer.deadline, newer.arrived_at - 1.0, policy="p")
+        older.flights = in_flight
+        assert dispatch._scheduler.resubmit(older, newer.arrived_at)
+        if again == "recalled":
+            dispatch._calls[id(batch)] = asyncio.create_task(asyncio.sleep(0))
+            dispatch._recall(batch, newer.arrived_at)
+        else:
+            newer.attempts = 0
+            assert dispatch._again(newer, newer.arrived_at)
+        return older, newer, dispatch._scheduler.waiting()
+
+    older, newer, waiting = asyncio.run(run())
+    assert waiting == [newer]
+    assert not newer.result.done()
+    assert older.result.done() is not bool(in_flight)
+    if not in_flight:
+        assert older.result.exception().code is ErrorCode.SUPERSEDED
 
 
 class LostLink(Link):

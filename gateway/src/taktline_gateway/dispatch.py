@@ -98,10 +98,10 @@ class Dispatch:
         for refused in plan.refused:
             if not self.elsewhere(refused.ticket):
                 self._refuse(refused, now)
+        for recalled in plan.recalled:  # before those that they waited for: of a robot in both, they have the newer one
+            self._recall(recalled, now)
         for silent in plan.silent:
             self._hedge(silent, now)
-        for recalled in plan.recalled:
-            self._recall(recalled, now)
         for expired in plan.expired:
             ticket = expired.ticket
             if isinstance(ticket, Pending) and ticket.flights == 1 and ticket not in self._scheduler.queue:
@@ -267,7 +267,19 @@ class Dispatch:
 
     def _again(self, member: Pending, now: float) -> bool:
         """Queues a member once more where it may still be served in time; false where it has had its chances."""
-        return member.attempts + 1 < MAX_ATTEMPTS and not member.gone and self._scheduler.resubmit(member, now)
+        return member.attempts + 1 < MAX_ATTEMPTS and not member.gone and self._resubmit(member, now)
+
+    def _resubmit(self, member: Pending, now: float, avoid: str = "") -> bool:
+        older = self._scheduler.waits(member.source)
+        if not self._scheduler.resubmit(member, now, avoid):
+            return False
+        self._overtaken(older, member)
+        return True
+
+    def _overtaken(self, older: Ticket | None, newer: Ticket) -> None:
+        """A robot's older observation that waited has left the queue for its newer one, which came back to it."""
+        if older is not None and not self.elsewhere(older):
+            self.fail(older, superseded(older, newer))
 
     def _hedge(self, batch: Batch, now: float) -> None:
         """The worker of a batch has gone silent: its members may go to another one; the first answer counts."""
@@ -278,7 +290,7 @@ class Dispatch:
             and not ticket.result.done()
             and not ticket.gone
             and ticket.attempts + 1 < MAX_ATTEMPTS
-            and self._scheduler.resubmit(ticket, now, avoid=batch.worker)
+            and self._resubmit(ticket, now, avoid=batch.worker)
         ]
         log(
             _logger,
@@ -309,9 +321,12 @@ class Dispatch:
             if ticket.gone:
                 ticket.result.set_exception(ClientGone())
                 continue
+            older = self._scheduler.waits(ticket.source)
             newer = self._scheduler.requeue(ticket, now)
             if newer is not None:
                 self.fail(ticket, superseded(ticket, newer))
+            else:
+                self._overtaken(older, ticket)
         self.poll_later()
 
     def elsewhere(self, ticket: Ticket) -> bool:

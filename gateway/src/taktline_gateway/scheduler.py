@@ -183,17 +183,14 @@ class Scheduler:
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
             return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
-        if older is not None:
-            self._books.remove(older)
-        elif tried is not None:
-            older, self._trial = tried, None
-        elif self._long.of(ticket.source) is not None:
-            older = self._long.drop()
-        self._books.add(ticket, rank)
+        older = self.waits(ticket.source)
+        self._put_in(ticket, rank)
         return None, older
 
     def resubmit(self, ticket: Ticket, now: float, avoid: str = "") -> bool:
         """Queues a ticket of a failed or silent batch again, unless a newer one waits or no other worker can make it.
+
+        An older one that waits leaves, as on `submit`; ask `waits` before.
 
         Args:
             avoid: the worker that has the ticket and does not answer; it does not count as one that could.
@@ -205,22 +202,30 @@ class Scheduler:
         if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, without=avoid) > ticket.deadline:
             return False
         ticket.attempts += 1
-        self._books.add(ticket, rank)
+        self._put_in(ticket, rank)
         return True
 
     def requeue(self, ticket: Ticket, now: float) -> Ticket | None:
-        """Queues a ticket again that its worker had not begun; where a newer one of its robot waits, gives that one."""
+        """As `resubmit`, of one that its worker had not begun; where a newer one of its robot waits, gives that one."""
         newer = self._newer(ticket)
-        if newer is not None:
-            return newer
-        self._books.add(ticket, self._books.rank(ticket, now))
-        return None
+        if newer is None:
+            self._put_in(ticket, self._books.rank(ticket, now))
+        return newer
+
+    def waits(self, source: tuple[str, str]) -> Ticket | None:
+        """What waits of a robot."""
+        if self._trial is not None and self._trial.source == source:
+            return self._trial
+        return self.queue.queued(source) or self._long.of(source)
 
     def _newer(self, ticket: Ticket) -> Ticket | None:
-        """What waits of the robot of a ticket that does not."""
-        if self._trial is not None and self._trial.source == ticket.source:
-            return self._trial
-        return self.queue.queued(ticket.source) or self._long.of(ticket.source)
+        waits = self.waits(ticket.source)
+        return waits if waits is not None and waits.arrived_at >= ticket.arrived_at else None
+
+    def _put_in(self, ticket: Ticket, rank: int) -> None:
+        if (older := self.waits(ticket.source)) is not None:
+            self.cancel(older)
+        self._books.add(ticket, rank)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Takes a ticket out of the queue; False where it is not queued (in flight or done)."""
