@@ -382,6 +382,16 @@ def test_a_full_disk_under_the_audit_log_does_not_keep_a_key_alive(world, monkey
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("protocol", ["rest", "lerobot", "openpi", "groot"])
+def test_a_refusal_is_chained_to_nothing_that_holds_the_credential(tmp_path, protocol):
+    path = tmp_path / "access.json"
+    path.write_bytes(msgspec.json.encode(AccessFile(tenants=(Tenant(name="a"),))))
+    with pytest.raises(TaktlineError) as refused:
+        ask(path, "no key at all", protocol)
+    assert refused.value.__cause__ is None
+    assert refused.value.__context__ is None or refused.value.__suppress_context__
+
+
 def test_a_changed_access_file_forgets_no_keys(tmp_path, key_server):
     """Whoever adds a key while the issuer is away must not lock out the holders of its tokens."""
     _Keys.document = jwks(one=RSA)

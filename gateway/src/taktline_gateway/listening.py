@@ -29,7 +29,8 @@ def check_addresses(host: str, port: int, clients: ClientPorts) -> None:
 
 def _check(protocol: str, option: str, host: str, port: int) -> None:
     reason, usable = "no such host", False
-    with contextlib.suppress(socket.gaierror):
+    advice = f"give {option} an address of this machine, 0.0.0.0 for all of them"
+    with contextlib.suppress(socket.gaierror, UnicodeError):  # the latter of a name that no host can have
         for family, kind, number, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
@@ -42,6 +43,10 @@ def _check(protocol: str, option: str, host: str, port: int) -> None:
                 usable = True
             except OSError as error:
                 reason = error.strerror or str(error)
+                if error.errno == errno.EADDRINUSE:
+                    advice = f"end what uses it, or give {option} another address"
+                elif error.errno == errno.EACCES:
+                    advice = f"give {option} a port of 1024 or above, or this user the right to lower ones"
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     usable = False
                     break
@@ -50,5 +55,5 @@ def _check(protocol: str, option: str, host: str, port: int) -> None:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
             f"cannot listen for {protocol} on {host}:{port}: {reason}",
-            f"end what uses it, or give {option} another address",
+            advice,
         )

@@ -111,7 +111,10 @@ class AccessControl:
             return await self._known_principal(credential.secret)
         except TaktlineError as error:
             self._note(OPEN, credential, error.code.value, "", "", "", "")
-            raise told_over(credential.protocol, error) from error
+            told = told_over(credential.protocol, error)
+            if told is error:
+                raise
+            raise told from None  # its frames hold the credential
 
     async def _known_principal(self, secret: str) -> Principal:
         if len(secret) > MAX_CREDENTIAL_CHARS:
