@@ -52,6 +52,9 @@ def test_who_is_not_known_gets_no_stream(guarded, headers):
         StreamRobot(guarded.stack.url, headers=headers)
     assert caught.value.response.status_code == 401
     until(lambda: "connection rejected (401" in guarded.stack.log.read_text(), "the line about it")
+    with pytest.raises(InvalidStatus):  # its line comes later than any that follows the first
+        StreamRobot(guarded.stack.url, headers=headers)
+    until(lambda: guarded.stack.log.read_text().count("connection rejected (401") >= 2, "the line about the second")
     assert "completing handshake" not in guarded.stack.log.read_text(), "a caller without a key is no fault of ours"
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from types import SimpleNamespace
 
 import pytest
 from taktline_gateway.http_io import Exchange
+from taktline_gateway.logs import _no_false_alarm
 from taktline_gateway.pending import ClientGone
 from taktline_gateway.stream.conversation import Conversation
 from taktline_gateway.stream.endpoint import Streams
@@ -264,6 +266,49 @@ def test_connections_that_come_and_go_fill_no_memory(clock):
     assert len(sessions) == 3
     assert live in list(sessions), "those that are connected stay"
     assert sessions.held_bytes == 20
+
+
+class Written(asyncio.Transport):
+    """Takes what is sent and is never closed by the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+
+    def write(self, data) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_an_application_that_forgets_to_answer_is_logged_and_one_that_refuses_is_not(refuses, monkeypatch):
+    errors = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(errors, "filters", [_no_false_alarm])
+    lines = []
+    monkeypatch.setattr(errors, "handlers", [handler := logging.Handler()])
+    handler.emit = lambda record: lines.append(record.getMessage())
+
+    async def app(scope, receive, send) -> None:
+        if refuses:
+            await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
+            await send({"type": "websocket.http.response.body", "body": b"no"})
+
+    config = Config(app=app, lifespan="off", log_config=None)
+    config.load()
+    made = StreamTransport(config=config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop())
+    made.connection_made(transport := Written())
+    made.data_received(
+        b"GET /stream HTTP/1.1\r\nHost: gateway\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    await asyncio.gather(*made.tasks)
+    assert transport.sent.startswith(b"HTTP/1.1 401" if refuses else b"HTTP/1.1 500")
+    assert any("completing handshake" in line for line in lines) is not refuses
 
 
 async def test_a_connection_that_is_lost_keeps_no_message():

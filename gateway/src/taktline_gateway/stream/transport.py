@@ -5,11 +5,15 @@ ASGI knows only closes that wait until the robot has taken what was sent, which 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from taktline_gateway.frame_reader import DirectReading, read_in_chunks
+from taktline_gateway.logs import REFUSAL_SENT
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 ABORT = "taktline.abort"
 """Key of the ASGI scope under which the way to cut the connection is found."""
@@ -28,6 +32,12 @@ class StreamTransport(WebSocketsSansIOProtocol):
         scope: dict[str, object] = self.scope  # type: ignore[assignment]
         scope[ABORT] = self.transport.abort
         await super().run_asgi()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Sends what the application says."""
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            REFUSAL_SENT.set(True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over. Its parser holds the last message, whose cameras must not wait for the collector."""
