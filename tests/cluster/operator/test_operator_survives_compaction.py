@@ -6,14 +6,13 @@ stand at are gone. A proxy between the two keeps the operator away meanwhile, an
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
-import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -29,29 +28,31 @@ from tests.cluster.operator.conftest import MANIFESTS, OperatorProcess, Policies
 pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 240.0
 GONE = b'"code":410'
+T = TypeVar("T")
 
 
 class ReadingProxy:
-    """Takes plain HTTP and asks the API server over TLS; can cut and refuse connections, and counts answers of 410."""
+    """Takes plain HTTP and asks the API server over TLS; can cut and refuse connections, and counts answers of 410.
+
+    All of it runs in one thread's event loop: OpenSSL takes no two threads at one connection.
+    """
 
     def __init__(self, host: str, port: int, authority: Path) -> None:
         self._target = (host, port)
         self._trust = ssl.create_default_context(cafile=str(authority))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
         self.gone = 0
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._refusing = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._server = self._run(asyncio.start_server(self._connect, "127.0.0.1", 0))
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
         """Ends all connections, and every new one at once."""
-        with self._lock:
-            self._refusing = True
-            found, self._open = self._open, set()
-        for one in found:
-            self._end(one)
+        self._run(self._cut())
 
     def mend(self) -> None:
         """New connections work again."""
@@ -59,49 +60,65 @@ class ReadingProxy:
 
     def close(self) -> None:
         """Accepts no more, and ends what is open."""
-        self._listener.close()
-        self.cut()
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
 
-    def _end(self, one: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
+    def _run(self, what: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+    async def _cut(self) -> None:
+        self._refusing = True
+        for one in self._open:
+            one.transport.abort()
 
-    def _connect(self, client: socket.socket) -> None:
+    async def _close(self) -> None:
+        self._server.close()
+        await self._cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._open.add(to_client)
         try:
-            server = self._trust.wrap_socket(socket.create_connection(self._target), server_hostname="localhost")
+            if not self._refusing:
+                await self._join(client, to_client)
         except OSError:
-            self._end(client)
-            return
-        with self._lock:
-            refused = self._refusing
-            if not refused:
-                self._open |= {client, server}
-        if refused:
-            self._end(client)
-            self._end(server)
-            return
-        threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-        self._pump(server, client, True)
+            pass  # the API server is stopped: its client is told by the end of the connection
+        finally:
+            to_client.close()
+            self._open.discard(to_client)
+            self._tasks.discard(task)
 
-    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+    async def _join(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        server, to_server = await asyncio.open_connection(*self._target, ssl=self._trust, server_hostname="localhost")
+        self._open.add(to_server)
+        ways = [
+            asyncio.ensure_future(self._pump(client, to_server, False)),
+            asyncio.ensure_future(self._pump(server, to_client, True)),
+        ]
+        try:
+            if not self._refusing:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            to_server.close()
+            self._open.discard(to_server)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answers: bool) -> None:
         tail = b""
-        with contextlib.suppress(OSError, ValueError):
-            while data := source.recv(65536):
-                if answers:
-                    self.gone += (tail + data).count(GONE)
-                    tail = (tail + data)[-len(GONE) + 1 :]
-                sink.sendall(data)
-        self._end(source)
-        self._end(sink)
+        while data := await source.read(65536):
+            if answers:
+                self.gone += (tail + data).count(GONE)
+                tail = (tail + data)[-len(GONE) + 1 :]
+            sink.write(data)
+            await sink.drain()
 
 
 @pytest.fixture
