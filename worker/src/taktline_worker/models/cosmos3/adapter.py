@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, WorldActionOptions
 
 from taktline_worker.adapter import Answer, CapturedGraph, Description, ImaginedChunk
 from taktline_worker.checkpoint import TensorFiles, read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.engine_options import config_error
 from taktline_worker.models.cosmos3 import fp8, vae, video
 from taktline_worker.models.cosmos3.config import Cosmos3Architecture, expected_shapes, open_transformer, parameters
 from taktline_worker.models.cosmos3.graphs import GraphRunner
@@ -113,9 +114,9 @@ class Cosmos3Adapter:
             TaktlineError: CONFIG_INVALID for another number of cameras, or on a mesh, whose ranks follow requests only.
         """
         if views:
-            raise _config_error("the views of this family are one picture", "leave --views out")
+            raise config_error("the views of this family are one picture", "leave --views out")
         if self.group.ranks is not None:
-            raise _config_error("engine.parallel asks for cfg or tp", "profile the policy with both at 1")
+            raise config_error("engine.parallel asks for cfg or tp", "profile the policy with both at 1")
         tokens = prompt_tokens or len(self.largest_row().request.conditional)
         return Cosmos3Profile(self.description.family, self.runner, self._coder, self.description.precision, tokens)
 
@@ -185,7 +186,7 @@ def open_folder(config: EngineConfig) -> Opened:
     """
     folder, options = Path(config.model.path), config.engine
     if not folder.is_dir():
-        raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
+        raise config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
     sidecar = read_sidecar(folder, Sidecar, PAGE)
     architecture, files = open_transformer(folder)
     serving = resolve(
@@ -273,13 +274,13 @@ def _checked(config: EngineConfig) -> Opened:
     if options.precision == "fp8":
         fp8.check_device(choose_device(options.device))
     if options.parallel.search != 1:
-        raise _config_error("engine.parallel.search is for planners", "use cfg and tp, or dp, one replica a GPU")
+        raise config_error("engine.parallel.search is for planners", "use cfg and tp, or dp, one replica a GPU")
     if options.rtc.mode not in ("auto", "off"):
-        raise _config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family follows no tail: set auto or off")
+        raise config_error(f"engine.rtc.mode is {options.rtc.mode}", "this family follows no tail: set auto or off")
     verify_digests(Path(config.model.path), config.model.sha256)
     opened = open_folder(config)
     if opened.family != config.model.family:
-        raise _config_error(
+        raise config_error(
             f"model.family is {config.model.family}, the checkpoint is {opened.family}",
             f"set model.family to {opened.family}, or mount the other checkpoint",
         )
@@ -320,7 +321,3 @@ def _load(config: EngineConfig, opened: Opened, rank: int) -> LoadedRank:
         buckets=options.buckets,
         split=place.split,
     )
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

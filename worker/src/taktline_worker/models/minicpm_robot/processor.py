@@ -16,6 +16,7 @@ from PIL import Image
 from taktline_protocol import ErrorCode, TaktlineError
 from torch import Tensor
 
+from taktline_worker.engine_options import config_error
 from taktline_worker.models.minicpm_robot.batch import MiniCpmRow
 from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture, Stated
 from taktline_worker.models.minicpm_robot.prompt import Prompt
@@ -83,7 +84,7 @@ class MiniCpmProcessor:
         self._max_pixels = max_pixels
         head = architecture.head
         if not 0 <= embodiment < head.embodiments:
-            raise _config_error(
+            raise config_error(
                 f"embodiment {embodiment} is none of the checkpoint's {head.embodiments}",
                 f"set model.statistics, or embodiment in taktline.json, to 0 .. {head.embodiments - 1}",
             )
@@ -92,13 +93,13 @@ class MiniCpmProcessor:
         self._actions = _channels("action_channels", sidecar.action_channels, head.action_width)
         wanted = sidecar.cameras
         if not 1 <= len(wanted) <= MAX_CAMERAS or len(set(wanted)) != len(wanted):
-            raise _config_error(
+            raise config_error(
                 f"taktline.json names the cameras {list(wanted)}",
                 f'name 1 to {MAX_CAMERAS} in the order of the training, e.g. "cameras": ["agentview", "wrist"]',
             )
         mapping = dict(cameras) or {name: name for name in wanted}
         if sorted(mapping.values()) != sorted(wanted):
-            raise _config_error(
+            raise config_error(
                 f"model.cameras names {sorted(mapping.values())}; the checkpoint reads {list(wanted)}",
                 "map one robot camera to each of them, or map nothing",
             )
@@ -194,15 +195,11 @@ def _channels(field: str, stated: tuple[tuple[int, int], ...] | None, width: int
     found = [index for first, end in ranges for index in range(first, end)]
     fits = all(0 <= first < end <= width for first, end in ranges) and len(set(found)) == len(found)
     if not fits or (field == "action_channels" and not found):
-        raise _config_error(
+        raise config_error(
             f"{field} in taktline.json is {[list(pair) for pair in ranges]}; the network has {width}",
             "state [first, end) pairs that do not overlap, e.g. [[7, 17]]",
         )
     return found
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)
 
 
 def _state_error(reason: str, next_step: str) -> TaktlineError:

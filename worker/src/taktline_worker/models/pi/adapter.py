@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 from taktline_protocol.limits import MIB
 from torch import Tensor
@@ -21,9 +21,10 @@ from torch import Tensor
 from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk, RunningBatch
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.engine_options import config_error
 from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.pi import byte_expert
-from taktline_worker.models.pi.config import PiArchitecture, PiConventions
+from taktline_worker.models.pi.config import PiArchitecture, PiConventions, resolve
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow, frame_memory
 from taktline_worker.models.pi.profile import PiProfile
@@ -216,7 +217,7 @@ class PiAdapter:
         conventions = self.processor.conventions
         cameras = sum(1 for slot in conventions.slots if slot.names)
         if views > cameras or prompt_tokens > conventions.prompt_tokens:
-            raise _config_error(
+            raise config_error(
                 f"{views} cameras and {prompt_tokens} prompt tokens are asked for; the policy has {cameras} and"
                 f" {conventions.prompt_tokens}",
                 "ask for no more than the policy has",
@@ -273,16 +274,16 @@ def load(config: EngineConfig) -> PiAdapter:
     """
     path = Path(config.model.path)
     if not path.is_dir():
-        raise _config_error(f"model.path {path} is no folder", "mount the volume that holds the checkpoint")
+        raise config_error(f"model.path {path} is no folder", "mount the volume that holds the checkpoint")
     if config.engine.parallel.tp != 1 or config.engine.parallel.cfg != 1:
-        raise _config_error(
+        raise config_error(
             f"engine.parallel asks for tp {config.engine.parallel.tp} and cfg {config.engine.parallel.cfg}",
             "π0 and π0.5 fit one GPU and have no guided branch: use dp, one replica a GPU",
         )
     verify_digests(path, config.model.sha256)
     folder = open_folder(path, config.model.statistics)
     if folder.family != config.model.family:
-        raise _config_error(
+        raise config_error(
             f"model.family is {config.model.family}, the tensors are those of {folder.family}",
             f"set model.family to {folder.family}, or mount the other checkpoint",
         )
@@ -382,32 +383,6 @@ def make_runner(
     return runner
 
 
-def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
-    """The checkpoint's conventions with the engine's overrides.
-
-    Raises:
-        TaktlineError: CONFIG_INVALID for overrides out of range, or where nothing states the control period.
-    """
-    engine = config.engine
-    horizon = engine.action_horizon or conventions.horizon
-    steps = engine.solver_steps or conventions.solver_steps
-    period = conventions.control_period_s if engine.control_period_ms is None else engine.control_period_ms / 1000.0
-    if not 1 <= horizon <= 1024 or not 1 <= steps <= 1000:
-        raise _config_error(f"action horizon {horizon} or solver steps {steps} are out of range", "correct spec.engine")
-    for fewer in engine.cheaper_steps:
-        if fewer >= steps or steps % fewer:
-            raise _config_error(
-                f"cheaper_steps has {fewer}, which is no proper divisor of the {steps} solver steps",
-                f"choose from {', '.join(str(n) for n in range(steps - 1, 0, -1) if steps % n == 0) or 'nothing'}",
-            )
-    if not period > 0 or period > 60:
-        raise _config_error(
-            f"the control period is {period * 1000} ms" if period else "nothing states the control period",
-            "set spec.engine.controlPeriodMs to the time between two actions of the robot",
-        )
-    return replace(conventions, horizon=horizon, solver_steps=steps, control_period_s=period)
-
-
 def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, device: torch.device) -> PiWeights:
     """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
     policy = FP32
@@ -416,7 +391,3 @@ def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, d
     if precision in ("bf16", "fp8"):
         policy = BF16_VISION if device.type == "cuda" else BF16
     return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

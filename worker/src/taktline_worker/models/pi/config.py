@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from taktline_protocol.deployment import EngineConfig
+
 from taktline_worker.checkpoint import refuse
+from taktline_worker.engine_options import config_error
 from taktline_worker.models.pi.normalise import Normaliser
 from taktline_worker.rtc import Schedule
 
@@ -306,3 +309,29 @@ def _vision_heads(width: int, hints: ArchitectureHints) -> int:
             'state it in taktline.json: {"architecture": {"vision_heads": N}}',
         )
     return heads
+
+
+def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
+    """The checkpoint's conventions with the engine's overrides.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID for overrides out of range, or where nothing states the control period.
+    """
+    engine = config.engine
+    horizon = engine.action_horizon or conventions.horizon
+    steps = engine.solver_steps or conventions.solver_steps
+    period = conventions.control_period_s if engine.control_period_ms is None else engine.control_period_ms / 1000.0
+    if not 1 <= horizon <= 1024 or not 1 <= steps <= 1000:
+        raise config_error(f"action horizon {horizon} or solver steps {steps} are out of range", "correct spec.engine")
+    for fewer in engine.cheaper_steps:
+        if fewer >= steps or steps % fewer:
+            raise config_error(
+                f"cheaper_steps has {fewer}, which is no proper divisor of the {steps} solver steps",
+                f"choose from {', '.join(str(n) for n in range(steps - 1, 0, -1) if steps % n == 0) or 'nothing'}",
+            )
+    if not period > 0 or period > 60:
+        raise config_error(
+            f"the control period is {period * 1000} ms" if period else "nothing states the control period",
+            "set spec.engine.controlPeriodMs to the time between two actions of the robot",
+        )
+    return replace(conventions, horizon=horizon, solver_steps=steps, control_period_s=period)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker.checkpoint import read_json, refuse
+from taktline_worker.engine_options import config_error
 from taktline_worker.models.pi.config import CameraSlot, Family, PiArchitecture, PiConventions
 from taktline_worker.models.pi.normalise import FloatArray, Mode, make_normaliser
 from taktline_worker.models.pi.presets import PRESETS, SLOTS, Preset
@@ -109,9 +109,9 @@ def _preset(sidecar: Sidecar, family: Family) -> Preset | None:
         return None
     preset = PRESETS.get(sidecar.preset)
     if preset is None:
-        raise _config_error(f"preset {sidecar.preset!r} is unknown", f"known presets: {', '.join(sorted(PRESETS))}")
+        raise config_error(f"preset {sidecar.preset!r} is unknown", f"known presets: {', '.join(sorted(PRESETS))}")
     if preset.family != family:
-        raise _config_error(
+        raise config_error(
             f"preset {sidecar.preset} is for {preset.family}, the tensors are those of {family}",
             f"choose one of {', '.join(sorted(name for name, p in PRESETS.items() if p.family == family))}",
         )
@@ -122,7 +122,7 @@ def _chosen(name: str, stated: _T | None, default: _T | None) -> _T:
     """A convention that no file of an openpi folder tells: stated, or known from the preset, never assumed."""
     value = stated if stated is not None else default
     if value is None:
-        raise _config_error(
+        raise config_error(
             f"nothing in the folder says {name}",
             f'add a preset to taktline.json ({{"preset": "pi05_droid"}}), or state {name} there',
         )
@@ -139,7 +139,7 @@ def _slots(sidecar: Sidecar, preset: Preset | None) -> tuple[CameraSlot, ...]:
     cameras = _chosen("cameras", sidecar.cameras, preset.cameras if preset else None)
     wrong = sorted(set(cameras.values()) - set(SLOTS))
     if wrong or len(set(cameras.values())) != len(cameras) or not cameras:
-        raise _config_error(
+        raise config_error(
             f"cameras maps {cameras}, of which {wrong or 'two names share one slot, or none is named'}",
             f"map each robot camera to one of {', '.join(SLOTS)}",
         )
@@ -189,7 +189,3 @@ def _length(values: Mapping[str, Mapping[str, FloatArray]], feature: str, path: 
         return int(mean.shape[0])
     except (KeyError, IndexError):
         raise refuse(f"{path} has no {feature}.mean", "take the statistics of the same training run") from None
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)

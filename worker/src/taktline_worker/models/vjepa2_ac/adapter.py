@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, SearchOptions
 
 from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device
+from taktline_worker.engine_options import config_error
 from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.vjepa2_ac.config import PUBLISHED_CONTROL_PERIOD_S, Sidecar
 from taktline_worker.models.vjepa2_ac.planner import FAMILY, PlannerAdapter, ends_of
@@ -144,13 +145,13 @@ def check_deployment(config: EngineConfig, device: torch.device | None = None) -
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
-        raise _config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
+        raise config_error(f"model.path {folder} is no folder", "mount the volume that holds the checkpoint")
     sidecar = read_sidecar(folder, Sidecar, "docs/planner.md")
     device = device if device is not None else choose_device(config.engine.device)
     parallel = config.engine.parallel
     if parallel.tp != 1 or parallel.cfg != 1 or (parallel.dp != 1 and parallel.search != 1):
         asked = f"dp {parallel.dp}, cfg {parallel.cfg}, tp {parallel.tp}, search {parallel.search}"
-        raise _config_error(
+        raise config_error(
             f"engine.parallel asks for {asked}",
             "a planner has either dp (plans side by side) or search (ranks that share one plan)",
         )
@@ -210,7 +211,7 @@ def resolve_search(options: SearchOptions, horizon: int | None) -> tuple[SearchS
     """
     unknown = sorted(options.pins.keys() - set(_DIMENSIONS))
     if unknown:
-        raise _config_error(f"search.pins names {unknown}", f"pin one of {', '.join(_DIMENSIONS)}")
+        raise config_error(f"search.pins names {unknown}", f"pin one of {', '.join(_DIMENSIONS)}")
     settings = SearchSettings(
         optimiser=options.optimiser,
         candidates=options.candidates,
@@ -240,12 +241,8 @@ def _control_period_s(sidecar: Sidecar, stated_ms: float | None) -> float:
     period_ms = sidecar.control_period_ms if stated_ms is None else stated_ms
     period_s = PUBLISHED_CONTROL_PERIOD_S if period_ms is None else period_ms / 1000.0
     if not 0 < period_s <= 60:
-        raise _config_error(
+        raise config_error(
             f"the control period is {period_s * 1000:g} ms",
             "set spec.engine.controlPeriodMs to the time between two planned actions",
         )
     return period_s
-
-
-def _config_error(message: str, next_step: str) -> TaktlineError:
-    return TaktlineError(ErrorCode.CONFIG_INVALID, message, next_step)
