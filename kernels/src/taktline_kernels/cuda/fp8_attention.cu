@@ -35,13 +35,6 @@ DEVICE void copy_queries(u32 target, const TensorMap* map, int column, int row, 
       : "memory");
 }
 
-// The warpgroups issue their products in turn, so that one's weights are made while the other's products run.
-DEVICE void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-DEVICE void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
-
-struct Row {
-  float top, total, decay;
-};
 // Weights of a tile in place of its logits, as the operand of the next product. True where the sums must be scaled down.
 DEVICE bool weigh(float (&s)[64], u32 (&p)[16], Row& low, Row& high, float factor, int count, int t) {
   if (count < TILE) {
@@ -49,25 +42,8 @@ DEVICE bool weigh(float (&s)[64], u32 (&p)[16], Row& low, Row& high, float facto
     for (int i = 0; i < 64; ++i)
       if ((i >> 3) * 16 + 4 * t + 2 * (i >> 2 & 1) + (i & 1) >= count) s[i] = LOWEST;
   }
-  float first = fmaxf(s[0], s[1]), second = fmaxf(s[2], s[3]);
-#pragma unroll
-  for (int i = 4; i < 64; i += 4) first = fmaxf(first, fmaxf(s[i], s[i + 1])), second = fmaxf(second, fmaxf(s[i + 2], s[i + 3]));
-  first = fmaxf(first, __shfl_xor_sync(~0u, first, 1)), second = fmaxf(second, __shfl_xor_sync(~0u, second, 1));
-  first = fmaxf(first, __shfl_xor_sync(~0u, first, 2)) * factor, second = fmaxf(second, __shfl_xor_sync(~0u, second, 2)) * factor;
-  const bool renew = __any_sync(~0u, first > low.top + SLACK || second > high.top + SLACK);
-  if (renew) {
-    first = fmaxf(first, low.top), second = fmaxf(second, high.top);
-    low.decay = exp2_fast(low.top - first), high.decay = exp2_fast(high.top - second);
-    low.top = first, high.top = second;
-    low.total *= low.decay, high.total *= high.decay;
-  }
-  const float by = SHIFT - low.top, other = SHIFT - high.top;
-#pragma unroll
-  for (int i = 0; i < 64; i += 4) {
-    s[i] = exp2_fast(s[i] * factor + by), s[i + 1] = exp2_fast(s[i + 1] * factor + by);
-    s[i + 2] = exp2_fast(s[i + 2] * factor + other), s[i + 3] = exp2_fast(s[i + 3] * factor + other);
-    low.total += s[i] + s[i + 1], high.total += s[i + 2] + s[i + 3];
-  }
+  const bool renew = renew_tops(s, low, high, factor, SLACK);
+  weigh_rows(s, low, high, factor, SHIFT - low.top, SHIFT - high.top);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     float* at = s + 16 * k;
@@ -223,11 +199,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       settle(o);
       __syncwarp();
       if (thread == 0) barrier_arrive(smem_address(&value_empty[value_stage]));
-#pragma unroll
-      for (int offset = 1; offset <= 2; offset *= 2) {
-        low.total += __shfl_xor_sync(~0u, low.total, offset);
-        high.total += __shfl_xor_sync(~0u, high.total, offset);
-      }
+      join_totals(low, high);
       const float by = 1.0f / (low.total * of_v), other = 1.0f / (high.total * of_v);
       const int row = block * QUERIES + group * 64 + warp * 16 + (thread >> 2);
       u16* target = out + ((size_t)lane * rows + row) * (heads * WIDTH) + head * WIDTH + 2 * t;

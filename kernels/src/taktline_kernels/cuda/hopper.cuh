@@ -58,3 +58,48 @@ DEVICE void settle(u32 (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
+
+// What two warpgroups of attention share. They issue their products in turn, so that one's weights are made while the
+// other's products run.
+DEVICE void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+DEVICE void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
+
+// A query: the largest logit that its weights refer to, the sum of its weights, what sums of before are to be multiplied by.
+struct Row {
+  float top, total, decay;
+};
+// Renews `top` of both rows where a logit of either (s times factor) is larger by `slack`, for all of the warp. True where it did.
+template <int N>
+DEVICE bool renew_tops(const float (&s)[N], Row& low, Row& high, float factor, float slack) {
+  float first = fmaxf(s[0], s[1]), second = fmaxf(s[2], s[3]);
+#pragma unroll
+  for (int i = 4; i < N; i += 4) first = fmaxf(first, fmaxf(s[i], s[i + 1])), second = fmaxf(second, fmaxf(s[i + 2], s[i + 3]));
+  first = fmaxf(first, __shfl_xor_sync(~0u, first, 1)), second = fmaxf(second, __shfl_xor_sync(~0u, second, 1));
+  first = fmaxf(first, __shfl_xor_sync(~0u, first, 2)) * factor, second = fmaxf(second, __shfl_xor_sync(~0u, second, 2)) * factor;
+  const bool renew = __any_sync(~0u, first > low.top + slack || second > high.top + slack);
+  if (renew) {
+    first = fmaxf(first, low.top), second = fmaxf(second, high.top);
+    low.decay = exp2_fast(low.top - first), high.decay = exp2_fast(high.top - second);
+    low.top = first, high.top = second;
+    low.total *= low.decay, high.total *= high.decay;
+  }
+  return renew;
+}
+// Weights 2^(factor s + by) in place of the logits, those of the other row with `other`, added to the totals.
+template <int N>
+DEVICE void weigh_rows(float (&s)[N], Row& low, Row& high, float factor, float by, float other) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    s[i] = exp2_fast(s[i] * factor + by), s[i + 1] = exp2_fast(s[i + 1] * factor + by);
+    s[i + 2] = exp2_fast(s[i + 2] * factor + other), s[i + 3] = exp2_fast(s[i + 3] * factor + other);
+    low.total += s[i] + s[i + 1], high.total += s[i + 2] + s[i + 3];
+  }
+}
+// The totals of the four threads that share a row.
+DEVICE void join_totals(Row& low, Row& high) {
+#pragma unroll
+  for (int offset = 1; offset <= 2; offset *= 2) {
+    low.total += __shfl_xor_sync(~0u, low.total, offset);
+    high.total += __shfl_xor_sync(~0u, high.total, offset);
+  }
+}

@@ -25,13 +25,6 @@ DEVICE void copy_heads(u32 target, const TensorMap* map, int column, int head, i
 // Values are read across their rows: from one half to the other instead of from one number to the next.
 DEVICE u64 value_descriptor(u32 address) { return descriptor(address) + ((u64)(HALF_BYTES / 16 - 1) << 16); }
 
-// The warpgroups issue their products in turn, so that one's weights are made while the other's products run.
-DEVICE void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-DEVICE void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
-
-struct Row {
-  float top, total, decay;
-};
 // Weights of a tile in place of its logits. True where the sums must be scaled down.
 DEVICE bool weigh(float (&s)[TILE / 2], Row& low, Row& high, float factor, int count, int t) {
   if (count < TILE) {
@@ -39,25 +32,8 @@ DEVICE bool weigh(float (&s)[TILE / 2], Row& low, Row& high, float factor, int c
     for (int i = 0; i < TILE / 2; ++i)
       if ((i >> 2) * 8 + 2 * t + (i & 1) >= count) s[i] = LOWEST;
   }
-  float first = fmaxf(s[0], s[1]), second = fmaxf(s[2], s[3]);
-#pragma unroll
-  for (int i = 4; i < TILE / 2; i += 4) first = fmaxf(first, fmaxf(s[i], s[i + 1])), second = fmaxf(second, fmaxf(s[i + 2], s[i + 3]));
-  first = fmaxf(first, __shfl_xor_sync(~0u, first, 1)), second = fmaxf(second, __shfl_xor_sync(~0u, second, 1));
-  first = fmaxf(first, __shfl_xor_sync(~0u, first, 2)) * factor, second = fmaxf(second, __shfl_xor_sync(~0u, second, 2)) * factor;
-  const bool renew = __any_sync(~0u, first > low.top + SLACK || second > high.top + SLACK);
-  if (renew) {
-    first = fmaxf(first, low.top), second = fmaxf(second, high.top);
-    low.decay = exp2_fast(low.top - first), high.decay = exp2_fast(high.top - second);
-    low.top = first, high.top = second;
-    low.total *= low.decay, high.total *= high.decay;
-  }
-  const float by = -low.top, other = -high.top;
-#pragma unroll
-  for (int i = 0; i < TILE / 2; i += 4) {
-    s[i] = exp2_fast(s[i] * factor + by), s[i + 1] = exp2_fast(s[i + 1] * factor + by);
-    s[i + 2] = exp2_fast(s[i + 2] * factor + other), s[i + 3] = exp2_fast(s[i + 3] * factor + other);
-    low.total += s[i] + s[i + 1], high.total += s[i + 2] + s[i + 3];
-  }
+  const bool renew = renew_tops(s, low, high, factor, SLACK);
+  weigh_rows(s, low, high, factor, -low.top, -high.top);
   settle(s);
   return renew;
 }
@@ -211,11 +187,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int i = 0; i < TILE / 16; ++i) wgmma_values(o, p + 4 * i, v + 128 * i, 1);
       wgmma_commit();
-#pragma unroll
-      for (int offset = 1; offset <= 2; offset *= 2) {
-        low.total += __shfl_xor_sync(~0u, low.total, offset);
-        high.total += __shfl_xor_sync(~0u, high.total, offset);
-      }
+      join_totals(low, high);
       wgmma_wait<0>();
       settle(o);
       __syncwarp();
