@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -148,6 +149,31 @@ def test_an_old_worker_that_waits_for_quota_hides_no_stall_of_a_new_one(make: An
     hangs = make.pod("h", owner=owner, ready=False)
     said = {c["type"]: c["reason"] for c in rolling(make, [waits, hangs], live=live).status["conditions"]}
     assert said["Progressing"] == "Stalled"
+
+
+@pytest.mark.parametrize(
+    ("hung_s", "status", "reason"),
+    [(7200, "False", "Stalled"), (120, "False", "RollingOut"), (7200, "True", "RollingOut")],
+    ids=["hangs", "starts anew", "serves"],
+)
+def test_a_worker_that_waits_for_quota_hides_no_other_that_hangs(
+    make: Any, hung_s: int, status: str, reason: str
+) -> None:
+    """The quota admits one of two, which was let in before the deadline: the wait of the other is no excuse for it."""
+    owner = make.policy(pools=TWO)
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "late"}
+    late["lastTransitionTime"] = "2026-03-01T07:00:00Z"
+    live = make.applied(owner)[DEPLOYMENT] | {"status": {"conditions": [late]}}
+    waits = held_back(make, owner, "2026-03-01T05:59:00Z")
+    other = make.pod("h", owner=owner, startTime="2026-03-01T06:00:00Z")
+    since = datetime.fromisoformat(make.now) - timedelta(seconds=hung_s)
+    ready = {"type": "Ready", "status": status, "lastTransitionTime": since.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    other["status"]["conditions"] = [ready]
+    assert live["spec"]["progressDeadlineSeconds"] < 7200
+    found = rolling(make, [waits, other], live=live)
+    said = {c["type"]: c["reason"] for c in found.status["conditions"]}
+    assert said["Progressing"] == reason
+    assert said["Degraded"] == ("Stalled" if reason == "Stalled" else "AsExpected")
 
 
 def test_an_edit_that_fits_no_node_costs_no_old_worker(make: Any) -> None:

@@ -251,7 +251,8 @@ def _stalled(deployments: Sequence[Json], pods: Sequence[Json], now: str) -> str
     """The first Deployment that is past its progress deadline by a fault; empty where there is none.
 
     What waits for its turn in a queue makes no progress either, and Kubernetes counts that time: a pod that was let in
-    after the deadline has as long again to come up, for the condition stands until it serves.
+    after the deadline has as long again to come up, for the condition stands until it serves. One that has had its time
+    is told of, whoever waits beside it.
     """
     for workload in sorted(deployments, key=lambda found: str(found["metadata"]["name"])):
         own = [pod for pod in pods if _made_by(workload, pod)]
@@ -259,7 +260,8 @@ def _stalled(deployments: Sequence[Json], pods: Sequence[Json], now: str) -> str
             if condition["type"] != "Progressing" or condition.get("reason") != "ProgressDeadlineExceeded":
                 continue
             deadline_s = float(workload.get("spec", {}).get("progressDeadlineSeconds", 600))
-            if not any(_is_let_in(pod, condition.get("lastTransitionTime", ""), deadline_s, now) for pod in own):
+            waits = any(_is_let_in(pod, condition.get("lastTransitionTime", ""), deadline_s, now) for pod in own)
+            if not waits or any(_has_had(pod, deadline_s, now) for pod in own):
                 return f"deployment/{workload['metadata']['name']} made no progress before its deadline"
     return ""
 
@@ -287,3 +289,12 @@ def _is_let_in(pod: Json, late: str, deadline_s: float, now: str) -> bool:
     started = pod.get("status", {}).get("startTime", "")
     after = bool(started and late and datetime.fromisoformat(started) >= datetime.fromisoformat(late))
     return after and not routing.is_ready(pod) and seconds_between(started, now) < deadline_s
+
+
+def _has_had(pod: Json, seconds: float, now: str) -> bool:
+    """Whether a pod has its room, and has not been ready for so long."""
+    if pod["metadata"].get("deletionTimestamp") or has_ended(pod):
+        return False
+    ready: Json = next((c for c in pod.get("status", {}).get("conditions", []) if c["type"] == "Ready"), {})
+    since = ready.get("lastTransitionTime", "")
+    return bool(since) and ready["status"] != "True" and seconds_between(since, now) >= seconds
