@@ -3,10 +3,11 @@
     python benchmarks/engine.py [--part figures|peers] [--quick] [--only pi05/bf16,...] [--out DIR]
 
 Random full-size weights; pixels and token ids are on the device, as in the published measurements. Times are CUDA
-events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured one after the other.
-Peers: of FP8 our own bf16, of π0 our own π0.5, both among the figures. `--part peers` has benchmarks/plain_pi05.py,
-eager and with its blocks through torch.compile and the whole request in a CUDA graph, beside our own π0.5 in the same
-run; it writes a file of its own. Without --part both run.
+events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured in turns, so that the
+GPU's heat and clocks are the same for all. Peers: of FP8 our own bf16, of π0 our own π0.5, both among the figures.
+`--part peers` has benchmarks/plain_pi05.py, eager and with its blocks through torch.compile and the whole request in a
+CUDA graph, beside our own π0.5 in the same run; it writes a file of its own. Without --part both run. What a run does
+not measure stays in the files as it was.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ import triton
 from engine_accuracy import HORIZON, STEPS, Subject, accuracy, make_batch, peer_inputs
 from floors import H200, phase_floors_ms
 from plain_pi05 import PlainPi05, official_dtypes
+from result_rows import Row as Row
+from result_rows import save_rows
 from taktline_protocol.deployment import QuantisationOptions
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
 from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
@@ -39,6 +42,8 @@ OTHERS = [Bucket(rows, 3, 1) for rows in (1, 8, 32)]
 PEERS_FILE = "engine_pi05_peers.json"
 P99_OVER_P50 = 1.05
 """Most that the 99th percentile of one robot's requests may be of their median."""
+TURNS = 5
+"""Of what is measured in turns."""
 COMPILED = [Bucket(32, 3, 1), Bucket(1, 3, 1)]
 ONE_ROW = [Bucket(1, 3, 1), Bucket(1, 2, 60)]
 """Shapes of an expert stored in bytes."""
@@ -49,16 +54,14 @@ SUBJECTS: dict[Subject, str] = {
     ("pi05", "bf16+int8-expert"): "engine_pi05_int8_expert.json",
     ("pi0", "bf16"): "engine_pi0.json",
 }
-GOALS: list[tuple[Subject, Bucket]] = [
-    (("pi05", "bf16"), Bucket(1, 3, 1)),
-    (("pi0", "bf16"), Bucket(1, 3, 1)),
-    (("pi05", "bf16"), Bucket(1, 2, 60)),
-    (("pi05", "bf16"), Bucket(1, 3, 200)),
-    (("pi05", "bf16"), Bucket(8, 3, 1)),
-    (("pi05", "bf16"), Bucket(32, 3, 1)),
-    (("pi05", "fp8"), Bucket(32, 3, 1)),
-    (("pi05", "bf16"), Bucket(32, 2, 60)),
-    (("pi05", "bf16"), Bucket(32, 3, 200)),
+GOALS = [
+    Bucket(1, 3, 1),
+    Bucket(1, 2, 60),
+    Bucket(1, 3, 200),
+    Bucket(8, 3, 1),
+    Bucket(32, 3, 1),
+    Bucket(32, 2, 60),
+    Bucket(32, 3, 200),
 ]
 """What has a goal, and is therefore measured first."""
 STORED = {
@@ -66,29 +69,6 @@ STORED = {
     "bf16+int8-expert": QuantisationOptions(expert="int8"),
 }
 START = time.monotonic()
-
-
-@dataclass
-class Row:
-    """One line of the results, in the form that all benchmarks share, with the engine's own details last."""
-
-    policy: str
-    shape: dict[str, int]
-    batch: int
-    median_ms: float
-    p99_ms: float
-    n: int
-    floor_ms: float
-    versions: dict[str, str]
-    date: str
-    peer: str = ""
-    peer_median_ms: float | None = None
-    ratio: float | None = None
-    bench: str = "engine"
-    dtype: str = "bf16"
-    gpus: int = 1
-    command: str = "python benchmarks/engine.py"
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 def say(text: str) -> None:
@@ -109,6 +89,15 @@ def event_times(call: Callable[[], object], warm_up: int, runs: int) -> list[flo
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return sorted(times)
+
+
+def times_in_turns(calls: Mapping[Subject, Callable[[], object]], runs: int = 50) -> dict[Subject, list[float]]:
+    """`event_times` of several calls, 10 warm-ups each, in five turns."""
+    found: dict[Subject, list[float]] = {subject: [] for subject in calls}
+    for turn in range(TURNS):
+        for subject, call in calls.items():
+            found[subject] += event_times(call, 2 if turn else 10, runs // TURNS)
+    return {subject: sorted(times) for subject, times in found.items()}
 
 
 def quantile(times: list[float], q: float) -> float:
@@ -178,15 +167,13 @@ def measure(
     subject: Subject,
     bucket: Bucket,
     versions: dict[str, str],
+    times: list[float],
     *,
-    runs: int = 50,
     whole: bool = False,
 ) -> Row:
-    """One shape: the whole request, its phases (unless `whole`) and its floor."""
+    """One shape, whose batch is loaded: the whole request, its phases (unless `whole`) and its floor."""
     policy, precision = subject
-    runner.load(make_batch(bucket, policy=policy), bucket)
     captured = runner.captured[bucket]
-    times = event_times(captured.graph.replay, 10, runs)
     floors = phase_floors_ms(PI05, H200, bucket.rows, bucket.views, bucket.prompt, HORIZON, STEPS)
     row = Row(
         policy=policy,
@@ -237,13 +224,14 @@ def measure_peers(
         row = Row(**asdict(own[bucket]))
         add_peer(row, peer, times)
         rows.append(row)
-        text = json.dumps([asdict(row) for row in rows], indent=1)
-        (options.out / PEERS_FILE).write_text(text + "\n", encoding="utf-8")
+        save_rows(options.out / PEERS_FILE, rows)
 
     eager = PlainPi05(bf16, PI05, STEPS)
     own: dict[Bucket, Row] = {}
     for bucket in [b for b in OTHERS if b in shapes]:
-        own[bucket] = measure(runner, ("pi05", "bf16"), bucket, versions, runs=20, whole=True)
+        runner.load(make_batch(bucket), bucket)
+        times = event_times(runner.captured[bucket].graph.replay, 10, 20)
+        own[bucket] = measure(runner, ("pi05", "bf16"), bucket, versions, times, whole=True)
         inputs = peer_inputs(make_batch(bucket), bucket)
         runs = 10 if bucket.rows < 8 else 5
         with torch.inference_mode():
@@ -301,32 +289,23 @@ def main() -> None:
 
     rows: dict[Subject, list[Row]] = {subject: [] for subject in subjects}
     options.out.mkdir(parents=True, exist_ok=True)
-
-    def save() -> None:
-        for subject, name in subjects.items():
-            text = json.dumps([asdict(row) for row in rows[subject]], indent=1)
-            (options.out / name).write_text(text + "\n", encoding="utf-8")
-
-    own: dict[Bucket, Row] = {}
-    wanted_rows = [
-        (subject, bucket) for bucket in shapes for subject in subjects if bucket in runners[subject].captured
-    ]
-    wanted_rows.sort(
-        key=lambda one: (GOALS.index(one) if one in GOALS else len(GOALS), one[0] != ("pi05", "bf16"), one[1].rows)
-    )
-    for subject, bucket in wanted_rows if options.part != "peers" else ():
+    wanted_rows = [(bucket, [one for one in subjects if bucket in runners[one].captured]) for bucket in shapes]
+    wanted_rows.sort(key=lambda one: (GOALS.index(one[0]) if one[0] in GOALS else len(GOALS), one[0].rows))
+    for bucket, group in wanted_rows if options.part != "peers" else ():
         if time.monotonic() - START > options.limit_s:
-            say(f"{' '.join(subject)} {bucket}: skipped")
+            say(f"{bucket}: skipped")
             continue
-        row = measure(runners[subject], subject, bucket, versions)
-        row.details["accuracy"] = found[subject[0]] if bucket == Bucket(1, 3, 1) else {}
-        rows[subject].append(row)
-        if subject == ("pi05", "bf16"):
-            own[bucket] = row
-        elif bucket in own:
-            name = "this engine's pi05" if subject[0] == "pi0" else "this engine's bf16"
-            add_peer(row, name, [own[bucket].median_ms])
-        save()
+        for one in group:
+            runners[one].load(make_batch(bucket, policy=one[0]), bucket)
+        times = times_in_turns({one: runners[one].captured[bucket].graph.replay for one in group})
+        for one in group:
+            row = measure(runners[one], one, bucket, versions, times[one])
+            row.details["accuracy"] = found[one[0]] if bucket == Bucket(1, 3, 1) else {}
+            if one != ("pi05", "bf16"):
+                name = "this engine's pi05" if one[0] == "pi0" else "this engine's bf16"
+                add_peer(row, name, times["pi05", "bf16"])
+            rows[one].append(row)
+            save_rows(options.out / subjects[one], rows[one])
     peers: list[Row] = []
     if options.part != "figures":
         measure_peers(runners["pi05", "bf16"], bf16, shapes, versions, peers, options)

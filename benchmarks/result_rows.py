@@ -1,13 +1,35 @@
-"""Rows of a result file that several runs fill: what a run does not measure stays as it was."""
+"""Rows of the result files, which several runs fill: what a run does not measure stays as it was."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from engine import Row
+
+@dataclass
+class Row:
+    """One line of the results, in the form that all benchmarks share, with the engine's own details last."""
+
+    policy: str
+    shape: dict[str, int]
+    batch: int
+    median_ms: float
+    p99_ms: float
+    n: int
+    floor_ms: float
+    versions: dict[str, str]
+    date: str
+    peer: str = ""
+    peer_median_ms: float | None = None
+    ratio: float | None = None
+    bench: str = "engine"
+    dtype: str = "bf16"
+    gpus: int = 1
+    command: str = "python benchmarks/engine.py"
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 def save_rows(target: Path, rows: Sequence[Row]) -> None:
