@@ -90,26 +90,34 @@ def encode_images(
     Returns:
         (N, P / merge^2, text width), and the same of each deepstack block in order.
     """
-    x, y = weights.patch(patches) + positions.to(patches.dtype), None
+    x = weights.patch(patches) + positions.to(patches.dtype)
+    n = weights.blocks[0].norm1(x)
+    following = [*(block.norm1 for block in weights.blocks[1:]), weights.merger.norm]
     deep: list[Branch[Tensor]] = []
-    for index, block in enumerate(weights.blocks):
-        x, n = block.norm1.after(x, y)
+    for index, (block, norm) in enumerate(zip(weights.blocks, following, strict=True)):
         qkv = block.qkv(n)
         ops.norm_rotate(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
         q, k, value = qkv.view(*x.shape[:2], 3, v.heads, -1).unbind(2)
-        x, n = block.norm2.after(x, block.out(attend(q, k, value)))
-        y = block.fc2(block.fc1.gelu(n))
+        x, n = _after_layer(block.norm2, x, block.out, attend(q, k, value))
+        x, n = _after_layer(norm, x, block.fc2, block.fc1.gelu(n))
         if index in weights.deepstack:
-            x, y = x + y, None
             work = partial(merge, weights.deepstack[index], x, v.merge)
             deep.append(Branch(x.device, work, beside=x.shape[0] * x.shape[1] <= _FEW_PATCHES))
-    return merge(weights.merger, x if y is None else x + y, v.merge), [one.join() for one in deep]
+    return merge(weights.merger, n, v.merge), [one.join() for one in deep]
+
+
+def _after_layer(norm: Norm, x: Tensor, layer: Linear | Fp8Linear, given: Any) -> tuple[Tensor, Tensor]:
+    """x + layer(given), and its norm."""
+    if isinstance(layer, Fp8Linear):
+        return norm.after(x, layer(given))
+    return norm.after_layer(x, layer, given)
 
 
 def merge(weights: Merger, x: Tensor, side: int) -> Tensor:
-    """(N, P, width) -> (N, P / side^2, text width); neighbours already lie side by side. This GELU is the exact one."""
-    if weights.norm_first:
-        x = weights.norm(x)
+    """(N, P, width) -> (N, P / side^2, text width); neighbours already lie side by side. This GELU is the exact one.
+
+    x has been normed already where the norm comes before the regrouping.
+    """
     x = x.reshape(x.shape[0], x.shape[1] // side**2, -1)
     if not weights.norm_first:
         x = weights.norm(x)
@@ -205,12 +213,18 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
     """
     if weights.vl_norm is not None:
         x = weights.vl_norm(x)
-    y = None
-    for block in weights.refinement:
-        x, n = block.norm1.after(x, y)
-        x, n = block.norm2.after(x, block.attention.out(attend(*self_attention(block.attention, heads, n), valid)))
-        y = block.fc2(block.fc1.gelu(n))
-    return x if y is None else x + y
+    if not weights.refinement:
+        return x
+    n = weights.refinement[0].norm1(x)
+    following = [block.norm1 for block in weights.refinement[1:]]
+    for block, norm in zip(weights.refinement, [*following, None], strict=True):
+        attention = block.attention
+        x, n = block.norm2.after_layer(x, attention.out, attend(*self_attention(attention, heads, n), valid))
+        hidden = block.fc1.gelu(n)
+        if norm is None:
+            break
+        x, n = norm.after_layer(x, block.fc2, hidden)
+    return x + block.fc2(hidden)
 
 
 def self_attention(attention: Attention, heads: int, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
