@@ -35,6 +35,9 @@ from taktline_worker.planning.mesh import OneRank, ProcessGroupMesh
 from taktline_worker.planning.search import Problem
 from torch import distributed as dist
 
+SCORED_ROUNDS = (0, 1, 2, 4, 9)
+"""Of a search, those whose actions are scored in fp32 too."""
+
 
 def fleet_rows(world: VJepa2World, dtype: str, rounds: int, runs: int) -> list[Row]:
     """Plans of a few rounds for several robots at once."""
@@ -57,7 +60,7 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
     say("worlds are captured")
     rows: list[Row] = []
     extra = parts(world) if options.parts else {}
-    recorded = recorded_rounds(world, scene, (0, 4))
+    recorded = recorded_rounds(world, scene, SCORED_ROUNDS)
     sets = {name: actions[: options.exact] for name, actions in recorded.items()}
     exact = energies_of(
         VJepa2World(full, checkpoint.architecture, MICRO_BATCH, SETTINGS.horizon, fused=False), scene, sets

@@ -39,6 +39,7 @@ def agreement(found_energies: dict[str, Tensor], exact: dict[str, Tensor]) -> di
             "elites": elites,
             "elites_in_common": len(best[0] & best[1]),
             "mean_signed_error": float((ours - theirs).mean()),
+            "error_spread": float((ours - theirs).std()),
             "spread": float(theirs.std()),
         }
     return found
