@@ -369,9 +369,9 @@ def test_a_group_that_serves_is_kept_before_one_that_falters(make: Any, which: i
         assert found.again_s <= 45.0
 
 
-@pytest.mark.parametrize(("later_s", "leaves"), [(1, 1), (60, 0)], ids=["none has left yet", "one left for nothing"])
+@pytest.mark.parametrize(("served", "leaves"), [(2, 1), (3, 0)], ids=["none has left yet", "one left for nothing"])
 def test_no_second_group_leaves_where_the_first_that_left_has_brought_nobody(
-    make: Any, later_s: int, leaves: int
+    make: Any, served: int, leaves: int
 ) -> None:
     """Two of three serve: the queue admits no more, or one left for a new one that others kept out."""
     old = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3})
@@ -379,12 +379,11 @@ def test_no_second_group_leaves_where_the_first_that_left_has_brought_nobody(
     new = planner(make, pool={"gpusPerNode": 8, "minReplicas": 3, "image": "registry.example/worker:2"})
     pods = [pod for found in before for pod in pods_of(found)]
     made = sets_of(make.plan(new, observed(make, new, before, pods), make.settings).writes)
-    assert len(made) == 2
-    for group, created in zip(made, (0, later_s), strict=True):
-        at = datetime.fromisoformat("2026-03-01T01:00:00Z") + timedelta(seconds=created)
-        group["metadata"]["creationTimestamp"] = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert [group["metadata"]["annotations"][naming.ANNOTATION_SERVED] for group in made] == ["2", "2"]
+    made[0]["metadata"]["annotations"][naming.ANNOTATION_SERVED] = str(served)
+    for group in made:
         for pod in pods_of(group):
-            pod["metadata"]["creationTimestamp"] = group["metadata"]["creationTimestamp"]
+            pod["metadata"]["creationTimestamp"] = "2026-03-01T01:00:00Z"
             pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
             pod["status"] = {"phase": "Pending"}
             pods.append(pod)
@@ -530,8 +529,8 @@ def test_groups_are_put_together_one_at_a_time_where_room_is_short() -> None:
     assert gangs.roll(3, {0: False, 1: False, 2: False}, {}, held=True).numbers == (0, 1, 2)
     assert len(gangs.roll(2, {0: False}, {"a": True, "b": True}, held=True).kept) == 1
     assert gangs.roll(1, {0: False}, {"a": True}, held=True).kept == {"a"}
-    # Where as many serve as are wanted one may leave, whenever the new ones were made.
-    assert len(gangs.roll(2, {0: False, 1: False}, {"a": True, "b": True}, held=True, later=1).kept) == 1
+    # What has all its room stays beside it.
+    assert gangs.roll(4, {0: False, 1: False, 2: False, 3: False}, {}, starved=True, placed={0, 2}).numbers == (0, 1, 2)
     # An old group that does not serve goes at once.
     assert gangs.roll(1, {0: False}, {"a": False}).kept == frozenset()
 

@@ -53,12 +53,12 @@ def test_a_route_carries_what_may_be_made_cheaper(make: Any) -> None:
         not in routing.config_map(routing.table([routing.route(make.policy(), [])]), "n")["data"]["routes.json"]
     )
     found = make.policy(
-        engine={"solverSteps": 10, "cheaperSteps": [5]},
-        degrade={"minSolverSteps": 5, "fallbackPolicy": "reach-small"},
+        engine={"solverSteps": 10, "cheaperSteps": [5], "shorterHorizons": [25]},
+        degrade={"minSolverSteps": 5, "minActionHorizon": 25, "fallbackPolicy": "reach-small"},
     )
     written = routing.config_map(routing.table([routing.route(found, [])]), "taktline-system")
     degrade = routing.read_table(written)["reach"].degrade
-    assert (degrade.min_solver_steps, degrade.fallback_policy) == (5, "reach-small")
+    assert (degrade.min_solver_steps, degrade.min_action_horizon, degrade.fallback_policy) == (5, 25, "reach-small")
 
 
 def test_a_route_carries_how_robots_share_workers(make: Any) -> None:

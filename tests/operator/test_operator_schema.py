@@ -317,6 +317,13 @@ RULES = [
         "workers that are ready for fewer steps",
     ),
     (
+        "shorter chunks to fall back on",
+        "spec",
+        {"engine": {"shorterHorizons": [25]}, "degrade": {"minActionHorizon": 25}},
+        {"engine": {"shorterHorizons": [25]}, "degrade": {"minActionHorizon": 26}},
+        "workers that are ready for shorter chunks",
+    ),
+    (
         "searching families",
         "spec",
         engine_of("vjepa2-ac", search={}),
@@ -359,6 +366,13 @@ RULES = [
         "works for families pi0 and pi05",
     ),
     (
+        "families with shorter chunks",
+        "spec",
+        engine_of("pi0", shorterHorizons=[25]),
+        engine_of("gr00t-n1.7", shorterHorizons=[16]),
+        "this one has a single length",
+    ),
+    (
         "families that share a search",
         "spec",
         engine_of("vjepa2-ac", parallel={"search": 4}),
@@ -392,6 +406,13 @@ RULES = [
         {"solverSteps": 10, "cheaperSteps": [5, 2]},
         {"solverSteps": 10, "cheaperSteps": [4]},
         "smaller than solverSteps and divide it",
+    ),
+    (
+        "shorter than the policy's own",
+        "spec.engine",
+        {"actionHorizon": 50, "shorterHorizons": [25, 10]},
+        {"actionHorizon": 50, "shorterHorizons": [50]},
+        "smaller than actionHorizon",
     ),
     (
         "one horizon",

@@ -166,6 +166,7 @@ def test_engine_json_holds_what_the_spec_decides_and_no_more(make: Any) -> None:
         make,
         solverSteps=10,
         cheaperSteps=[5, 2],
+        shorterHorizons=[25],
         maxImagePixels=1_000_000,
         frameCacheMb=0,
         rtc={"mode": "guided", "maxGuidanceWeight": 5},
@@ -174,6 +175,7 @@ def test_engine_json_holds_what_the_spec_decides_and_no_more(make: Any) -> None:
     assert chosen == plain | {
         "solver_steps": 10,
         "cheaper_steps": [5, 2],
+        "shorter_horizons": [25],
         "max_image_pixels": 1_000_000,
         "frame_cache_mb": 0,
         "rtc": {"mode": "guided", "max_guidance_weight": 5.0, "gradient": "identity"},

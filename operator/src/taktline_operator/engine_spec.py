@@ -16,6 +16,7 @@ ALWAYS = ("precision", "buckets", "solver_steps", "action_horizon", "control_per
 # engine.json, its derived revision and its pods.
 WHERE_SET = (
     "cheaper_steps",
+    "shorter_horizons",
     "max_image_pixels",
     "frame_cache_mb",
     "search",
@@ -110,6 +111,7 @@ class Engine(_Struct, frozen=True):
     buckets: tuple[int, ...] = (1, 2, 4, 8)
     solver_steps: int | None = None
     cheaper_steps: tuple[int, ...] = ()
+    shorter_horizons: tuple[int, ...] = ()
     action_horizon: int | None = None
     control_period_ms: float | None = None
     max_image_pixels: int | None = None

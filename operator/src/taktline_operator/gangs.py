@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from taktline_operator import group_pods, groups, naming, surge, workload
 from taktline_operator.lineup import Line
 from taktline_operator.meshes import Shape
-from taktline_operator.rollout import seconds_between
 
 Json = dict[str, Any]
 
@@ -105,6 +104,7 @@ def of(
         if name not in new and _group_label(unit[0]) not in leaving:
             (serving_old if name in whole else unready).append(unit)
     pressing = surge.pressing(new.values(), serving_old, now, unready) if admits else []
+    served = max((_served(child) for child in sets if child["metadata"]["name"] in current_sets), default=0)
     chosen = roll(
         line.replicas,
         {numbers[name]: is_ready for name, is_ready in current_sets.items()},
@@ -117,20 +117,27 @@ def of(
         or any(name not in whole and surge.is_starting(unit) for name, unit in new.items()),
         waited_s=surge.waited_s(pressing, now),
         faltering=faltering,
-        later=_later([child for child in sets if child["metadata"]["name"] in current_sets]),
+        served=served,
+        placed={
+            numbers[name]
+            for name, unit in new.items()
+            if name in current_sets and len(unit) == shape.pods and surge.is_starting(unit)
+        },
     )
     removed = [(kind, name) for name in old_sets if name not in chosen.kept]
     wanted = {groups.group_name(line, hash_, number) for number in chosen.numbers}
     removed += [(kind, name) for name in current_sets if name not in wanted]
     serving = sum(current_sets[name] for name in wanted if name in current_sets)
     removed += [_ref(child) for child in others if serving >= line.replicas]
+    if old_sets or others:  # told by the groups themselves: an operator that starts anew knows of it
+        served = max(served, min(line.replicas, serving + sum(old_sets.values()) + max(0, elsewhere)))
     waits = [settling[name] for name in current_sets if settling.get(name)] if old_sets or others else []
     waits += [left_s for name, left_s in faltering.items() if name in chosen.kept]
     return Gang(
         template=made,
         shape=shape,
         kind=kind,
-        objects=tuple(make(line, made, number, shape) for number in chosen.numbers),
+        objects=tuple(_telling(make(line, made, number, shape), served) for number in chosen.numbers),
         kept=frozenset((kind, name) for name in chosen.kept)
         | frozenset(_ref(child) for child in others if serving < line.replicas),
         removed=tuple(sorted(removed)),
@@ -158,16 +165,18 @@ def roll(
     coming: bool = False,
     waited_s: float = 0.0,
     faltering: Collection[str] = (),
-    later: int = 0,
+    served: int = 0,
+    placed: Collection[int] = (),
 ) -> Chosen:
     """Which groups to have now.
 
     Old groups that serve are kept until new ones do in their place; those that do not serve go at once. One group more
     than wanted may exist. Where a new one finds no room, and there are two or more, an old one makes room for it; and
-    one group at a time is put together, so that no two wait for each other with half of their pods placed. Where fewer
-    serve than are wanted, as a queue never admitted all, one of those leaves: but only after so long that the room of
-    each that is missing would have been found, never the last, and never a second one where the first that left has
-    brought nobody. One that falters may come back and is kept after all that serve; nobody leaves meanwhile.
+    beside those that have all their room one group at a time is put together, so that no two wait for each other with
+    half of their pods placed. Where fewer serve than are wanted, as there never was room for all, one of those leaves:
+    but only after so long that the room of each that is missing would have been found, never the last, and never a
+    second one where the first that left has brought nobody. One that falters may come back and is kept after all that
+    serve; nobody leaves meanwhile.
 
     Args:
         wanted: groups in the end.
@@ -179,13 +188,14 @@ def roll(
         coming: whether room is about to be found: a group leaves, or a new one has its room and starts.
         waited_s: how long the last to come of the new groups that find no room has waited; each that leaves brings one.
         faltering: old groups that do not serve at this moment and have only just ceased to.
-        later: new groups that were made after the first of them, each as an old one had left.
+        served: most groups that have served at a time since the new template came.
+        placed: numbers of new groups that have all their room.
     """
     serving = sum(current.values())
     left = sum(old.values()) + max(0, elsewhere)
     spared = max(0, wanted - serving)
     missing = wanted - serving - left
-    fruitless = missing > 0 and (starved or later > serving)
+    fruitless = serving + left < min(wanted, served)
     yields = held and wanted >= 2 and left > 0 and not fruitless
     if yields and left <= spared and not (coming or faltering):
         # Time for the room of those that are missing to be found, and of the one that the last new one replaced.
@@ -196,8 +206,9 @@ def roll(
     kept = frozenset(candidates[: max(0, spared - elsewhere)])
     count = wanted if elsewhere else min(wanted, max(len(current), wanted + 1 - len(kept)))
     if starved:
-        count = min(count, serving + 1)
-    staying = sorted(sorted(current, key=lambda number: (not current[number], number))[:count])
+        count = min(count, sum(current[number] or number in placed for number in current) + 1)
+    ranked = sorted(current, key=lambda number: (not current[number], number not in placed, number))
+    staying = sorted(ranked[:count])
     free = (number for number in range(wanted + len(current) + 1) if number not in current)
     return Chosen(tuple(sorted([*staying, *(next(free) for _ in range(count - len(staying)))])), kept, yields)
 
@@ -219,14 +230,15 @@ def is_of(line: Line, child: Json) -> bool:
     return bool(same and not child["metadata"].get("deletionTimestamp"))
 
 
-def _later(sets: Sequence[Json]) -> int:
-    """How many of these were made after the first: nobody leaves within `HELD_S` of that, so those made by then are it.
+def _served(child: Json) -> int:
+    found: str = child["metadata"].get("annotations", {}).get(naming.ANNOTATION_SERVED, "")
+    return int(found) if found.isdecimal() else 0
 
-    Where that is not told, as in a list of planned objects, all count as the first.
-    """
-    made = [child["metadata"].get("creationTimestamp", "") for child in sets]
-    first = min(filter(None, made), default="")
-    return sum(seconds_between(first, at) > surge.HELD_S / 2 for at in made)
+
+def _telling(made: Json, served: int) -> Json:
+    if served:
+        made["metadata"]["annotations"][naming.ANNOTATION_SERVED] = str(served)
+    return made
 
 
 def _is_ready(pod: Json, ready: Collection[str]) -> bool:

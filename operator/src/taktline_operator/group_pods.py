@@ -93,7 +93,8 @@ def falters_s(members: Sequence[Json], now: str) -> float:
 def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Json]:
     """Pods that stand for workers, in the order given: those of one pod, and the first of each group.
 
-    A first pod whose group is not whole is shown as not ready: nobody may be sent there.
+    A first pod whose group is not whole is shown as not ready: nobody may be sent there. Where one of the group is on
+    no node, it is shown as on none.
 
     Args:
         ray_clusters: Ray clusters whose application runs; the head of another one is ready for KubeRay, not for robots.
@@ -107,7 +108,7 @@ def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Js
         if index is None or (index == 0 and serves):
             found.append(pod)
         elif index == 0:
-            found.append(_not_ready(pod))
+            found.append(_not_ready(pod, members[group_of(pod)]))
     return found
 
 
@@ -117,13 +118,16 @@ def with_followers(workers: Iterable[Json], pods: Sequence[Json]) -> list[Json]:
     return [pod for pod in pods if group_of(pod) in wanted]
 
 
-def _not_ready(pod: Json) -> Json:
+def _not_ready(pod: Json, members: Sequence[Json]) -> Json:
     status = pod.get("status", {})
+    told = (condition for member in members for condition in member.get("status", {}).get("conditions", []))
+    waits = [found for found in told if found["type"] == "PodScheduled" and found["status"] == "False"][:1]
     conditions = [
         condition | {"status": "False"} if condition["type"] == "Ready" else condition
         for condition in status.get("conditions", [])
+        if not (waits and condition["type"] == "PodScheduled")
     ]
-    return pod | {"status": status | {"conditions": conditions}}
+    return pod | {"status": status | {"conditions": [*conditions, *waits]}}
 
 
 def selector(policy: str, pods_per_worker: int, kinds: Collection[str]) -> str:

@@ -198,11 +198,16 @@ class Degrade(_Struct, frozen=True):
     """What may be made cheaper before a robot is refused."""
 
     min_solver_steps: int = 0
+    min_action_horizon: int = 0
     fallback_policy: str = ""
 
     def options(self) -> DegradeOptions:
         """The same as the gateway reads it."""
-        return DegradeOptions(min_solver_steps=self.min_solver_steps, fallback_policy=self.fallback_policy)
+        return DegradeOptions(
+            min_solver_steps=self.min_solver_steps,
+            min_action_horizon=self.min_action_horizon,
+            fallback_policy=self.fallback_policy,
+        )
 
 
 class Spec(_Struct, frozen=True):

@@ -1,8 +1,11 @@
-"""Workers that run but never become ready: loading or capturing hangs, and no probe of their own would end it for long.
+"""Workers that run but never become ready: loading or capturing hangs, or the rest of their group finds no room.
 
 The kubelet's startup probe gives up a minute later by itself, so that workers are restarted without an operator too; it
 cannot say why, nor try another node. What hangs again and again is left to the kubelet for ever longer: pods that are
 made anew every few minutes, day and night, load a checkpoint each and help nobody.
+
+A group that is half placed holds room that another one, which is half placed too, may wait for. Nobody but a queue that
+admits groups whole prevents that, so it is let go for others to be placed, and is placed again where there are none.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from taktline_operator import group_pods, healing, naming, routing
+from taktline_operator import group_pods, healing, naming, routing, surge
 from taktline_operator.faults import Fault
 from taktline_operator.healing import Removal
 from taktline_operator.rollout import seconds_between
@@ -27,6 +30,9 @@ LONGEST_S = 6 * 3600
 """The operator takes a pod whose start hangs away at least this often, or once in its budget where that is longer."""
 REASON = "StuckStart"
 FIELD = "stuckStarts"
+HALF_S = 300.0
+"""How long a group that is half placed holds the room of its other half at first; twice as long each time after."""
+HALF_REASON = "HalfPlaced"
 CREATING_S = 60.0
 """A pod whose containers are not even made after so long is pointed at: only its events say what it waits for."""
 _CONTAINER = "worker"
@@ -58,7 +64,14 @@ def pause_s(count: int, budget: float) -> float:
     return float(min(budget * 2.0 ** min(count, 20), max(budget, LONGEST_S)))
 
 
-def look(pods: Sequence[Json], pools: Iterable[Pool], status: Json, wanted: Mapping[str, int], now: str) -> Found:
+def look(
+    pods: Sequence[Json],
+    pools: Iterable[Pool],
+    status: Json,
+    wanted: Mapping[str, int],
+    now: str,
+    made: Mapping[str, str],
+) -> Found:
     """Decide about workers whose process has run for longer than its budget and was never ready.
 
     A group goes as a whole.
@@ -66,6 +79,7 @@ def look(pods: Sequence[Json], pools: Iterable[Pool], status: Json, wanted: Mapp
     Args:
         status: the last status, with the records of before.
         wanted: workers wanted by hash of their pod template; what hung under another one is forgotten.
+        made: by name of a group, RFC 3339 time at which it was made.
     """
     removals: list[Removal] = []
     records: dict[str, Json] = {}
@@ -78,9 +92,17 @@ def look(pods: Sequence[Json], pools: Iterable[Pool], status: Json, wanted: Mapp
         record = _kept(before.get(pool.name), own, wanted)
         gone: list[Removal] = []
         hung = ""
-        for members in group_pods.units(own).values():
+        for name, members in group_pods.units(own).items():
             spent = [found for pod in members if (found := _spent_s(pod, now)) is not None]
             if not spent:
+                continue
+            short = next(filter(surge.is_without_room, members), None)
+            if short is not None:
+                left = _half_s(name, made.get(name, now), now) - max(spent)
+                waits.append(left + 1.0)
+                if left < 0.0:
+                    words = _half_words(short, max(spent))
+                    removals += [healing.removal(pod, HALF_REASON, words, unless_changed=True) for pod in members]
                 continue
             template = _template_of(members[0])
             held = _held_s(record, template, budget, now)
@@ -138,6 +160,22 @@ def _fault(pool: str, record: Json, budget: float) -> list[Fault]:
             f" restarts the worker in place, and it is moved no sooner than {following}; see its log, or edit the spec",
         )
     ]
+
+
+def _half_s(name: str, made: str, now: str) -> float:
+    """How long a group may hold half of its room: half of its age, so about twice as long each time that it is let go.
+
+    And up to half as long again by its name: two that are let go at the same moment would meet in the same way again.
+    """
+    apart = 1.0 + int(naming.content_hash(name), 16) % 1000 / 2000.0
+    return min(max(HALF_S, seconds_between(made, now) / 2.0) * apart, LONGEST_S)
+
+
+def _half_words(short: Json, spent_s: float) -> str:
+    return (
+        f"no node has room for pod {short['metadata']['name']}, for which the rest of its group has waited for"
+        f" {spent_s:.0f} s: the group is let go, so that others may be placed, and placed anew"
+    )
 
 
 def _words(pod: Json, budget: int) -> str:
