@@ -124,19 +124,20 @@ def test_draining_ends_the_port_after_what_runs(config: Any, observations: Any) 
         asyncio.run(BatchChannel.connect("127.0.0.1", port, b""))
 
 
-def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same() -> None:
     async def check() -> None:
         loop = asyncio.get_running_loop()
         connection = BatchConnection(b"", InThreads(print, pool), set())
         said, done = threading.Event(), loop.create_future()
         connection._calls[7] = (done, CallContext(Call(7, 10.0, 0, [])))
 
-        def broken(pieces: Any) -> None:
-            raise OSError("no more room")
+        class Broken:
+            def rest(self, left: memoryview) -> None:
+                raise OSError("no more room")
 
-        monkeypatch.setattr(connection, "_send", broken)
+        connection._writing = Broken()  # type: ignore[assignment]
         with pytest.raises(OSError, match="no more room"):
-            connection._finish(7, [b""], said)
+            connection._finish(7, memoryview(b"left"), said)
         assert said.is_set()
         assert done.done()
         assert connection.running() == []

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -36,12 +36,14 @@ from taktline_protocol.batch_frames import (
 )
 from taktline_protocol.rpc import MAX_MESSAGE_BYTES
 
+from taktline_worker.direct_write import DirectWrite
+
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 """Openings beyond it are refused. A gateway holds one connection to a worker, two while it tries out a revision."""
 SAY_LIMIT_S = 0.1
-"""Longer no thread waits for its answer to be written."""
+"""Longer no thread waits for the loop to write its answer."""
 Frame = tuple[str, tuple[int, ...], bytes | memoryview]
 """Encoding, shape and bytes of one image."""
 Frames = Sequence[Mapping[str, Frame]]
@@ -118,6 +120,7 @@ class BatchConnection(FrameProtocol):
         self._refused = False
         self._leaving = False
         self._calls: dict[int, tuple[asyncio.Future[None], CallContext]] = {}
+        self._writing: DirectWrite | None = None
 
     def running(self) -> list[asyncio.Future[None]]:
         """The calls that run now."""
@@ -126,6 +129,7 @@ class BatchConnection(FrameProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A gateway has connected."""
         super().connection_made(transport)
+        self._writing = DirectWrite(cast(asyncio.Transport, transport))  # uvloop's is none by name
         taken = as_socket(transport)
         if taken.family != socket.AF_UNIX:
             taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -134,6 +138,8 @@ class BatchConnection(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody waits for what runs."""
         self._connections.discard(self)
+        if self._writing is not None:
+            self._writing.close()
         self.entered.set()
         self.gone.set()
         for _, context in self._calls.values():
@@ -213,17 +219,20 @@ class BatchConnection(FrameProtocol):
             self._calls[call.number] = (task, context)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, number: int, pieces: list[bytes | memoryview]) -> None:
-        """In a thread, which goes on when it is said: it would hold the interpreter's lock while the loop wakes."""
-        said = threading.Event()
-        loop.call_soon_threadsafe(self._finish, number, pieces, said)
-        said.wait(SAY_LIMIT_S)
+        """In a thread. Where the loop has to write, it goes on when that is said: it would hold the interpreter's lock
+        while the loop wakes."""
+        said, data = threading.Event(), b"".join(pieces)
+        left = memoryview(data) if self._writing is None else self._writing.now(data)
+        loop.call_soon_threadsafe(self._finish, number, left, said)
+        if left:
+            said.wait(SAY_LIMIT_S)
 
-    def _finish(self, number: int, pieces: list[bytes | memoryview], said: threading.Event) -> None:
-        """What a thread has to say of a call."""
+    def _finish(self, number: int, left: memoryview, said: threading.Event) -> None:
+        """A thread has answered a call, but for what is left to be written."""
         found = self._calls.pop(number, None)
         try:
-            if found is not None:
-                self._send(pieces)
+            if left and self._writing is not None:
+                self._writing.rest(left)
         finally:  # whoever drains waits for the one, the thread for the other
             if found is not None:
                 found[0].set_result(None)
@@ -243,11 +252,8 @@ class BatchConnection(FrameProtocol):
             self._calls.pop(number, None)
 
     def _write(self, head: Head, body: bytes = b"") -> None:
-        self._send(frame(head, (body,)))
-
-    def _send(self, pieces: list[bytes | memoryview]) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(b"".join(pieces))
+        if self._writing is not None:
+            self._writing.write(b"".join(frame(head, (body,))))
 
 
 class _Work:

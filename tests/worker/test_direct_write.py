@@ -1,0 +1,126 @@
+"""Answers that threads write past the loop: whole, in order, and never to another connection's descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import uvloop
+from taktline_gateway.batch_channel import BatchChannel
+from taktline_protocol import worker_pb2
+from taktline_worker.batch_connection import InThreads
+from taktline_worker.batch_port import listen
+from taktline_worker.direct_write import DirectWrite
+
+LONG = 3 << 20
+"""More than a socket's buffers hold."""
+
+
+async def answers(wanted: int, size: int) -> list[worker_pb2.InferResponse]:
+    def infer(request: Any, frames: Any, context: Any, answered: Any) -> None:
+        number = int(request.policy)
+        body = bytes([number % 256]) * size
+        answered(worker_pb2.InferResponse(results=[worker_pb2.InferResult(request_id=body.hex()[: 2 * size])]))
+
+    with ThreadPoolExecutor(8) as pool:
+        port = await listen("127.0.0.1", InThreads(infer, pool))
+        channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        try:
+            asked = (channel.infer(worker_pb2.InferRequest(policy=str(n)), [], 60.0, ()) for n in range(wanted))
+            return list(await asyncio.gather(*asked))
+        finally:
+            channel.close()
+            await port.close(5.0)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize(("wanted", "size"), [(200, 40), (12, LONG)])
+def test_answers_of_several_threads_come_whole(loop: Any, wanted: int, size: int) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner:
+        came = runner.run(answers(wanted, size))
+    for number, response in enumerate(came):
+        assert response.results[0].request_id == f"{number % 256:02x}" * size
+
+
+class Transport:
+    """A transport whose loop has `queued` bytes to write."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self.own, self.queued, self.written = own, 0, b""
+
+    def get_extra_info(self, name: str) -> Any:
+        return self.own if name == "socket" else None
+
+    def get_write_buffer_size(self) -> int:
+        return self.queued
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+
+@pytest.fixture
+def pair() -> Any:
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    yield here, there
+    here.close()
+    there.close()
+
+
+def test_nothing_overtakes_what_the_loop_has_to_write(pair: Any) -> None:
+    transport = Transport(pair[0])
+    writing = DirectWrite(transport)  # type: ignore[arg-type]
+    assert not writing.now(b"first")
+    assert pair[1].recv(10) == b"first"
+    transport.queued = 5
+    left = writing.now(b"second")
+    assert bytes(left) == b"second"
+    transport.queued = 0
+    third = writing.now(b"third")  # the loop has not been given the second yet
+    assert bytes(third) == b"third"
+    writing.rest(left)
+    writing.rest(third)
+    assert transport.written == b"secondthird"
+    assert not writing.now(b"fourth")
+    assert pair[1].recv(10) == b"fourth"
+    writing.close()
+
+
+def test_what_the_kernel_does_not_take_is_left_for_the_loop(pair: Any) -> None:
+    transport = Transport(pair[0])
+    writing = DirectWrite(transport)  # type: ignore[arg-type]
+    left = writing.now(bytes(LONG))
+    assert 0 < len(left) < LONG
+    assert bytes(writing.now(b"behind")) == b"behind"
+    writing.close()
+
+
+def test_a_closed_connection_s_descriptor_is_never_written_to(pair: Any) -> None:
+    writing = DirectWrite(Transport(pair[0]))  # type: ignore[arg-type]
+    number = writing._past.fileno()  # type: ignore[union-attr]
+    other, its_end = socket.socketpair()
+    writing.close()
+    try:
+        os.dup2(other.fileno(), number)  # the number is another connection's now
+        assert bytes(writing.now(b"late")) == b"late"
+        its_end.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            its_end.recv(1)
+    finally:
+        os.close(number)
+        other.close()
+        its_end.close()
+
+
+def test_a_peer_that_is_gone_leaves_nothing_to_write(pair: Any) -> None:
+    writing = DirectWrite(Transport(pair[0]))  # type: ignore[arg-type]
+    pair[1].close()
+    assert not writing.now(b"nobody reads it")
+    writing.close()
