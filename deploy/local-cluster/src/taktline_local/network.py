@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections import deque
+from pathlib import Path
 
 from taktline_protocol.errors import ErrorCode, TaktlineError
 
@@ -12,22 +13,39 @@ NODE_PORT = 10250
 """Port of the node's own endpoint; holding it on the network's first address is what reserves the network."""
 LAST_HOST = 254
 PORTS = (10_300, 20_000)
+FEWEST = 500
+"""A part of the ports is chosen from only where it has so many."""
 TRIES = 1000
+GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last of the ports that Linux gives to whoever connects, or asks for any."""
 _given: deque[int] = deque(maxlen=200)
 """Ports given lately: whoever asked for one may be about to listen on it."""
+
+
+def ports() -> tuple[int, int]:
+    """First port that may be chosen, and the one after the last: none that the system gives away by itself.
+
+    Whoever connects, or asks for any port, gets one from 32768 to 60999 (Linux, where nobody has set another range):
+    between a choice among those and the moment when a program listens, another one is quick to take it on a busy
+    machine. Where the range is so wide that it leaves too few, it cannot be helped.
+    """
+    try:
+        first, last = map(int, GIVEN_AWAY.read_text().split())
+    except (OSError, ValueError):  # not Linux: the others give away the ports from 49152 on
+        return PORTS
+    left = [(PORTS[0], min(PORTS[1], first)), (last + 1, 65536), (1024, first)]
+    return next(((low, high) for low, high in left if high - low >= FEWEST), PORTS)
 
 
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody uses right now, nor is given as any port before a program listens on it.
 
-    Whoever connects, or asks for any port, gets one from 32768 on (Linux): between a choice among those and the moment
-    when a program listens, another one is quick to take it on a busy machine.
-
     Raises:
         TaktlineError: none of many that were tried is free.
     """
+    low, high = ports()
     for _ in range(TRIES):
-        port = random.randrange(*PORTS)
+        port = random.randrange(low, high)
         if port in _given:
             continue
         with socket.socket() as probe:
@@ -37,9 +55,7 @@ def free_port() -> int:
                 continue
         _given.append(port)
         return port
-    raise TaktlineError(
-        ErrorCode.OVERLOADED, f"no free port among {PORTS[0]} to {PORTS[1] - 1}", "end what listens there"
-    )
+    raise TaktlineError(ErrorCode.OVERLOADED, f"no free port among {low} to {high - 1}", "end what listens there")
 
 
 class LoopbackNetwork:
