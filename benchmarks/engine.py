@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from plain_pi05 import PlainPi05, official_dtypes
 from result_rows import Row as Row
 from result_rows import save_rows
 from taktline_protocol.deployment import QuantisationOptions
+from taktline_worker.bucket_graphs import BucketGraphs
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
 from taktline_worker.models.pi.synthetic import PI0, PI05, conventions, random_tensors
 from taktline_worker.models.pi.weights import BF16_VISION, pack_weights
@@ -69,6 +70,7 @@ STORED = {
     "bf16+int8-expert": QuantisationOptions(expert="int8"),
 }
 START = time.monotonic()
+RowT = TypeVar("RowT")
 
 
 def say(text: str) -> None:
@@ -98,6 +100,18 @@ def times_in_turns(calls: Mapping[Subject, Callable[[], object]], runs: int = 50
         for subject, call in calls.items():
             found[subject] += event_times(call, 2 if turn else 10, runs // TURNS)
     return {subject: sorted(times) for subject, times in found.items()}
+
+
+def prepare_time(graphs: BucketGraphs[RowT, Any], rows: Sequence[RowT]) -> float:
+    """Median wall milliseconds until the rows lie in their graph's buffers."""
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graphs.loaded(rows)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return quantile(sorted(times), 0.5)
 
 
 def quantile(times: list[float], q: float) -> float:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import triton
-from engine import Row, add_peer, capture, event_times, quantile, say
+from engine import Row, add_peer, capture, event_times, prepare_time, quantile, say
 from floors import H200
 from plain_groot import PlainGroot, PlainHead, backbone, published_config
 from result_rows import save_rows
@@ -46,18 +46,6 @@ COMPILED = "plain PyTorch, torch.compile"
 def error(actions: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative L2 distance."""
     return float((actions.double() - exact.double()).norm() / exact.double().norm())
-
-
-def prepare_time(graphs: GrootGraphs, rows: Sequence[GrootRow]) -> float:
-    """Median wall milliseconds until the rows lie in their graph's buffers."""
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        graphs.loaded(rows)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return quantile(sorted(times), 0.5)
 
 
 def rows_of(row: GrootRow, batch: int) -> list[GrootRow]:

@@ -78,6 +78,34 @@ def head_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(HEAD): value for name, value in tensors.items() if name.startswith(HEAD)}
 
 
+def _linear(tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ tensors[f"{name}.weight"].t() + tensors[f"{name}.bias"]
+
+
+def _attention(tensors: dict[str, Tensor], heads: int, x: Tensor, memory: Tensor) -> Tensor:
+    """Softmax attention of x (n, width) to memory (m, width)."""
+    q, k, v = (
+        _linear(tensors, f"attn1.to_{part}", given) for part, given in zip("qkv", (x, memory, memory), strict=True)
+    )
+    q, k, v = (y.view(len(y), heads, -1).transpose(0, 1) for y in (q, k, v))
+    weights = torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, dim=-1)
+    return _linear(tensors, "attn1.to_out.0", (weights @ v).transpose(0, 1).reshape(len(x), -1))
+
+
+def block(tensors: dict[str, Tensor], heads: int, h: Tensor, time: Tensor, features: Tensor | None) -> Tensor:
+    """One block of the head's transformer over tokens h (n, width); without features it attends to itself.
+
+    A function of its tensors, so that torch.compile has one code for all blocks of a kind.
+    """
+    width = h.shape[1]
+    scale, shift = _linear(tensors, "norm1.linear", functional.silu(time)).chunk(2)
+    n = functional.layer_norm(h, (width,), eps=1e-5) * (1 + scale) + shift
+    h = h + _attention(tensors, heads, n, n if features is None else features)
+    n = functional.layer_norm(h, (width,), eps=1e-5)
+    n = functional.gelu(_linear(tensors, "ff.net.0.proj", n), approximate="tanh")
+    return h + _linear(tensors, "ff.net.2", n)
+
+
 class PlainHead:
     """The action head written down from its description, step by step and for one row.
 
@@ -87,23 +115,21 @@ class PlainHead:
 
     def __init__(self, tensors: dict[str, Tensor], heads: int, horizon: int) -> None:
         self.t, self.heads, self.horizon = tensors, heads, horizon
+        self.block = block
+        layers = len([name for name in tensors if name.endswith("norm1.linear.weight")])
+        prefixes = [f"model.transformer_blocks.{index}." for index in range(layers)]
+        self._blocks = [
+            {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            for prefix in prefixes
+        ]
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A layer by its name."""
-        return x @ self.t[f"{name}.weight"].t() + self.t[f"{name}.bias"]
+        return _linear(self.t, name, x)
 
     def bank(self, name: str, slot: int, x: Tensor) -> Tensor:
         """A layer of one embodiment."""
         return x @ self.t[f"{name}.W"][slot] + self.t[f"{name}.b"][slot]
-
-    def attention(self, name: str, x: Tensor, memory: Tensor) -> Tensor:
-        """Softmax attention of x (n, width) to memory (m, width)."""
-        q, k, v = (
-            self.linear(f"{name}.to_{part}", given) for part, given in zip("qkv", (x, memory, memory), strict=True)
-        )
-        q, k, v = (y.view(len(y), self.heads, -1).transpose(0, 1) for y in (q, k, v))
-        weights = torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, dim=-1)
-        return self.linear(f"{name}.to_out.0", (weights @ v).transpose(0, 1).reshape(len(x), -1))
 
     def predict(self, features: Tensor, state: Tensor, x: Tensor, bucket: int, slot: int) -> Tensor:
         """The clean actions that are expected behind the noisy x (H, action width) at one time bucket."""
@@ -124,15 +150,8 @@ class PlainHead:
     def transform(self, h: Tensor, time: Tensor, features: Tensor) -> Tensor:
         """The transformer's blocks and its last layers over tokens (n, width)."""
         width = h.shape[1]
-        layers = len([name for name in self.t if name.endswith("norm1.linear.weight")])
-        for index in range(layers):
-            name = f"model.transformer_blocks.{index}"
-            scale, shift = self.linear(f"{name}.norm1.linear", functional.silu(time)).chunk(2)
-            n = functional.layer_norm(h, (width,), eps=1e-5) * (1 + scale) + shift
-            h = h + self.attention(f"{name}.attn1", n, n if index % 2 else features)
-            n = functional.layer_norm(h, (width,), eps=1e-5)
-            n = functional.gelu(self.linear(f"{name}.ff.net.0.proj", n), approximate="tanh")
-            h = h + self.linear(f"{name}.ff.net.2", n)
+        for index, tensors in enumerate(self._blocks):
+            h = self.block(tensors, self.heads, h, time, None if index % 2 else features)
         shift, scale = self.linear("model.proj_out_1", functional.silu(time)).chunk(2)
         h = functional.layer_norm(h, (width,), eps=1e-6) * (1 + scale) + shift
         return self.linear("model.proj_out_2", h)
@@ -150,8 +169,8 @@ class PlainHead:
 class PlainMiniCpm:
     """Backbone and head, one row at a time.
 
-    `compiled` puts every block, and the head, through torch.compile, but for the loop of the delta rule, which it would
-    unroll for minutes.
+    `compiled` puts every block through torch.compile, once for all of a kind and a shape. The delta rule stays out of
+    it: flash-linear-attention keeps itself out, and the loop that `transformers` has instead would unroll for minutes.
     """
 
     def __init__(self, model: Any, head: PlainHead, *, compiled: bool = False) -> None:
@@ -160,9 +179,9 @@ class PlainMiniCpm:
             from transformers.models.qwen3_5 import modeling_qwen3_5 as text
 
             text.torch_chunk_gated_delta_rule = torch.compiler.disable(text.torch_chunk_gated_delta_rule)
-            for block in (*model.vision_tower.encoder.layers, *model.language_model.layers):
-                block.forward = torch.compile(block.forward)
-            head.transform = torch.compile(head.transform)  # type: ignore[method-assign]
+            for one in (*model.vision_tower.encoder.layers, *model.language_model.layers):
+                one.forward = torch.compile(one.forward, dynamic=False)
+            head.block = torch.compile(block, dynamic=False)
 
     @torch.inference_mode()
     def __call__(self, row: MiniCpmRow) -> Tensor:
