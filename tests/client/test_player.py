@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from taktline import ActionBuffer, Chunk, ErrorCode, Player, TaktlineError
-from taktline_protocol.messages import Timings
+from taktline_protocol.messages import Degraded, Timings
 
 DT_S = 0.05
 
@@ -337,3 +337,41 @@ def test_reset_drops_what_was_asked():
     assert len(loop.robot.asked) == 2
     loop.robot.futures[1].set_result(chunk([5]))
     assert loop.tick() == 5
+
+
+def shorter(rows) -> Chunk:
+    return dataclasses.replace(chunk(rows), degraded=Degraded(action_horizon=len(rows)))
+
+
+@pytest.mark.parametrize("made", [shorter, chunk])
+def test_of_a_chunk_that_was_made_shorter_the_next_is_asked_for_before_it_is_dry(made):
+    """Replanning after 10 of 20 rows leaves 10; of 10 rows it would leave none."""
+    loop = Loop(replan_rows=10)
+    for answer in (chunk(range(20)), made(range(100, 110))):
+        while len(loop.robot.futures) == 0 or loop.robot.futures[-1].done():
+            loop.tick()
+        for _ in range(2):
+            loop.tick()
+        loop.robot.futures[-1].set_result(answer)
+    assert [entry["budget_ms"] for entry in loop.robot.asked] == [1000.0, pytest.approx(500.0)]
+    while len(loop.robot.asked) == 2:
+        loop.tick()
+    left = loop.robot.asked[2]["budget_ms"] / (1e3 * DT_S)
+    if made is shorter:
+        assert loop.player.metrics()["dry_events"] == 0
+        assert left == pytest.approx(7), "twice what a hand-off takes (3), and one"
+    else:
+        assert left == pytest.approx(20), "the standing budget: it is dry"
+
+
+def test_a_shorter_chunk_that_lasts_long_enough_changes_nothing():
+    asked = []
+    for made in (shorter, chunk):
+        loop = Loop(replan_rows=2)
+        loop.tick()
+        loop.robot.futures[0].set_result(made(range(10)))
+        for _ in range(4):
+            loop.tick()
+        asked.append([entry["budget_ms"] for entry in loop.robot.asked])
+    assert asked[0] == asked[1]
+    assert len(asked[0]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,10 @@ from taktline_gateway.compat.deadlines import (
     inferred_budget_ms,
     request_period_ms,
 )
+from taktline_gateway.compat.observations import ClientInput
+from taktline_gateway.compat.service import Conversation
+from taktline_protocol.deployment import ClientMapping
+from taktline_protocol.messages import PolicyInfo
 
 LIMIT_MS = 600_000.0
 
@@ -80,3 +86,47 @@ def test_period_of_any_arrivals_is_one_of_their_spans(arrivals, chunk_ms):
     arrivals.sort()
     period = request_period_ms(arrivals, chunk_ms)
     assert period is None or 0 <= period <= 1e3 * (arrivals[-1] - arrivals[0]) + 1e-6
+
+
+class Service:
+    """Answers with chunks of as many actions as the test says, and notes the budgets."""
+
+    def __init__(self) -> None:
+        self.limits = SimpleNamespace(budget_ms=LIMIT_MS)
+        self.told = PolicyInfo(policy="p", family="f", revision="r", ready=True, horizon=50, dt_s=0.02)
+        self.budgets: list[float] = []
+        self.rows, self.plan = 50, None
+
+    def info(self, policy):
+        return self.told
+
+    def mapping(self, policy, protocol):
+        return self.mapped
+
+    mapped = ClientMapping()
+
+    async def submit(self, caller, policy, observation, *, checked=False):
+        self.budgets.append(observation.budget_ms)
+        return SimpleNamespace(actions=SimpleNamespace(shape=(self.rows, 7)), plan=self.plan)
+
+
+async def test_after_a_shorter_chunk_the_buffer_runs_dry_sooner():
+    service = Service()
+    conversation = Conversation(service, SimpleNamespace(robot_id="arm", session_id="s", protocol="openpi"), "p")
+    sent = ClientInput({}, [0.0], "go")
+    for rows in (25, 50, 60, 50):
+        service.rows = rows
+        await conversation.act(sent)
+    assert service.budgets[0] == pytest.approx(1000.0)  # without a rhythm: a chunk
+    assert service.budgets[1] == pytest.approx(500.0, abs=50)
+    assert service.budgets[2] == pytest.approx(1000.0, abs=50)
+    assert service.budgets[3] == pytest.approx(1000.0, abs=50), "never more than the policy's chunk"
+    service.rows = 25
+    await conversation.act(sent)
+    conversation.begin_episode()
+    await conversation.act(sent)
+    assert service.budgets[-1] == pytest.approx(1000.0), "a new episode begins without a chunk"
+    service.rows, service.plan = 2, object()
+    await conversation.act(sent)
+    await conversation.act(sent)
+    assert service.budgets[-1] == pytest.approx(1000.0, abs=50), "a planner says nothing of it"

@@ -42,8 +42,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.times = table(arguments.t_sync)
         self.cheaper = {}
         for level in arguments.cheaper:
-            steps, _, times = level.partition("=")
-            self.cheaper[int(steps)] = table(times)
+            numbers, _, times = level.partition("=")
+            steps, _, horizon = numbers.partition("x")
+            self.cheaper[int(steps), int(horizon or 0)] = table(times)
         self.engine = asyncio.Semaphore(arguments.replicas)
         self.in_flight = 0
         self.batches = None
@@ -66,8 +67,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             rtc_max_delay=self.arguments.rtc_max_delay,
             t_sync=bucket_times(self.times),
             cheaper=[
-                worker_pb2.CheaperLevel(solver_steps=steps, t_sync=bucket_times(times))
-                for steps, times in self.cheaper.items()
+                worker_pb2.CheaperLevel(solver_steps=steps, action_horizon=horizon, t_sync=bucket_times(times))
+                for (steps, horizon), times in self.cheaper.items()
             ],
             batch_port=self.batches.port if self.batches else 0,
             batch_token=self.batches.token if self.batches else b"",
@@ -99,7 +100,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 await asyncio.sleep(3600)
             await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
         extra = max((float(word.split()[1]) for word in words if word.startswith("slow ")), default=0.0)
-        times = self.cheaper[request.solver_steps] if request.solver_steps else self.times
+        level = (request.solver_steps, request.action_horizon)
+        times = self.cheaper[level] if any(level) else self.times
         buckets = [int(b) for b, _ in times]
         bucket = min(bisect_left(buckets, len(words)), len(buckets) - 1)
         async with self.engine:  # through gRPC a call that nobody waits for is cancelled here by itself
@@ -122,7 +124,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 result.error.code, result.error.message = "worker_unavailable", "scripted: another revision"
                 result.error.next_step = "route the batch to a worker of that revision"
             else:
-                actions = np.full((10, 6), float(item.seq) + self.arguments.offset, dtype=np.float32)
+                rows = request.action_horizon or 10
+                actions = np.full((rows, 6), float(item.seq) + self.arguments.offset, dtype=np.float32)
                 if item.instruction == "nan":
                     actions[3, 2] = np.nan
                 result.actions.CopyFrom(to_tensor(actions))
@@ -144,6 +147,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 "robots": [item.robot_id for item in request.items],
                 "revision": request.revision,
                 "solver_steps": request.solver_steps,
+                "action_horizon": request.action_horizon,
                 "seqs": [item.seq for item in request.items],
                 "budgets_ms": [item.budget_ms for item in request.items],
                 "seeds": [item.seed if item.HasField("seed") else None for item in request.items],
@@ -167,7 +171,7 @@ async def main() -> None:
     parser.add_argument("--rtc", default="", help="guided or trained: observations with a tail are served")
     parser.add_argument("--rtc-max-delay", type=int, default=0)
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
-    parser.add_argument("--cheaper", action="append", default=[], help="STEPS=TABLE of one cheaper level")
+    parser.add_argument("--cheaper", action="append", default=[], help="STEPS[xHORIZON]=TABLE of a cheaper level")
     parser.add_argument("--record")
     parser.add_argument("--grpc-only", type=int, default=0, help="1 opens no batch port")
     parser.add_argument("--batch-version", type=int, default=0, help="what its Info says of the batch port instead")

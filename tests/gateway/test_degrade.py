@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -150,7 +151,36 @@ def info(**changes):
 
 @pytest.mark.parametrize(("least", "steps"), [(0, ()), (1, (5, 2, 1)), (2, (5, 2)), (3, (5,)), (6, ())])
 def test_only_levels_that_the_deployment_allows(least, steps):
-    assert levels_of(info(), DegradeOptions(min_solver_steps=least), 8).steps == steps
+    found = levels_of(info(), DegradeOptions(min_solver_steps=least), 8)
+    assert tuple(level.solver_steps for level in found.qualities) == steps
+
+
+def level(steps, horizon, full_ms):
+    times = (BucketTime(batch=1, median_ms=10, p99_ms=10), BucketTime(batch=8, median_ms=full_ms, p99_ms=full_ms))
+    return CheaperLevel(solver_steps=steps, action_horizon=horizon, t_sync=times)
+
+
+LEVELS = (level(5, 0, 60), level(0, 25, 80), level(0, 10, 50), level(2, 10, 30), level(0, 0, 90))
+
+
+@pytest.mark.parametrize(
+    ("steps", "horizon", "allowed"),
+    [
+        (0, 0, []),
+        (5, 0, [(5, 0)]),
+        (0, 25, [(0, 25)]),
+        (5, 10, [(0, 25), (5, 0), (0, 10)]),
+        (1, 1, [(0, 25), (5, 0), (0, 10), (2, 10)]),
+        (1, 0, [(5, 0)]),
+        (0, 26, []),
+    ],
+)
+def test_steps_and_chunks_are_allowed_each_by_its_own_and_ordered_by_what_a_full_batch_takes(steps, horizon, allowed):
+    options = DegradeOptions(min_solver_steps=steps, min_action_horizon=horizon)
+    found = levels_of(info(cheaper=LEVELS), options, 8)
+    assert [(one.solver_steps, one.action_horizon) for one in found.qualities] == allowed
+    again = levels_of(info(cheaper=LEVELS), options, 8, found)
+    assert [id(times) for times in again.times] == [id(times) for times in found.times], "what was measured is kept"
 
 
 @pytest.mark.parametrize(
@@ -185,6 +215,36 @@ def test_an_answer_says_how_many_steps_it_got(bare_stack):
     status, chunk = stack.act(robot="a", budget_ms=1400.0)
     assert (status, chunk.degraded) == (200, Degraded(solver_steps=5))
     assert [batch["solver_steps"] for batch in stack.batches()] == [0, 5]
+
+
+def test_a_shorter_chunk_comes_before_a_refusal_and_says_what_it_is(bare_stack):
+    stack = bare_stack
+    worker = stack.start_worker(t_sync="1:1500", cheaper="0x4=1:20")
+    stack.write_routes(worker, degrade={"min_action_horizon": 4})
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, chunk = stack.act(robot="a", budget_ms=5_000.0)
+    assert (status, chunk.degraded, chunk.actions.shape) == (200, None, (10, 6))
+    status, chunk = stack.act(robot="a", budget_ms=1400.0)
+    assert (status, chunk.degraded, chunk.actions.shape) == (200, Degraded(action_horizon=4), (4, 6))
+    assert chunk.valid_until == pytest.approx(chunk.captured_at + 4 * chunk.dt_s)
+    assert [(batch["solver_steps"], batch["action_horizon"]) for batch in stack.batches()] == [(0, 0), (0, 4)]
+    page = stack.http.get(f"{stack.url}/metrics").text
+    counted = dict(re.findall(r'taktline_degraded_total\{kind="(\w+)",policy="scripted"\} ([\d.]+)', page))
+    assert counted == {"action_horizon": "1.0", "policy": "0.0", "solver_steps": "0.0"}
+
+
+@pytest.mark.parametrize("least", [0, 5])
+def test_a_shorter_chunk_than_the_route_allows_is_refused(bare_stack, least):
+    stack = bare_stack
+    stack.write_routes(
+        stack.start_worker(t_sync="1:200", cheaper="0x4=1:20"),
+        degrade={"min_solver_steps": 1, "min_action_horizon": least},
+    )
+    stack.start_gateway()
+    stack.wait_workers(1)
+    status, error = stack.act(robot="a", budget_ms=150.0)
+    assert (status, error.code) == (503, "deadline_unreachable")
 
 
 def test_nothing_is_degraded_that_the_route_does_not_allow(bare_stack):

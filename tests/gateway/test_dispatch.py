@@ -18,6 +18,7 @@ from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.telemetry import Telemetry
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.deployment import Target
+from taktline_protocol.messages import CheaperLevel
 from taktline_protocol.rpc import to_tensor
 
 from tests.gateway.simulated_clock import service_times
@@ -58,7 +59,7 @@ def world(level: int):
     scheduler = Scheduler(max_batch=8, max_wait_s=0.0)
     scheduler.add_worker("w", times, now, (times,))
     dispatch = Dispatch("p", scheduler, Telemetry(), PhasePlanner(), lambda *_: None)
-    dispatch.levels["w"] = Levels((4,), (times,))
+    dispatch.levels["w"] = Levels((CheaperLevel(solver_steps=4, t_sync=()),), (times,))
     pending = Pending("arm", 1, now + 10.0, now, policy="p", request_id="one")
     pending.item.request_id = "one"
     pending.flights = 1
@@ -104,7 +105,7 @@ def test_robots_that_name_their_requests_alike_get_their_own_actions(names, orde
             pending.item.request_id, pending.flights, pending.attempts = name, 1, 1
             members.append(pending)
         batch = Batch("w", tuple(members), now + 0.01, now + 0.02, now + 5.0, 0)
-        await dispatch._run(NumberingLink(order), batch, now, 0)
+        await dispatch._run(NumberingLink(order), batch, now, None)
         return [member.result for member in members]
 
     for result, number in zip(asyncio.run(run()), got, strict=True):
@@ -121,7 +122,7 @@ def test_a_fault_on_the_way_to_the_worker_answers_every_member():
     async def run():
         dispatch, pending, batch = world(level=0)
         pending.attempts = 1
-        await dispatch._run(Link(actions, fault), batch, time.monotonic(), 0)
+        await dispatch._run(Link(actions, fault), batch, time.monotonic(), None)
         return pending.result
 
     assert asyncio.run(run()).exception().code is ErrorCode.WORKER_FAILED
@@ -131,7 +132,7 @@ def test_a_level_that_is_withdrawn_while_its_batch_runs_costs_no_answer():
     async def run():
         dispatch, pending, batch = world(level=1)
         link = Link(actions, lambda: dispatch.levels.update(w=Levels()))
-        await dispatch._run(link, batch, time.monotonic(), dispatch._steps(link, batch))
+        await dispatch._run(link, batch, time.monotonic(), dispatch._level(link, batch))
         return pending.result.result()
 
     assert asyncio.run(run()).degraded.solver_steps == 4
@@ -142,7 +143,7 @@ def test_what_one_worker_will_not_look_at_waits_for_the_copy_on_another(copies, 
     async def run():
         dispatch, pending, batch = world(level=0)
         pending.flights, pending.attempts = copies, 1
-        await dispatch._run(Link(overloaded), batch, time.monotonic(), 0)
+        await dispatch._run(Link(overloaded), batch, time.monotonic(), None)
         return pending.result
 
     result = asyncio.run(run())
@@ -170,7 +171,7 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         pending.gone = gone  # its robot left while it was on the worker
         dispatch.in_flight = 1
         call = dispatch._calls[id(batch)] = dispatch.spawn(
-            dispatch._run(NeverLink(actions), batch, time.monotonic(), 0)
+            dispatch._run(NeverLink(actions), batch, time.monotonic(), None)
         )
         call.add_done_callback(lambda task: dispatch._landed(batch, task))
         if begun:
@@ -267,7 +268,7 @@ def test_a_connection_that_is_lost_has_failed_once_however_many_batches_were_on_
             nonlocal now
             flying = [Batch("w", (), now, now, now + 5.0, sent_at=now) for _ in range(batches)]
             link.lose.clear()
-            calls = [asyncio.create_task(dispatch._run(link, batch, now, 0)) for batch in flying]
+            calls = [asyncio.create_task(dispatch._run(link, batch, now, None)) for batch in flying]
             await asyncio.sleep(0)
             now += 0.010
             link.lose.set()

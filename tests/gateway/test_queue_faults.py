@@ -68,7 +68,7 @@ async def test_a_changed_degrade_in_the_route_takes_effect_on_connected_workers(
     assert [len(state.levels) for state in states(lane, link)] == [1, 1]
     lane.apply(route(degrade=DegradeOptions(min_solver_steps=3)))
     assert [len(state.levels) for state in states(lane, link)] == [3, 3]
-    assert lane._dispatch.levels["w"].steps == (5, 3)
+    assert [level.solver_steps for level in lane._dispatch.levels["w"].qualities] == [5, 3]
     # What was measured of a level that stays is not forgotten.
     five = lane._dispatch.levels["w"].times[0]
     lane.apply(route(degrade=DegradeOptions(min_solver_steps=5), max_batch=4))

@@ -158,11 +158,11 @@ class Launching(Scripted):
     def run(self, rows: list[Any], bucket: int) -> Any:
         raise AssertionError("it was not launched")
 
-    def draft(self, pending: list[Any], steps: int = 0) -> Any:
+    def draft(self, pending: list[Any]) -> Any:
         self.drafts.append(object())
         return self.drafts[-1]
 
-    def launch(self, rows: list[Any], bucket: int, steps: int = 0, draft: Any = None) -> Launched:
+    def launch(self, rows: list[Any], bucket: int, draft: Any = None) -> Launched:
         self.given.append(draft)
         self.threads.append(threading.current_thread().name)
         assert self.may_launch.wait(30)

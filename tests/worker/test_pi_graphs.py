@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -215,3 +216,24 @@ def test_a_folder_is_served_from_graphs(
         error = float((actual - expected).norm() / expected.norm())
         print(f"{family} {precision} against fp32: {error:.3e}")
         assert 1e-6 < error < (3e-2 if precision == "bf16" else 0.2)
+
+
+@pytest.mark.parametrize("family", ["pi05", "pi0"])
+def test_a_shorter_chunk_has_graphs_of_its_own_and_is_that_of_a_policy_of_this_horizon(
+    tmp_path: Path, folders: Any, config_of: Any, observations: Any, pool: Any, family: str
+) -> None:
+    from taktline_worker.adapter import Level
+    from taktline_worker.models.pi import adapter
+
+    folder = folders.lerobot(tmp_path / "policy", family)
+    options = {"device": "cuda", "precision": "bf16", "buckets": (1, 4)}
+    whole = adapter.load(config_of(folder, family, shorter_horizons=(4,), **options))
+    own = adapter.load(config_of(folder, family, action_horizon=4, **options))
+    answers = []
+    for loaded in (whole.cheaper[Level(horizon=4)], own, whole):
+        rows = [loaded.begin(observations.make(family, seed=seed), pool).result() for seed in (1, 2, 3)]
+        answers.append(loaded.finish(rows, loaded.run(rows, 4)))
+    for mine, theirs, full in zip(*answers, strict=True):
+        assert mine.shape == (4, full.shape[1])
+        np.testing.assert_array_equal(mine, theirs)
+        assert not np.allclose(mine, full[:4], rtol=1e-2, atol=1e-3)

@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from taktline_protocol.messages import ActionChunk, ImaginedVideo, Observation, PlanReport, RtcReport, Timings
+from taktline_protocol.messages import ActionChunk, Degraded, ImaginedVideo, Observation, PlanReport, RtcReport, Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Chunk:
         margin_ms: control margin; negative means that the chunk came after the hand-off deadline.
         rtc: what was made of the unexecuted rows that were sent along.
         imagined: of world-action models, the video that was asked for: `parts` is an MP4 file, or JPEGs.
+        degraded: what was made cheaper because there was no time for the policy's own quality; None where nothing was.
         next_observation_at: robot clock, s: when the gateway would like to see the next observation, so that a fleet
             fills its batches evenly; None where any time is as good.
         plan: of planners: predicted states and energies; `actions` is then the whole plan, row 0 is to be executed.
@@ -43,6 +44,7 @@ class Chunk:
     plan: PlanReport | None = None
     rtc: RtcReport | None = None
     imagined: ImaginedVideo | None = None
+    degraded: Degraded | None = None
     next_observation_at: float | None = None
 
 
@@ -71,6 +73,7 @@ def complete(answer: ActionChunk, observation: Observation, round_trip_ms: float
         plan=answer.plan,
         rtc=answer.rtc,
         imagined=answer.imagined,
+        degraded=answer.degraded,
         next_observation_at=_when(answer, observation, round_trip_ms),
     )
     return chunk, unseen_ms

@@ -82,7 +82,8 @@ class Player:
     Args:
         ask: `robot.ask` of a `taktline.Robot`.
         dt_s: control period; the policy's own is `robot.info().dt_s`.
-        replan_rows: ask for the next chunk when so many rows of the current one have been executed; 0 asks at once.
+        replan_rows: ask for the next chunk when so many rows of the current one have been executed; 0 asks at once. Of
+            a chunk that the gateway made shorter, earlier where it would run dry meanwhile.
         ensemble: temporal ensembling, see `ActionBuffer`.
         rtc: send the unexecuted rows along; for policies whose `robot.info().rtc` is not empty.
         standing_budget_ms: budget of an observation made while the buffer is empty.
@@ -131,20 +132,29 @@ class Player:
         hint = self._hint()
         if hint is not None:
             return self._clock() >= hint
-        since_asked = self.buffer.step - self._asked_step
-        return min(self.buffer.rows_taken, since_asked) >= self._replan_rows
+        taken = min(self.buffer.rows_taken, self.buffer.step - self._asked_step)
+        return taken >= self._replan_rows or (
+            taken > 0 and self._shorter() and self.buffer.rows_left <= self._reserve()
+        )
 
     def _hint(self) -> float | None:
         """When the gateway would like to see the next observation; None where that would be too late, or long ago."""
         hint = None if self.last is None else self.last.next_observation_at
         if hint is None or not self._follow_hints or self._asked:
             return None
-        # Twice what the last hand-offs took must be left in the buffer then.
-        delay = self.buffer.expected_delay
-        reserve_s = self.buffer.dt_s * (2 * (1 if delay is None else delay) + 1)
+        reserve_s = self.buffer.dt_s * self._reserve()
         now = self._clock()
         dry_at = now + self.budget_ms(now) / 1e3
         return hint if hint + reserve_s <= dry_at else None
+
+    def _reserve(self) -> int:
+        """Rows that must be left when a chunk is asked for: twice what the last hand-offs took, and one."""
+        delay = self.buffer.expected_delay
+        return 2 * (1 if delay is None else delay) + 1
+
+    def _shorter(self) -> bool:
+        degraded = None if self.last is None else self.last.degraded
+        return degraded is not None and degraded.action_horizon is not None
 
     def observe(
         self,

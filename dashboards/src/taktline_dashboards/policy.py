@@ -209,6 +209,14 @@ def _queue_and_batches(found: Page) -> None:
             unit="reqps",
             width=8,
         ),
+        time_series(
+            "Made cheaper rather than refused",
+            "Chunks with fewer solver steps, fewer actions, or of a smaller policy, where spec.degrade allows it: there"
+            " was no time for full quality. For long: add workers.",
+            Query(rate(metrics.DEGRADED, metrics.LABEL_KIND, _CHOSEN), "{{kind}}"),
+            unit="reqps",
+            width=8,
+        ),
     )
 
 

@@ -113,6 +113,8 @@ class Books:
         # Of the answers in time any is as good as another; of the late ones a person wants to see which.
         exemplar = _exemplar(trace, request_id if cause is not None else "")
         self.telemetry.answered(policy, served.pool, served.revision, timings, margin_ms, cause, exemplar)
+        if served.degraded is not None:
+            self.telemetry.degraded(policy, served.degraded)
         chunk_s = info.horizon * info.dt_s
         cycle = self._cycles.answered(policy, observation, margin_ms, timings.inference_ms, chunk_s)
         if cycle is not None:

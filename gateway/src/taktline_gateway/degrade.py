@@ -1,11 +1,11 @@
-"""What may be made cheaper before a robot is refused: fewer solver steps, or a smaller policy in its place."""
+"""What may be made cheaper before a robot is refused: fewer solver steps, a shorter chunk, or a smaller policy."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from taktline_protocol.deployment import DegradeOptions
-from taktline_protocol.messages import Degraded, PolicyInfo
+from taktline_protocol.messages import CheaperLevel, Degraded, PolicyInfo
 
 from taktline_gateway.service_times import ServiceTimes
 
@@ -15,33 +15,48 @@ class Levels:
     """The qualities below the policy's own that one worker may be asked for, dearest first.
 
     Attributes:
-        steps: solver steps of each.
+        qualities: what it reports of each.
         times: T_sync with each.
     """
 
-    steps: tuple[int, ...] = ()
+    qualities: tuple[CheaperLevel, ...] = ()
     times: tuple[ServiceTimes, ...] = ()
 
 
 def levels_of(info: PolicyInfo, options: DegradeOptions, max_batch: int, known: Levels | None = None) -> Levels:
     """What the worker can do, of what the deployment allows; `known` levels keep the times they have measured."""
-    allowed = [
-        level
-        for level in sorted(info.cheaper, key=lambda level: -level.solver_steps)
-        if 0 < options.min_solver_steps <= level.solver_steps and level.t_sync
-    ]
-    measured = dict(zip(known.steps, known.times, strict=True)) if known is not None else {}
-    times = tuple(measured.get(level.solver_steps) or ServiceTimes(level.t_sync, max_batch) for level in allowed)
-    for one in times:
-        one.limit(max_batch)
-    return Levels(tuple(level.solver_steps for level in allowed), times)
+    measured = (
+        {_numbers(level): times for level, times in zip(known.qualities, known.times, strict=True)} if known else {}
+    )
+    found = []
+    for level in info.cheaper:
+        if level.t_sync and _allowed(level, options):
+            times = measured.get(_numbers(level)) or ServiceTimes(level.t_sync, max_batch)
+            times.limit(max_batch)
+            found.append((level, times))
+    # Steps and actions are not of one kind: what a full batch takes says which of two levels gives up more.
+    found.sort(key=lambda one: one[1].median_s(one[1].max_batch), reverse=True)
+    return Levels(tuple(level for level, _ in found), tuple(times for _, times in found))
 
 
-def degraded(solver_steps: int, policy: str) -> Degraded | None:
-    """What an answer says of itself; None where it is the policy's own. 0 and the empty name are the policy's own."""
-    if not solver_steps and not policy:
+def _numbers(level: CheaperLevel) -> tuple[int, int]:
+    return level.solver_steps, level.action_horizon
+
+
+def _allowed(level: CheaperLevel, options: DegradeOptions) -> bool:
+    """A number that the deployment does not speak of, or that this level leaves as it is, stays the policy's own."""
+    least = (options.min_solver_steps, options.min_action_horizon)
+    return any(_numbers(level)) and all(
+        number == 0 or 0 < fewest <= number for number, fewest in zip(_numbers(level), least, strict=True)
+    )
+
+
+def degraded(level: CheaperLevel | None, policy: str) -> Degraded | None:
+    """What an answer says of itself; None where it is the policy's own. No level and the empty name are its own."""
+    steps, horizon = (0, 0) if level is None else _numbers(level)
+    if not steps and not horizon and not policy:
         return None
-    return Degraded(solver_steps=solver_steps or None, policy=policy or None)
+    return Degraded(solver_steps=steps or None, action_horizon=horizon or None, policy=policy or None)
 
 
 def stands_in(asked: PolicyInfo, other: PolicyInfo) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
+from taktline_protocol.messages import CheaperLevel
 
 from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
@@ -114,7 +115,7 @@ class Dispatch:
             link = self.seats[batch.worker]
             self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
             # Now: a route may allow other levels before the batch's task begins.
-            call = self._calls[id(batch)] = self.spawn(self._run(link, batch, now, self._steps(link, batch)))
+            call = self._calls[id(batch)] = self.spawn(self._run(link, batch, now, self._level(link, batch)))
             call.add_done_callback(partial(self._landed, batch))
         if plan.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
@@ -123,9 +124,11 @@ class Dispatch:
         self.in_flight -= len(batch.tickets)
         self._calls.pop(id(batch), None)
 
-    async def _run(self, link: WorkerLink, batch: Batch, sent_at: float, steps: int) -> None:
+    async def _run(self, link: WorkerLink, batch: Batch, sent_at: float, level: CheaperLevel | None) -> None:
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
-        request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision, solver_steps=steps)
+        request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision)
+        if level is not None:
+            request.solver_steps, request.action_horizon = level.solver_steps, level.action_horizon
         for member in members:
             member.item.budget_ms = 1e3 * (member.deadline - sent_at)
             if member.outside_s is not None:
@@ -170,7 +173,7 @@ class Dispatch:
             batch.median_s,
         )
         try:
-            self._deliver(link, members, response, sent_at, batch, steps)
+            self._deliver(link, members, response, sent_at, batch, level)
         except Exception:  # a fault of ours must not leave robots without an answer
             log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
             for member in members:
@@ -184,7 +187,7 @@ class Dispatch:
         response: worker_pb2.InferResponse,
         sent_at: float,
         batch: Batch,
-        steps: int,
+        level: CheaperLevel | None,
     ) -> None:
         returned_at = time.monotonic()
         for member, result in zip(members, results_of(members, response.results), strict=True):
@@ -220,12 +223,12 @@ class Dispatch:
                     rtc=rtc,
                     imagined=imagined,
                     next_at=self._next_at(member, batch.worker, returned_at),
-                    degraded=degraded(steps, self._policy if member.policy != self._policy else ""),
+                    degraded=degraded(level, self._policy if member.policy != self._policy else ""),
                 )
             )
 
-    def _steps(self, link: WorkerLink, batch: Batch) -> int:
-        return self.levels[link.name].steps[batch.level - 1] if batch.level else 0
+    def _level(self, link: WorkerLink, batch: Batch) -> CheaperLevel | None:
+        return self.levels[link.name].qualities[batch.level - 1] if batch.level else None
 
     def _next_at(self, member: Pending, seat: str, now: float) -> float | None:
         """When the robot's next observation should arrive here, so that the fleet fills batches evenly."""

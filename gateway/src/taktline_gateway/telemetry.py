@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from taktline_protocol import metrics
-from taktline_protocol.messages import Timings
+from taktline_protocol.messages import Degraded, Timings
 from taktline_protocol.metrics import UNKNOWN_POLICY
 
 from taktline_gateway.series import Exemplar, LoopCounter, LoopHistogram
@@ -110,6 +110,7 @@ class Telemetry:
         self._refused = self._counter(metrics.REFUSED)
         self._superseded = self._counter(metrics.SUPERSEDED)
         self._hedges = self._counter(metrics.HEDGES)
+        self._degraded = self._counter(metrics.DEGRADED)
         self._terms = self._histogram(metrics.LATENCY_TERM)
         self._critical = self._histogram(metrics.CRITICAL_PATH)
         self._margin = self._histogram(metrics.MARGIN)
@@ -126,6 +127,7 @@ class Telemetry:
             self._refused,
             self._superseded,
             self._hedges,
+            self._degraded,
             self._environment,
             self._control,
         )
@@ -155,6 +157,8 @@ class Telemetry:
             self._superseded.labels(policy)
             for result in metrics.HEDGE_RESULTS:
                 self._hedges.labels(policy, result)
+            for kind in metrics.DEGRADED_KINDS:
+                self._degraded.labels(policy, kind)
             self._requests.labels(policy, "ok")
 
     def policy_gone(self, policy: str) -> None:
@@ -217,6 +221,12 @@ class Telemetry:
     def hedge_won(self, policy: str) -> None:
         """Counts one of them that the other worker answered first."""
         self._hedges.labels(policy, "won").inc()
+
+    def degraded(self, policy: str, how: Degraded) -> None:
+        """Counts one chunk that was made cheaper, once for each way in which it was."""
+        for kind in metrics.DEGRADED_KINDS:
+            if getattr(how, kind) is not None:
+                self._degraded.labels(policy, kind).inc()
 
     def control_cycle(self, policy: str, environment_ms: float, control_ms: float) -> None:
         """Counts one cycle of one robot: L_env and L_control."""

@@ -148,7 +148,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     frames seen before: their pixels on the host and, where that is exact, as much again for what the vision tower made
     of them on the device; 0 keeps none.
     `cheaper_steps` are solver steps, fewer than the policy's own and divisors of them, that a batch may ask for where
-    there is no time for all. `quantisation` is for π0 and π0.5 on a GPU; None keeps every weight as `precision` says.
+    there is no time for all; `shorter_horizons` likewise actions of a chunk, all that is denoised then.
+    Both are for π0 and π0.5. `quantisation` is for π0 and π0.5 on a GPU; None keeps every weight as `precision` says.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -156,6 +157,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     buckets: tuple[Annotated[int, Meta(ge=1)], ...] = (1, 2, 4, 8)
     solver_steps: int | None = None
     cheaper_steps: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    shorter_horizons: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     action_horizon: int | None = None
     control_period_ms: float | None = None
     max_image_pixels: Annotated[int, Meta(ge=1)] = 16_000_000
@@ -244,11 +246,14 @@ class DegradeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         min_solver_steps: the fewest solver steps that are still good enough; 0 keeps the policy's own.
+        min_action_horizon: the shortest chunk that is still good enough, no shorter than what any robot executes of
+            one; 0 keeps the policy's own.
         fallback_policy: a smaller policy of the same gateway with the same robot interface, which takes an observation
             that this policy's workers cannot serve in time.
     """
 
     min_solver_steps: Annotated[int, Meta(ge=0)] = 0
+    min_action_horizon: Annotated[int, Meta(ge=0)] = 0
     fallback_policy: str = ""
 
 

@@ -225,11 +225,13 @@ class Degraded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         solver_steps: steps of the flow solver, fewer than the policy's own.
+        action_horizon: actions of the chunk, fewer than the policy's own; all that there are in `actions`.
         policy: the policy that answered in place of the one asked.
     """
 
     solver_steps: int | None = None
     policy: str | None = None
+    action_horizon: int | None = None
 
 
 class ActionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -296,10 +298,25 @@ class BucketTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheaperLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of solver steps below the policy's own, and T_sync with it."""
+    """Fewer solver steps or actions of a chunk than the policy's own (0 where its own), and T_sync with them."""
 
     solver_steps: int
     t_sync: tuple[BucketTime, ...]
+    action_horizon: int = 0
+
+
+class ImageFit(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a policy's images, and how frames of other sizes come to it (`taktline_protocol.image_fit`).
+
+    Attributes:
+        filter: Pillow's, which antialiases.
+        letterbox: a frame keeps its ratio, and the rest is black; else it is stretched.
+    """
+
+    height: int
+    width: int
+    filter: Literal["bilinear", "bicubic"]
+    letterbox: bool
 
 
 class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -309,7 +326,9 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         rtc: how observations with `rtc` are served; empty where they are refused.
         rtc_max_delay: in the trained mode, the largest delay that the checkpoint was trained for.
         replicas: batches that each worker runs at a time.
-        cheaper: what workers can do instead of full quality, dearest first; used where the deployment allows it.
+        cheaper: what workers can do instead of full quality; used where the deployment allows it.
+        image_fit: what a robot may do to its frames before it sends them, and gets the same chunk; None where the
+            policy resizes them otherwise than in whole 8-bit pixels.
     """
 
     policy: str
@@ -329,6 +348,7 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rtc_max_delay: int = 0
     replicas: int = 1
     cheaper: tuple[CheaperLevel, ...] = ()
+    image_fit: ImageFit | None = None
 
 
 class AdmissionQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

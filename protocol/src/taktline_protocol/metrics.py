@@ -16,6 +16,7 @@ DEADLINE_MISSES = "taktline_deadline_misses_total"
 REFUSED = "taktline_refused_total"
 SUPERSEDED = "taktline_superseded_total"
 HEDGES = "taktline_hedges_total"
+DEGRADED = "taktline_degraded_total"
 LATENCY_TERM = "taktline_latency_term_ms"
 CRITICAL_PATH = "taktline_critical_path_ms"
 MARGIN = "taktline_control_margin_ms"
@@ -95,6 +96,7 @@ LABEL_CONDITION = "condition"
 LABEL_REASON = "reason"
 LABEL_VERB = "verb"
 LABEL_TRACK = "track"
+LABEL_KIND = "kind"
 
 UNKNOWN_POLICY = "_unknown"
 """The policy label of requests for a policy that is not served; no PolicyDeployment can have this name."""
@@ -105,6 +107,7 @@ BATCH_PORT_STATES = ("open", "none", "version", "unreachable")
 BATCH_ROW_KINDS = ("observation", "padding")
 QUANTILES = ("0.5", "0.99")
 HEDGE_RESULTS = ("attempted", "won")
+DEGRADED_KINDS = ("solver_steps", "action_horizon", "policy")
 WORKER_PHASES = ("preprocess", "engine", "postprocess", "total")
 WORKER_STAGES = ("load", "calibrate")
 RECONCILE_RESULTS = ("done", "api_error", "failed")
@@ -154,6 +157,13 @@ GATEWAY_METRICS = (
         (LABEL_POLICY, LABEL_RESULT),
         "Observations of a silent worker: attempted is each that was queued again for another one, won each that the"
         " other one answered first.",
+    ),
+    Metric(
+        DEGRADED,
+        "counter",
+        (LABEL_POLICY, LABEL_KIND),
+        "Chunks that were made cheaper rather than refused, by what was lowered: solver_steps, action_horizon (fewer"
+        " actions), or policy (a smaller one answered).",
     ),
     Metric(
         LATENCY_TERM,

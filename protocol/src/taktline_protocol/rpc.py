@@ -16,6 +16,7 @@ from taktline_protocol.messages import (
     BucketTime,
     CheaperLevel,
     Image,
+    ImageFit,
     ImaginedVideo,
     Observation,
     PlanReport,
@@ -31,6 +32,8 @@ MAX_MESSAGE_BYTES = 512 * MIB
 
 MAX_REPLICAS = 64
 """Batches that one worker may claim to run at a time."""
+MAX_FIT = 4096
+"""Pixels of a side that a worker may have robots fit their frames to."""
 
 _LARGE_MESSAGES: tuple[tuple[str, int], ...] = (
     # A batch of camera frames in HTTP/2's frames of 16 KiB, within its first window of 64 KiB, is hundreds of frames
@@ -223,10 +226,29 @@ def policy_info(response: worker_pb2.InfoResponse) -> PolicyInfo:
         rtc_max_delay=response.rtc_max_delay,
         replicas=min(MAX_REPLICAS, max(1, response.replicas)),
         cheaper=tuple(
-            CheaperLevel(solver_steps=level.solver_steps, t_sync=bucket_times(level.t_sync))
+            CheaperLevel(
+                solver_steps=level.solver_steps,
+                action_horizon=level.action_horizon,
+                t_sync=bucket_times(level.t_sync),
+            )
             for level in response.cheaper
         ),
+        image_fit=_image_fit(response.image_fit) if response.HasField("image_fit") else None,
     )
+
+
+def _image_fit(fit: worker_pb2.ImageFit) -> ImageFit | None:
+    """None for a rule that this release does not know, or that fits nothing: no client is to be sent to follow it."""
+    if fit.filter not in ("bilinear", "bicubic") or not (0 < fit.height <= MAX_FIT and 0 < fit.width <= MAX_FIT):
+        return None
+    return ImageFit(height=fit.height, width=fit.width, filter=fit.filter, letterbox=fit.letterbox)  # type: ignore[arg-type]
+
+
+def to_image_fit(fit: ImageFit | None) -> worker_pb2.ImageFit | None:
+    """The wire form of a rule."""
+    if fit is None:
+        return None
+    return worker_pb2.ImageFit(height=fit.height, width=fit.width, filter=fit.filter, letterbox=fit.letterbox)
 
 
 def to_bucket_times(times: Sequence[BucketTime]) -> list[worker_pb2.BucketTime]:

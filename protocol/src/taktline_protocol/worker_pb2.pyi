@@ -41,7 +41,7 @@ class BucketTime(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token", "batch_version")
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token", "batch_version", "image_fit")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class InfoResponse(_message.Message):
     BATCH_PORT_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     BATCH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIT_FIELD_NUMBER: _ClassVar[int]
     policy: str
     family: str
     revision: str
@@ -80,15 +81,30 @@ class InfoResponse(_message.Message):
     batch_port: int
     batch_token: bytes
     batch_version: int
-    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ..., batch_version: _Optional[int] = ...) -> None: ...
+    image_fit: ImageFit
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ..., batch_version: _Optional[int] = ..., image_fit: _Optional[_Union[ImageFit, _Mapping]] = ...) -> None: ...
+
+class ImageFit(_message.Message):
+    __slots__ = ("height", "width", "filter", "letterbox")
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    LETTERBOX_FIELD_NUMBER: _ClassVar[int]
+    height: int
+    width: int
+    filter: str
+    letterbox: bool
+    def __init__(self, height: _Optional[int] = ..., width: _Optional[int] = ..., filter: _Optional[str] = ..., letterbox: bool = ...) -> None: ...
 
 class CheaperLevel(_message.Message):
-    __slots__ = ("solver_steps", "t_sync")
+    __slots__ = ("solver_steps", "t_sync", "action_horizon")
     SOLVER_STEPS_FIELD_NUMBER: _ClassVar[int]
     T_SYNC_FIELD_NUMBER: _ClassVar[int]
+    ACTION_HORIZON_FIELD_NUMBER: _ClassVar[int]
     solver_steps: int
     t_sync: _containers.RepeatedCompositeFieldContainer[BucketTime]
-    def __init__(self, solver_steps: _Optional[int] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ...) -> None: ...
+    action_horizon: int
+    def __init__(self, solver_steps: _Optional[int] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., action_horizon: _Optional[int] = ...) -> None: ...
 
 class Search(_message.Message):
     __slots__ = ("candidates", "rounds", "elites", "horizon", "budget_ms", "anytime", "previous", "pending")
@@ -188,16 +204,18 @@ class InferItem(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., robot_id: _Optional[str] = ..., seq: _Optional[int] = ..., images: _Optional[_Mapping[str, Image]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., instruction: _Optional[str] = ..., seed: _Optional[int] = ..., budget_ms: _Optional[float] = ..., search: _Optional[_Union[Search, _Mapping]] = ..., rtc: _Optional[_Union[Rtc, _Mapping]] = ..., imagine: _Optional[_Union[Imagine, _Mapping]] = ...) -> None: ...
 
 class InferRequest(_message.Message):
-    __slots__ = ("policy", "revision", "items", "solver_steps")
+    __slots__ = ("policy", "revision", "items", "solver_steps", "action_horizon")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     SOLVER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ACTION_HORIZON_FIELD_NUMBER: _ClassVar[int]
     policy: str
     revision: str
     items: _containers.RepeatedCompositeFieldContainer[InferItem]
     solver_steps: int
-    def __init__(self, policy: _Optional[str] = ..., revision: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InferItem, _Mapping]]] = ..., solver_steps: _Optional[int] = ...) -> None: ...
+    action_horizon: int
+    def __init__(self, policy: _Optional[str] = ..., revision: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InferItem, _Mapping]]] = ..., solver_steps: _Optional[int] = ..., action_horizon: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "next_step", "retry_after_ms")

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import TaktlineError
+from taktline_protocol.messages import ImageFit
 
 from taktline_worker.observation import RobotInput
 
@@ -22,6 +23,8 @@ class Description:
         rtc: how a tail of the last chunk is used: `guided`, `trained`, or empty where it is refused.
         rtc_max_delay: in the trained mode, the largest delay of the training.
         imagines: whether clients may ask for the imagined video.
+        image_fit: how frames come to the network's size where that is done in whole 8-bit pixels and once: a frame of
+            that size is then taken as it is.
     """
 
     family: str
@@ -36,6 +39,7 @@ class Description:
     rtc: str = ""
     rtc_max_delay: int = 0
     imagines: bool = False
+    image_fit: ImageFit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +97,23 @@ class PendingRow(Protocol):
         """
 
 
-@runtime_checkable
-class CheaperAdapter(Protocol):
-    """An adapter that can run a batch with fewer solver steps."""
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a batch gets instead of full quality; 0 is the policy's own number.
 
-    @property
-    def cheaper_steps(self) -> tuple[int, ...]:
-        """Solver steps that `run_cheaper` knows, most first."""
+    Attributes:
+        solver_steps: of the flow solver.
+        horizon: actions of a chunk, all that the network denoises.
+    """
 
-    def run_cheaper(self, rows: Sequence[Any], bucket: int, steps: int) -> Any:
-        """As `run`, with `steps` solver steps. Raises KeyError for a number that is not in `cheaper_steps`."""
+    solver_steps: int = 0
+    horizon: int = 0
+
+    def __str__(self) -> str:
+        """As a refusal names it."""
+        parts = [f"{self.solver_steps} solver steps"] if self.solver_steps else []
+        parts += [f"chunks of {self.horizon}"] if self.horizon else []
+        return " and ".join(parts) or "full quality"
 
 
 class Adapter(Protocol):
@@ -129,6 +140,15 @@ class Adapter(Protocol):
         """A valid row with every camera and the longest prompt, for warm-up and calibration."""
 
 
+@runtime_checkable
+class CheaperAdapter(Protocol):
+    """An adapter that has others beside it which answer the same observations cheaper."""
+
+    @property
+    def cheaper(self) -> Mapping[Level, Adapter]:
+        """Each is what a deployment that states the level's numbers as its own would have loaded."""
+
+
 class RunningBatch(Protocol):
     """A batch that a device runs, or will once it has ended the one before."""
 
@@ -144,14 +164,14 @@ class RunningBatch(Protocol):
 class LaunchingAdapter(Protocol):
     """An adapter whose device takes a batch while it runs another; its `finish` may be called by several threads."""
 
-    def draft(self, pending: Sequence[Any], steps: int = 0) -> Any:
+    def draft(self, pending: Sequence[Any]) -> Any:
         """What can be done for `launch` while the images of these observations are still being decoded; any thread.
 
         None where that is nothing, as where one of them is to be refused.
         """
 
-    def launch(self, rows: Sequence[Any], bucket: int, steps: int = 0, draft: Any = None) -> RunningBatch | None:
-        """As `run`, or `run_cheaper` with `steps`, without waiting; None for rows that only those can run.
+    def launch(self, rows: Sequence[Any], bucket: int, draft: Any = None) -> RunningBatch | None:
+        """As `run`, without waiting; None for rows that only that can run.
 
         `draft` is what `draft` gave for the observations of just these rows.
         """

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker.adapter import Adapter, Answer, CheaperAdapter, Closable, LaunchingAdapter, RunningBatch
+from taktline_worker.adapter import Adapter, Answer, CheaperAdapter, Closable, LaunchingAdapter, Level, RunningBatch
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
 
 Outcome = Answer | TaktlineError
 
+FULL = Level()
 LAUNCHED = 2
 """Batches on the device at most: the one that runs, and one behind it."""
 _CALIBRATION_RUNS = 20
@@ -73,6 +74,7 @@ class BucketTiming:
 class _Part:
     """Rows that run together, with their places in the batch and where their time went."""
 
+    adapter: Adapter
     indices: list[int]
     rows: list[Any]
     bucket: int
@@ -98,7 +100,9 @@ class Engine:
     def __init__(self, adapter: Adapter, buckets: Sequence[int], decode_threads: int = 0) -> None:
         self.adapter = adapter
         self.buckets = tuple(sorted(set(buckets)))
-        self.cheaper: dict[int, tuple[BucketTiming, ...]] = {}  # by solver steps, most first
+        self.cheaper: dict[Level, tuple[BucketTiming, ...]] = {}
+        """What `calibrate` measured of each level below the policy's own."""
+        self._levels = dict(adapter.cheaper) if isinstance(adapter, CheaperAdapter) else {}
         threads = decode_threads or min(8, os.cpu_count() or 1)
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -111,25 +115,27 @@ class Engine:
         items: Sequence[Item],
         deadline: float | None = None,
         cancelled: Callable[[], bool] = lambda: False,
-        steps: int = 0,
+        level: Level = FULL,
     ) -> BatchResult:
         """Runs one batch; a bad item gets its own error and harms no neighbour.
 
         Args:
-            steps: solver steps, one of those that `calibrate` measured; 0 for the policy's own.
+            level: one of those in `cheaper`, or the policy's own.
             deadline: monotonic instant of the batch; past it, a batch that has not begun is dropped.
             cancelled: asked when the batch's turn comes; a true answer drops it.
 
         Raises:
             BatchDroppedError: the batch was not run.
+            KeyError: there is no such level.
         """
+        adapter = self.adapter if level == FULL else self._levels[level]
         started = time.monotonic()
         outcomes: list[Outcome | None] = [None] * len(items)
-        rows, draft = self._prepare(items, outcomes, steps)
+        rows, draft = self._prepare(items, outcomes, adapter)
         prepared = time.monotonic()
         bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, 0.0, prepared
         if rows:
-            turn, parts = self._in_turn(items, rows, outcomes, deadline, cancelled, steps, draft)
+            turn, parts = self._in_turn(items, rows, outcomes, deadline, cancelled, adapter, draft)
             waited_s = turn - prepared
             for part in parts:
                 ended = self._collect(part, outcomes, ended)
@@ -151,13 +157,12 @@ class Engine:
 
         Runs in the caller's thread, so that a signal can end it: call it before the first `infer`.
         """
-        row = self.adapter.largest_row()
-        if isinstance(self.adapter, CheaperAdapter):
-            self.cheaper = {
-                steps: tuple(self._calibrate_bucket(bucket, row, steps) for bucket in self.buckets)
-                for steps in self.adapter.cheaper_steps
-            }
-        return tuple(self._calibrate_bucket(bucket, row) for bucket in self.buckets)
+        self.cheaper = {level: self._measured(adapter) for level, adapter in self._levels.items()}
+        return self._measured(self.adapter)
+
+    def _measured(self, adapter: Adapter) -> tuple[BucketTiming, ...]:
+        row = adapter.largest_row()
+        return tuple(_calibrate_bucket(adapter, bucket, row) for bucket in self.buckets)
 
     def close(self) -> None:
         """Finishes what runs and stops the threads."""
@@ -168,7 +173,7 @@ class Engine:
                 self.adapter.close()
 
     def _prepare(
-        self, items: Sequence[Item], outcomes: list[Outcome | None], steps: int
+        self, items: Sequence[Item], outcomes: list[Outcome | None], adapter: Adapter
     ) -> tuple[list[tuple[int, Any]], Any]:
         """(index, row) of the good items, and the adapter's draft of their batch where they are all and run together.
 
@@ -179,16 +184,16 @@ class Engine:
             try:
                 if isinstance(item.observation, TaktlineError):
                     raise item.observation
-                if item.observation.rtc is not None and not self.adapter.description.rtc:
-                    raise _no_rtc(self.adapter.description.family)
-                if item.observation.imagine is not None and not self.adapter.description.imagines:
-                    raise _no_video(self.adapter.description.family)
-                pending.append((index, self.adapter.begin(item.observation, self._decoders)))
+                if item.observation.rtc is not None and not adapter.description.rtc:
+                    raise _no_rtc(adapter.description.family)
+                if item.observation.imagine is not None and not adapter.description.imagines:
+                    raise _no_video(adapter.description.family)
+                pending.append((index, adapter.begin(item.observation, self._decoders)))
             except Exception as error:
                 outcomes[index] = _own(error)
         job = None
-        if pending and len(pending) <= self.buckets[-1] and isinstance(self.adapter, LaunchingAdapter):
-            job = self._decoders.submit(self.adapter.draft, [row for _, row in pending], steps)
+        if pending and len(pending) <= self.buckets[-1] and isinstance(adapter, LaunchingAdapter):
+            job = self._decoders.submit(adapter.draft, [row for _, row in pending])
         rows = []
         for index, row in pending:
             try:
@@ -235,7 +240,7 @@ class Engine:
         outcomes: list[Outcome | None],
         deadline: float | None,
         cancelled: Callable[[], bool],
-        steps: int,
+        adapter: Adapter,
         draft: Any,
     ) -> tuple[float, list[_Part]]:
         """The instant at which the batch's turn came, and its parts: run, or launched."""
@@ -256,22 +261,22 @@ class Engine:
         for start in range(0, len(live), self.buckets[-1]):
             members = live[start : start + self.buckets[-1]]
             size = next(bucket for bucket in self.buckets if bucket >= len(members))
-            parts.append(_Part([index for index, _ in members], [row for _, row in members], size))
-            self._begin(parts[-1], outcomes, steps, draft if len(members) == len(rows) else None)
+            parts.append(_Part(adapter, [index for index, _ in members], [row for _, row in members], size))
+            self._begin(parts[-1], outcomes, draft if len(members) == len(rows) else None)
         if parts and parts[-1].running is not None:
             self._launched.append(parts[-1].running)
         return now, parts
 
-    def _begin(self, part: _Part, outcomes: list[Outcome | None], steps: int, draft: Any) -> None:
+    def _begin(self, part: _Part, outcomes: list[Outcome | None], draft: Any) -> None:
         """Launches a part behind what runs; where that cannot be, runs it."""
         try:
-            if isinstance(self.adapter, LaunchingAdapter):
-                part.running = self.adapter.launch(part.rows, part.bucket, steps, draft)
+            if isinstance(part.adapter, LaunchingAdapter):
+                part.running = part.adapter.launch(part.rows, part.bucket, draft)
                 part.launched_at = time.monotonic()
                 self._launches = part.running is not None
             if part.running is None:
                 began = time.monotonic()
-                outputs = self._outputs(part.rows, part.bucket, steps)
+                outputs = part.adapter.run(part.rows, part.bucket)
                 part.engine_s = time.monotonic() - began
                 self._finish(part, outputs, outcomes)
         except Exception as error:
@@ -294,29 +299,25 @@ class Engine:
 
     def _finish(self, part: _Part, outputs: Any, outcomes: list[Outcome | None]) -> None:
         began = time.monotonic()
-        answers = list(self.adapter.finish(part.rows, outputs))
+        answers = list(part.adapter.finish(part.rows, outputs))
         if len(answers) != len(part.rows):
             raise RuntimeError(f"{len(answers)} answers came for {len(part.rows)} rows")
         for index, answer in zip(part.indices, answers, strict=True):
             outcomes[index] = answer
         part.post_s = time.monotonic() - began
 
-    def _outputs(self, rows: list[Any], bucket: int, steps: int) -> Any:
-        if steps and isinstance(self.adapter, CheaperAdapter):
-            return self.adapter.run_cheaper(rows, bucket, steps)
-        return self.adapter.run(rows, bucket)
 
-    def _calibrate_bucket(self, bucket: int, row: Any, steps: int = 0) -> BucketTiming:
-        rows = [row] * bucket
-        self.adapter.finish(rows, self._outputs(rows, bucket, steps))
-        times: list[float] = []
-        while len(times) < _CALIBRATION_MIN_RUNS or (
-            len(times) < _CALIBRATION_RUNS and sum(times) < _CALIBRATION_SECONDS * 1000.0
-        ):
-            began = time.monotonic()
-            self.adapter.finish(rows, self._outputs(rows, bucket, steps))
-            times.append((time.monotonic() - began) * 1000.0)
-        return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
+def _calibrate_bucket(adapter: Adapter, bucket: int, row: Any) -> BucketTiming:
+    rows = [row] * bucket
+    adapter.finish(rows, adapter.run(rows, bucket))
+    times: list[float] = []
+    while len(times) < _CALIBRATION_MIN_RUNS or (
+        len(times) < _CALIBRATION_RUNS and sum(times) < _CALIBRATION_SECONDS * 1000.0
+    ):
+        began = time.monotonic()
+        adapter.finish(rows, adapter.run(rows, bucket))
+        times.append((time.monotonic() - began) * 1000.0)
+    return BucketTiming(bucket, float(np.median(times)), float(np.percentile(times, 99)), len(times))
 
 
 def _fail(part: _Part, error: Exception, outcomes: list[Outcome | None]) -> None:

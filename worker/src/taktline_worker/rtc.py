@@ -7,13 +7,15 @@ are executed while the chunk is made; the tail of the last chunk has influence b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import TaktlineError
 from taktline_protocol.checks import check_delay, rtc_error
+
+from taktline_worker.observation import RtcInput
 
 Schedule = Literal["linear", "exp", "ones", "zeros"]
 SCHEDULES: tuple[Schedule, ...] = ("linear", "exp", "ones", "zeros")
@@ -132,6 +134,20 @@ def read_tail(tail: NDArray[np.generic], horizon: int, width: int) -> NDArray[np
     if not np.isfinite(values).all():
         raise _not_finite(values)
     return values
+
+
+def cut_to(sent: RtcInput, horizon: int) -> RtcInput:
+    """What a robot that reckons with longer chunks sends, for a chunk of `horizon` actions.
+
+    Its tail and its delay end where the chunk does; of the actions that it executes of each chunk it gets as many as
+    there are after the delay.
+    """
+    delay = None if sent.delay is None else min(sent.delay, horizon)
+    end = sent.prefix_end
+    if sent.execution_horizon is not None:
+        end = max(horizon - sent.execution_horizon, delay or 0)
+    tail = sent.tail[:horizon] if sent.tail.ndim else sent.tail  # one of no shape is refused with its reason
+    return replace(sent, tail=tail, delay=delay, execution_horizon=None, prefix_end=end)
 
 
 def _not_finite(values: NDArray[np.float64]) -> TaktlineError:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.batch_frames import VERSION
 from taktline_protocol.deployment import EngineConfig
-from taktline_protocol.rpc import to_error
+from taktline_protocol.rpc import to_error, to_image_fit
 
-from taktline_worker.adapter import GuidedChunk, ImaginedChunk, PlannedChunk
+from taktline_worker.adapter import GuidedChunk, ImaginedChunk, Level, PlannedChunk
 from taktline_worker.batch_port import Answered, BatchPort, CallContext, Frame, Frames
-from taktline_worker.engine import BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
+from taktline_worker.engine import FULL, BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
 from taktline_worker.observation import EncodedImage, ImagineInput, RobotInput, RtcInput, SearchInput
 from taktline_worker.tracing import BatchTraces
@@ -72,12 +72,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             rtc_max_delay=description.rtc_max_delay,
             t_sync=_bucket_times(self._t_sync),
             cheaper=[
-                worker_pb2.CheaperLevel(solver_steps=steps, t_sync=_bucket_times(times))
-                for steps, times in self._engine.cheaper.items()
+                worker_pb2.CheaperLevel(
+                    solver_steps=level.solver_steps, action_horizon=level.horizon, t_sync=_bucket_times(times)
+                )
+                for level, times in self._engine.cheaper.items()
             ],
             batch_port=self.batches.port if self.batches is not None else 0,
             batch_token=self.batches.token if self.batches is not None else b"",
             batch_version=VERSION if self.batches is not None else 0,
+            image_fit=to_image_fit(description.image_fit),
         )
 
     def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102
@@ -117,7 +120,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             remaining = context.time_remaining()
             deadline = None if remaining is None else received + remaining
             items = [_read_item(item, images, received) for item, images in zip(request.items, frames, strict=True)]
-            result = self._engine.infer(items, deadline, lambda: not context.is_active(), request.solver_steps)
+            result = self._engine.infer(items, deadline, lambda: not context.is_active(), _level(request))
         except BatchDroppedError:
             self._instruments.dropped()
             logger.warning(
@@ -144,11 +147,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 f"this worker serves revision {self._config.model.revision!r}, not {request.revision!r}",
                 "route the batch to a worker of that revision",
             )
-        if request.solver_steps and request.solver_steps not in self._engine.cheaper:
+        level = _level(request)
+        if level != FULL and level not in self._engine.cheaper:
             return TaktlineError(
                 ErrorCode.WORKER_UNAVAILABLE,
-                f"this worker cannot run with {request.solver_steps} solver steps",
-                "ask for one of the numbers that it reported, or for 0",
+                f"this worker cannot run with {level}",
+                "ask for one of the levels that it reported, or for none",
             )
         return None
 
@@ -190,6 +194,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 def _refused(error: TaktlineError, request: worker_pb2.InferRequest) -> BatchResult:
     return BatchResult((error,) * len(request.items), 0, 0.0, 0.0, 0.0)
+
+
+def _level(request: worker_pb2.InferRequest) -> Level:
+    return Level(request.solver_steps, request.action_horizon)
 
 
 def _bucket_times(timings: Sequence[BucketTiming]) -> list[worker_pb2.BucketTime]:

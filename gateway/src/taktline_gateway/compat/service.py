@@ -112,7 +112,9 @@ class Conversation:
         self.policy = policy
         self._seq = 0
         self._arrivals: deque[float] = deque(maxlen=ARRIVALS_KEPT)
-        self._known: tuple[PolicyInfo, ClientMapping, float, float] | None = None
+        self._rows = 0
+        """Actions of the last chunk; 0 before the first."""
+        self._known: tuple[PolicyInfo, ClientMapping, int, float, float] | None = None
         """What a budget was last inferred from, the duration of a chunk, and what a batch of one takes."""
 
     def budget_ms(self, info: PolicyInfo | None = None, mapping: ClientMapping | None = None) -> float:
@@ -124,17 +126,19 @@ class Conversation:
         info = self.service.info(self.policy) if info is None else info
         mapping = self.service.mapping(self.policy, self.caller.protocol) if mapping is None else mapping
         known = self._known
-        if known is None or known[0] is not info or known[1] is not mapping:
-            chunk_ms = chunk_duration_ms(info.horizon, info.dt_s, mapping.control_hz)
+        rows = min(self._rows or info.horizon, info.horizon)  # one that was made cheaper may have been shorter
+        if known is None or known[0] is not info or known[1] is not mapping or known[2] != rows:
+            chunk_ms = chunk_duration_ms(rows, info.dt_s, mapping.control_hz)
             alone_ms = min((time.p99_ms for time in info.t_sync if time.batch == 1), default=0.0)
-            known = self._known = (info, mapping, chunk_ms, alone_ms)
-        _, _, chunk_ms, alone_ms = known
+            known = self._known = (info, mapping, rows, chunk_ms, alone_ms)
+        _, _, _, chunk_ms, alone_ms = known
         period_ms = request_period_ms(list(self._arrivals), chunk_ms)
         return inferred_budget_ms(period_ms, chunk_ms, info.control_budget_ms, alone_ms, self.service.limits.budget_ms)
 
     def begin_episode(self) -> None:
         """The robot starts anew; its rhythm of before says nothing."""
         self._arrivals.clear()
+        self._rows = 0
 
     async def act(
         self,
@@ -167,7 +171,9 @@ class Conversation:
             instruction=read.instruction,
             seed=seed,
         )
-        return await self.service.submit(self.caller, self.policy, observation, checked=checked)
+        chunk = await self.service.submit(self.caller, self.policy, observation, checked=checked)
+        self._rows = chunk.actions.shape[0] if chunk.plan is None else 0
+        return chunk
 
 
 async def policy_of(service: PolicyService, caller: Caller, policy: str) -> str:

@@ -25,6 +25,8 @@ FAMILIES: dict[str, str] = {
 
 QUANTISED = ("pi0", "pi05")
 """Families that follow `engine.quantisation`."""
+DEGRADABLE = ("pi0", "pi05")
+"""Families that follow `engine.cheaper_steps` and `engine.shorter_horizons`."""
 
 
 def load_adapter(config: EngineConfig) -> Adapter:
@@ -46,5 +48,12 @@ def load_adapter(config: EngineConfig) -> Adapter:
             f"engine.quantisation is set, and family {config.model.family} keeps its weights as engine.precision says",
             f"leave spec.engine.quantisation out; it is there for {' and '.join(QUANTISED)}",
         )
+    for option in ("cheaper_steps", "shorter_horizons"):
+        if getattr(config.engine, option) and config.model.family not in DEGRADABLE:
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"engine.{option} is set, and family {config.model.family} answers at one quality only",
+                f"leave it out of spec.engine; it is there for {' and '.join(DEGRADABLE)}",
+            )
     in_use.hold(Path(config.model.path))
     return cast(Adapter, importlib.import_module(module).load(config))

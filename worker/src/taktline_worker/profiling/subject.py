@@ -112,6 +112,7 @@ def _options(engine: EngineOptions, request: Request) -> EngineOptions:
         action_horizon=request.action_horizon or engine.action_horizon,
         control_period_ms=engine.control_period_ms or 50.0,  # the rate of the robot costs the engine nothing
         cheaper_steps=(),
+        shorter_horizons=(),
         quantisation=request.quantised(own),
     )
 

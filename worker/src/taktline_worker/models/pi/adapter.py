@@ -18,7 +18,7 @@ from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 from taktline_protocol.limits import MIB
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk, RunningBatch
+from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk, Level, RunningBatch
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.engine_options import config_error
@@ -28,6 +28,7 @@ from taktline_worker.models.pi.config import PiArchitecture, PiConventions, reso
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow, frame_memory
 from taktline_worker.models.pi.profile import PiProfile
+from taktline_worker.models.pi.resize import pillow_fit
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
 from taktline_worker.models.pi.tokenizer import BOS_ID
@@ -74,7 +75,7 @@ class PiAdapter:
     Args:
         guided: the runner of rows with an RTC tail; None = `runner`, in the same batch as the others. On a GPU, rows
             that are fixed or differentiated need other kernels, which must not change what their neighbours get.
-        cheaper: solver steps -> the two runners with so many.
+        cheaper: the same policy with fewer solver steps or a shorter chunk.
         quantisation: how `runner` stores the expert's matrices.
     """
 
@@ -84,13 +85,13 @@ class PiAdapter:
         runner: BatchRunner,
         precision: str,
         guided: BatchRunner | None = None,
-        cheaper: Mapping[int, tuple[BatchRunner, BatchRunner | None]] | None = None,
+        cheaper: Mapping[Level, PiAdapter] | None = None,
         quantisation: QuantisationOptions | None = None,
     ) -> None:
         self.processor = processor
         self.runner = runner
         self.guided = guided
-        self._cheaper = dict(cheaper or {})
+        self.cheaper = dict(cheaper or {})
         self._precision, self._quantisation = precision, quantisation
         self._in_robot_units = _unnormalises(runner)
         conventions, rtc = processor.conventions, processor.rtc
@@ -106,6 +107,7 @@ class PiAdapter:
             control_period_s=conventions.control_period_s,
             rtc="" if rtc is None else rtc.mode,
             rtc_max_delay=0 if rtc is None else rtc.max_delay,
+            image_fit=pillow_fit(processor.architecture.image_size) if conventions.resize == "pil" else None,
         )
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
@@ -115,21 +117,23 @@ class PiAdapter:
     def run(self, rows: Sequence[PreparedRow], bucket: int) -> Tensor:
         """As `runner` gives them: normalised, or in robot units where it `unnormalises`; `finish` knows."""
         del bucket  # the graph runner pads by itself; eager, padding would only cost time
-        return self._run(rows, self.runner, self.guided)
+        network = [prepared.row for prepared in rows]
+        guided = self.guided
+        apart = [row.rtc is not None and guided is not None for row in network]
+        if guided is None or not any(apart):
+            return self._answered(self.runner, network)
+        parts = {True: guided, False: self.runner}
+        outputs: dict[bool, Tensor] = {
+            own: self._answered(part, [row for row, on in zip(network, apart, strict=True) if on is own])
+            for own, part in parts.items()
+            if own in apart
+        }
+        remaining = {own: iter(part) for own, part in outputs.items()}
+        return torch.stack([next(remaining[own]) for own in apart])
 
-    @property
-    def cheaper_steps(self) -> tuple[int, ...]:
-        """Solver steps that `run_cheaper` knows, most first."""
-        return tuple(sorted(self._cheaper, reverse=True))
-
-    def run_cheaper(self, rows: Sequence[PreparedRow], bucket: int, steps: int) -> Tensor:
-        """As `run`, with `steps` solver steps. Raises KeyError for a number that is not in `cheaper_steps`."""
-        del bucket
-        return self._run(rows, *self._cheaper[steps])
-
-    def draft(self, pending: Sequence[PendingPiRow], steps: int = 0) -> tuple[PiBatch, Any] | None:
+    def draft(self, pending: Sequence[PendingPiRow]) -> tuple[PiBatch, Any] | None:
         """The batch without its frames, and what the runner makes of it; None for rows that do not go this way."""
-        runner, guided = self._cheaper[steps] if steps else (self.runner, self.guided)
+        runner, guided = self.runner, self.guided
         tails = guided is not None and any(one.rtc is not None for one in pending)
         if not pending or tails or not isinstance(runner, Launching) or not all(one.raw for one in pending):
             return None
@@ -140,11 +144,11 @@ class PiAdapter:
         return batch, runner.draft(batch)
 
     def launch(
-        self, rows: Sequence[PreparedRow], bucket: int, steps: int = 0, draft: tuple[PiBatch, Any] | None = None
+        self, rows: Sequence[PreparedRow], bucket: int, draft: tuple[PiBatch, Any] | None = None
     ) -> RunningBatch | None:
         """Captured graphs run without being waited for; rows that run apart, and eager runners, do not."""
         del bucket
-        runner, guided = self._cheaper[steps] if steps else (self.runner, self.guided)
+        runner, guided = self.runner, self.guided
         if not isinstance(runner, Launching) or _unnormalises(runner) is not self._in_robot_units:
             return None
         if guided is not None and any(prepared.row.rtc is not None for prepared in rows):
@@ -154,20 +158,6 @@ class PiAdapter:
         batch, written = draft
         frames = tuple(frame for prepared in rows for frame in prepared.row.raw or ())
         return runner.launch(replace(batch, raw=frames), written)
-
-    def _run(self, rows: Sequence[PreparedRow], runner: BatchRunner, guided: BatchRunner | None) -> Tensor:
-        network = [prepared.row for prepared in rows]
-        apart = [row.rtc is not None and guided is not None for row in network]
-        if guided is None or not any(apart):
-            return self._answered(runner, network)
-        parts = {True: guided, False: runner}
-        outputs: dict[bool, Tensor] = {
-            own: self._answered(part, [row for row, on in zip(network, apart, strict=True) if on is own])
-            for own, part in parts.items()
-            if own in apart
-        }
-        remaining = {own: iter(part) for own, part in outputs.items()}
-        return torch.stack([next(remaining[own]) for own in apart])
 
     def _answered(self, runner: BatchRunner, rows: Sequence[PiRow]) -> Tensor:
         """Rows of one runner, in the units of all."""
@@ -309,13 +299,12 @@ def load(config: EngineConfig) -> PiAdapter:
     made = partial(
         make_runner,
         architecture=folder.architecture,
-        conventions=conventions,
         buckets=config.engine.buckets,
         precision=precision,
         guidance=bound,
         quantisation=quantisation,
     )
-    runner = made(weights)
+    runner = made(weights, conventions=conventions)
     processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
@@ -325,12 +314,15 @@ def load(config: EngineConfig) -> PiAdapter:
         exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, most)
         logger.info("features of frames seen before are reused" if exact else "features are not reused: not exact here")
     together = rtc is None or in_batch or device.type == "cpu"
-    cheaper: dict[int, tuple[BatchRunner, BatchRunner | None]] = {}
-    for steps in config.engine.cheaper_steps:
-        fewer = fewer_steps(weights, steps)
-        its = made(fewer)
-        apart = None if together else its if isinstance(its, PiRunner) else PiRunner(fewer, folder.architecture)
-        cheaper[steps] = (its, apart)
+    levels = [Level(solver_steps=steps) for steps in config.engine.cheaper_steps]
+    levels += [Level(horizon=horizon) for horizon in config.engine.shorter_horizons]
+    cheaper: dict[Level, PiAdapter] = {}
+    for level in levels:
+        its_weights = fewer_steps(weights, level.solver_steps) if level.solver_steps else weights
+        its_processor = processor.shortened(level.horizon) if level.horizon else processor
+        its = made(its_weights, conventions=its_processor.conventions)
+        apart = None if together else its if isinstance(its, PiRunner) else PiRunner(its_weights, folder.architecture)
+        cheaper[level] = PiAdapter(its_processor, its, precision, apart, quantisation=quantisation)
     if together:
         return PiAdapter(processor, runner, precision, cheaper=cheaper, quantisation=quantisation)
     assert rtc is not None

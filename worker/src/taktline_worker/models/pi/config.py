@@ -329,6 +329,12 @@ def resolve(conventions: PiConventions, config: EngineConfig) -> PiConventions:
                 f"cheaper_steps has {fewer}, which is no proper divisor of the {steps} solver steps",
                 f"choose from {', '.join(str(n) for n in range(steps - 1, 0, -1) if steps % n == 0) or 'nothing'}",
             )
+    for shorter in engine.shorter_horizons:
+        if shorter >= horizon:
+            raise config_error(
+                f"shorter_horizons has {shorter}, which is not below the {horizon} actions of a chunk",
+                "list fewer actions, and no fewer than robots execute of each chunk" if horizon > 1 else "leave it out",
+            )
     if not period > 0 or period > 60:
         raise config_error(
             f"the control period is {period * 1000} ms" if period else "nothing states the control period",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from taktline_worker.models.pi.runner import PiRow
 from taktline_worker.models.pi.tokenizer import BOS_ID, Tokenizer
 from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
-from taktline_worker.rtc import RtcSettings
+from taktline_worker.rtc import RtcSettings, cut_to
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
@@ -130,6 +131,7 @@ class PiProcessor:
         self.conventions = conventions
         self.rtc = rtc
         self.raw = False
+        self._shortened = False
         self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
         self._tokenizer = tokenizer
         self.unnormalise = Unnormaliser(conventions.action_normaliser, conventions.action_dim, torch.device("cpu"))
@@ -164,12 +166,25 @@ class PiProcessor:
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
             width = self.architecture.action_width
-            rtc = read_row(self.conventions, self.rtc, width, observation.rtc, policy_state)
+            sent = cut_to(observation.rtc, self.conventions.horizon) if self._shortened else observation.rtc
+            rtc = read_row(self.conventions, self.rtc, width, sent, policy_state)
         model_state = None
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
         return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw)
+
+    def shortened(self, horizon: int) -> PiProcessor:
+        """The same for chunks of `horizon` actions, fewer than robots know of; it shares the frames seen before.
+
+        Where the whole policy was trained with delays, it keeps to those that such a chunk has.
+        """
+        found = copy.copy(self)
+        found.conventions = replace(self.conventions, horizon=horizon)
+        found._shortened = True
+        if self.rtc is not None:
+            found.rtc = replace(self.rtc, max_delay=min(self.rtc.max_delay, horizon))
+        return found
 
     def _text(
         self, instruction: str, normalised: NDArray[np.floating], seed: int | None, begun: _Begun
