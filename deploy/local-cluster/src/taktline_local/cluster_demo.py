@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from rich.console import Console
@@ -21,6 +22,7 @@ from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.node import default_search_path
 
 Object = dict[str, Any]
+Value = TypeVar("Value")
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 MANIFESTS = REPOSITORY / "deploy" / "manifests"
@@ -109,12 +111,18 @@ def run_demo(options: DemoOptions) -> int:
             shown=f"apply -f {options.file.name}",
         )
         tell.step("the operator plans, the worker loads and warms up, the gateway takes up the route")
-        wait_until(
-            lambda: policy_is_available(kubectl, name, node),
-            f"PolicyDeployment {name} is Available",
-            timeout_s=AVAILABLE_TIMEOUT_S,
-        )
-        address = wait_until(lambda: gateway_address(kubectl), "the gateway is ready", timeout_s=AVAILABLE_TIMEOUT_S)
+
+        def awaited(look: Callable[[], Value | None], what: str) -> Value:
+            return wait_until(
+                look,
+                what,
+                timeout_s=AVAILABLE_TIMEOUT_S,
+                why=lambda: unready(kubectl),
+                next_step=f"read the logs in {options.log_folder}",
+            )
+
+        awaited(lambda: policy_is_available(kubectl, name, node), f"PolicyDeployment {name} is Available")
+        address = awaited(lambda: gateway_address(kubectl), "the gateway is ready")
         tell.step("serving")
         tell.kubectl(kubectl, "get", "pd,deployments,pods", "-A", "-o", "wide")
         code = run_fleet(f"http://{address}:8080", name, options)
@@ -146,12 +154,28 @@ def policy_is_available(kubectl: Kubectl, name: str, node: Child) -> bool:
 def gateway_address(kubectl: Kubectl) -> str | None:
     """IP of a ready gateway Pod."""
     for pod in kubectl.list("pods", SYSTEM_NAMESPACE, GATEWAY_SELECTOR):
-        ready = any(
-            item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", [])
-        )
-        if ready and not pod["metadata"].get("deletionTimestamp"):
+        if is_ready(pod) and not pod["metadata"].get("deletionTimestamp"):
             return str(pod["status"]["podIP"])
     return None
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a Pod has said that it is ready."""
+    told = pod["status"].get("conditions", [])
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in told)
+
+
+def unready(kubectl: Kubectl) -> str:
+    """Pods of the demo that are not ready, each with the last warning about it."""
+    found = []
+    for namespace in (SYSTEM_NAMESPACE, NAMESPACE):
+        last = {}
+        for event in sorted(kubectl.list("events", namespace), key=lambda event: event.get("lastTimestamp") or ""):
+            if event.get("type") == "Warning":
+                last[event["involvedObject"].get("name")] = event["message"]
+        names = [pod["metadata"]["name"] for pod in kubectl.list("pods", namespace) if not is_ready(pod)]
+        found += [f"{name} is not ready" + (f" ({last[name]})" if name in last else "") for name in sorted(names)]
+    return "; ".join(found)
 
 
 def run_fleet(url: str, policy: str, options: DemoOptions) -> int:

@@ -73,15 +73,29 @@ class Kubectl:
         return found
 
 
-def wait_until(look: Callable[[], Value | None], what: str, *, timeout_s: float = 120.0) -> Value:
-    """Call `look` until it returns something true, and return that. Raises TaktlineError after `timeout_s`."""
+def wait_until(
+    look: Callable[[], Value | None],
+    what: str,
+    *,
+    timeout_s: float = 120.0,
+    why: Callable[[], str] = str,
+    next_step: str = "read the logs of this run",
+) -> Value:
+    """Call `look` until it returns something true, and return that.
+
+    Args:
+        why: asked at the end of the time: what seems to stand in the way, empty where that is not known.
+
+    Raises:
+        TaktlineError: nothing came of it in `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         found = look()
         if found:
             return found
         if time.monotonic() > deadline:
-            raise TaktlineError(
-                ErrorCode.INTERNAL, f"waited {timeout_s:.0f} s in vain until {what}", "read the logs of this run"
-            )
+            cause = why()
+            said = f"waited {timeout_s:.0f} s in vain until {what}" + (f": {cause}" if cause else "")
+            raise TaktlineError(ErrorCode.INTERNAL, said, next_step)
         time.sleep(POLL_S)
