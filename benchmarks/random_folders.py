@@ -21,6 +21,7 @@ from taktline_worker.models.pi.synthetic import PI05, stream_random_tensors
 
 START_LIMIT_S = 240.0
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
+PI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _PREFIX = "model.paligemma_with_expert."
 _STORED = {
     "vision.": f"{_PREFIX}paligemma.model.vision_tower.vision_model.",
@@ -44,14 +45,48 @@ def pi05_folder(target: Path, device: torch.device) -> Path:
         config = json.loads((target / "config.json").read_text())
         config |= {"chunk_size": 50, "n_action_steps": 50, "image_resolution": [224, 224]}
         (target / "config.json").write_text(json.dumps(config))
-        tensors = {}
-        for name, value in stream_random_tensors(PI05, device):
-            prefix = next((one for one in _STORED if name.startswith(one)), "")
-            stored = _STORED[prefix] + name.removeprefix(prefix) if prefix else f"model.{name}"
-            tensors[stored] = value.bfloat16().cpu().contiguous()
-        save_file(tensors, target / "model.safetensors")
+        _save_random_pi05(target, device)
     (target / "taktline.json").write_text(json.dumps(stated))
     return target
+
+
+def openpi_folder(target: Path, device: torch.device) -> Path:
+    """An openpi folder of π0.5: three cameras of 224x224, a state of 8 in the prompt, 50 actions of 7."""
+    source = GOLDEN / "pi05_tiny" / "lerobot_folder"
+    (target / "assets" / "random").mkdir(parents=True)
+    shutil.copy(source / "tokenizer" / "tokenizer.model", target)
+    limits = {"mean": 0.0, "std": 1.0, "q01": -1.0, "q99": 1.0}
+    statistics = {
+        name: {what: [value] * width for what, value in limits.items()}
+        for name, width in (("state", 8), ("actions", 7))
+    }
+    (target / "assets" / "random" / "norm_stats.json").write_text(json.dumps({"norm_stats": statistics}))
+    stated = {
+        "control_period_ms": 50,
+        "cameras": {name: name for name in PI_CAMERAS},
+        "action_horizon": 50,
+        "state_dim": 8,
+        "action_dim": 7,
+        "relative_mask": [],
+        "adapt_to_pi": False,
+        "state_in_prompt": True,
+    }
+    if device.type == "cpu":
+        shutil.copy(source / "model.safetensors", target)
+        stated["architecture"] = {"vision_heads": 2}
+    else:
+        _save_random_pi05(target, device)
+    (target / "taktline.json").write_text(json.dumps(stated))
+    return target
+
+
+def _save_random_pi05(target: Path, device: torch.device) -> None:
+    tensors = {}
+    for name, value in stream_random_tensors(PI05, device):
+        prefix = next((one for one in _STORED if name.startswith(one)), "")
+        stored = _STORED[prefix] + name.removeprefix(prefix) if prefix else f"model.{name}"
+        tensors[stored] = value.bfloat16().cpu().contiguous()
+    save_file(tensors, target / "model.safetensors")
 
 
 def planner_folder(target: Path, device: torch.device) -> Path:

@@ -9,8 +9,9 @@ import pytest
 from taktline.encoding import FrameEncoder
 from taktline.held_frames import HeldFrames
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.image_fit import fit_frame
 from taktline_protocol.images import jpeg_size
-from taktline_protocol.messages import Image
+from taktline_protocol.messages import Image, ImageFit
 
 NOISE = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 
@@ -44,6 +45,20 @@ def test_an_unchanged_camera_is_not_encoded_again():
     second = encoder.encode({"a": NOISE.copy(), "b": NOISE + 1})
     assert second["a"] is first["a"]
     assert second["b"].name != first["b"].name
+
+
+@pytest.mark.parametrize("quality", [None, 95])
+def test_arrays_are_fitted_before_they_are_encoded(quality):
+    encoder = FrameEncoder(quality)
+    encoder.fit = ImageFit(height=32, width=32, filter="bilinear", letterbox=True)
+    sent = asyncio.run(encoder.encode_async({"a": NOISE, "b": NOISE[::-1], "done": b"\xff\xd8\xff"}))
+    assert sent["done"].image.data == b"\xff\xd8\xff", "what is encoded already passes"
+    if quality is None:
+        for camera, frame in (("a", NOISE), ("b", NOISE[::-1])):
+            assert sent[camera].image == Image("raw", fit_frame(frame, encoder.fit).tobytes(), (32, 32, 3))
+    else:
+        assert jpeg_size(sent["a"].image.data) == (32, 32, 3)
+    assert encoder.encode({"a": NOISE.copy()})["a"].name == sent["a"].name
 
 
 @pytest.mark.parametrize("frame", [NOISE[..., 0], NOISE.astype(np.float32), NOISE[:0]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -43,11 +45,11 @@ class RunningStack:
         return {name: process.poll() is None for name, process in self.processes.items()}
 
 
-def engine_config(policy: str, checkpoint: Path, revision: str = "e2e") -> EngineConfig:
+def engine_config(policy: str, checkpoint: Path, revision: str = "e2e", family: str = "pi05") -> EngineConfig:
     """The demo checkpoint as it is; the golden one needs nothing else either."""
     return EngineConfig(
         policy=policy,
-        model=ModelConfig(family="pi05", path=str(checkpoint), revision=revision),
+        model=ModelConfig(family=family, path=str(checkpoint), revision=revision),
         engine=EngineOptions(device="cpu", precision="fp32", buckets=(1, 2)),
     )
 
@@ -75,16 +77,14 @@ def wait_until(condition, what: str, logs: list[Path], timeout_s: float = READY_
     raise AssertionError(f"{what} did not happen within {timeout_s} s\n{tails}")
 
 
-@pytest.fixture(scope="session")
-def running_stack(tmp_path_factory):
-    """Gateway and worker on the demo checkpoint where it is there, else on the golden folder."""
-    folder = tmp_path_factory.mktemp("e2e")
-    checkpoint = DEMO if (DEMO / "model.safetensors").exists() else TINY
-    stack = RunningStack(f"http://127.0.0.1:{free_port()}", "demo-reach", checkpoint)
+@contextlib.contextmanager
+def started(folder: Path, config: EngineConfig) -> Iterator[RunningStack]:
+    """A worker that serves `config`, and a gateway before it, once both can be asked."""
+    stack = RunningStack(f"http://127.0.0.1:{free_port()}", config.policy, Path(config.model.path))
     address = f"127.0.0.1:{free_port()}"
     routes = folder / "routes.json"
     routes.write_text(json.dumps({"routes": [{"policy": stack.policy, "targets": [{"address": address}]}]}))
-    stack.processes["worker"] = start_worker(folder, engine_config(stack.policy, checkpoint), address)
+    stack.processes["worker"] = start_worker(folder, config, address)
     stack.processes["gateway"] = subprocess.Popen(
         [
             str(BIN / "taktline-gateway"),
@@ -108,3 +108,11 @@ def running_stack(tmp_path_factory):
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture(scope="session")
+def running_stack(tmp_path_factory):
+    """Gateway and worker on the demo checkpoint where it is there, else on the golden folder."""
+    checkpoint = DEMO if (DEMO / "model.safetensors").exists() else TINY
+    with started(tmp_path_factory.mktemp("e2e"), engine_config("demo-reach", checkpoint)) as stack:
+        yield stack

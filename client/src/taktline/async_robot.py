@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, get_args
 
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.image_fit import pillow
 from taktline_protocol.messages import Image, Imagine, Observation, PolicyInfo, PriorityName, Rtc, Search
 
 from taktline.access import Access
@@ -44,6 +45,8 @@ class AsyncRobot:
         transport: `stream`; `http` for stateless requests; `auto` takes the stream, and HTTP where there is none at
             `url`, which is logged and shown in `metrics.fallback`.
         jpeg_quality: uint8 arrays are sent as JPEG of this quality (needs the extra `jpeg`); as raw pixels where None.
+        fit_frames: uint8 arrays are brought to the policy's image size here, exactly as its worker would do it (needs
+            the extra `fit`). Refused of policies that state no `image_fit`.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class AsyncRobot:
         access: Access | None = None,
         transport: Transport = "auto",
         jpeg_quality: int | None = None,
+        fit_frames: bool = False,
     ) -> None:
         self.policy = policy
         self.robot_id = robot_id
@@ -75,6 +79,11 @@ class AsyncRobot:
         self._wanted = transport
         self._sender = Sender(robot_id, session_id)
         self._encoder = FrameEncoder(jpeg_quality)
+        if fit_frames:
+            pillow()
+        self._fits = fit_frames
+        self._fit_of: str | None = None
+        """The revision whose rule the encoder follows."""
         self._stream: StreamClient | None = None
         self._http: HttpClient | None = None
         self._turn = asyncio.Lock()
@@ -116,6 +125,8 @@ class AsyncRobot:
         self.metrics.observations += 1
         try:
             async with self._turn:  # numbered in the order of asking, however long each one's frames take
+                if self._fits and self._fit_of is None:
+                    await self._learn_fit()
                 frames = await self._encoder.encode_async(images)
                 observation = self._sender.observe(
                     {camera: frame.image for camera, frame in frames.items()},
@@ -135,6 +146,8 @@ class AsyncRobot:
         except TaktlineError as error:
             self.metrics.errors[error.code.value] += 1
             raise
+        if chunk.revision != self._fit_of:
+            self._fit_of = None  # a rollout: the next observation asks first whether frames are still fitted so
         self.metrics.chunks += 1
         self.metrics.late += chunk.margin_ms < 0
         self.metrics.margins_ms.append(chunk.margin_ms)
@@ -220,6 +233,21 @@ class AsyncRobot:
         chunk, unseen_ms = complete(answer, sent, round_trip_ms)
         self._note(round_trip_ms, unseen_ms)
         return chunk
+
+    async def _learn_fit(self) -> None:
+        """How the policy of now fits frames. Raises TaktlineError where it says no rule, or nothing answers."""
+        info = await self.info()
+        if not info.cameras and not info.optional_cameras:
+            return  # no worker has told yet, and none is there to look at a frame either
+        if info.image_fit is None:
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"frames for {self.policy!r} cannot be fitted on the robot: this {info.family} resizes them otherwise"
+                " than in whole 8-bit pixels",
+                "leave fit_frames out: the worker fits them",
+            )
+        self._encoder.fit = info.image_fit
+        self._fit_of = info.revision
 
     def _note(self, round_trip_ms: float, outside_ms: float) -> None:
         self.metrics.round_trips_ms.append(round_trip_ms)

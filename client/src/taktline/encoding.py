@@ -1,4 +1,4 @@
-"""Camera frames on their way out: encoded in threads, named by their content, kept while nothing changes."""
+"""Camera frames on their way out: fitted and encoded in threads, named by their content, kept while nothing changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.messages import Image
+from taktline_protocol.image_fit import fit_frame
+from taktline_protocol.messages import Image, ImageFit
 
 from taktline.observing import Frame, as_image, checked_pixels
 
@@ -32,6 +33,9 @@ class FrameEncoder:
 
     Args:
         jpeg_quality: uint8 arrays are sent as JPEG of this quality; as raw pixels where None.
+
+    Attributes:
+        fit: uint8 arrays are brought to this size first; None leaves that to the worker.
     """
 
     def __init__(self, jpeg_quality: int | None = None) -> None:
@@ -42,24 +46,32 @@ class FrameEncoder:
                 )
             _jpeg_encoder()
         self._quality = jpeg_quality
+        self.fit: ImageFit | None = None
         self._last: dict[str, NamedFrame] = {}
 
     def encode(self, images: Mapping[str, Frame]) -> dict[str, NamedFrame]:
         """The frames in their wire form, several cameras at once. Raises TaktlineError `image_corrupt`."""
-        if self._quality is None or len(images) < 2:
+        if not self._works(images) or len(images) < 2:
             return {camera: self._encode(camera, frame) for camera, frame in images.items()}
         made = list(_pool().map(self._encode, images.keys(), images.values()))
         return dict(zip(images, made, strict=True))
 
     async def encode_async(self, images: Mapping[str, Frame]) -> dict[str, NamedFrame]:
         """As `encode`, without holding up the event loop."""
-        if self._quality is None or not any(isinstance(frame, np.ndarray) for frame in images.values()):
+        if not self._works(images):
             return {camera: self._encode(camera, frame) for camera, frame in images.items()}
         loop = asyncio.get_running_loop()
         work = [loop.run_in_executor(_pool(), self._encode, camera, frame) for camera, frame in images.items()]
         return dict(zip(images, await asyncio.gather(*work), strict=True))
 
+    def _works(self, images: Mapping[str, Frame]) -> bool:
+        """Whether there is more to do than to take what is there."""
+        asked = self._quality is not None or self.fit is not None
+        return asked and any(isinstance(frame, np.ndarray) for frame in images.values())
+
     def _encode(self, camera: str, frame: Frame) -> NamedFrame:
+        if self.fit is not None and isinstance(frame, np.ndarray):
+            frame = fit_frame(checked_pixels(camera, frame), self.fit)
         if self._quality is None or not isinstance(frame, np.ndarray):
             image = as_image(camera, frame)
             return NamedFrame(_name(image.encoding, image.shape, image.data), image)

@@ -41,6 +41,7 @@ class Robot:
         access: Access | None = None,
         transport: Transport = "auto",
         jpeg_quality: int | None = None,
+        fit_frames: bool = False,
     ) -> None:
         """As of `AsyncRobot`."""
         self.policy = policy
@@ -57,6 +58,7 @@ class Robot:
                 access=access,
                 transport=transport,
                 jpeg_quality=jpeg_quality,
+                fit_frames=fit_frames,
             )
         )
         _open.add(self)

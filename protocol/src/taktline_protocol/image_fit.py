@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fitted_size(height: int, width: int, to_height: int, to_width: int) -> tuple[int, int]:
-    """(height, width): the largest size with the frame's own ratio, truncated as the training codes of π truncate it."""
+    """(height, width): the largest size with the frame's own ratio, truncated as the training codes of π do it."""
     ratio = max(width / to_width, height / to_height)
     return int(height / ratio), int(width / ratio)
 

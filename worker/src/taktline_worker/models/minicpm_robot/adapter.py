@@ -79,6 +79,7 @@ class MiniCpmAdapter:
             action_dim=processor.action_dim,
             horizon=rows,
             control_period_s=control_period_s,
+            image_fit=processor.image_fit,
         )
         if runner.device.type == "cuda":
             graphs = MiniCpmGraphs(runner, self.largest_row(), buckets)

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.image_fit import fit_frame
+from taktline_protocol.messages import ImageFit
 from torch import Tensor
 
 from taktline_worker.engine_options import config_error
@@ -80,6 +81,8 @@ class MiniCpmProcessor:
         max_pixels: int = DEFAULT_MAX_PIXELS,
     ) -> None:
         self.architecture = architecture
+        size = architecture.vision.image_size
+        self.image_fit = ImageFit(height=size, width=size, filter="bicubic", letterbox=False)
         self._prompt = prompt
         self._max_pixels = max_pixels
         head = architecture.head
@@ -144,11 +147,8 @@ class MiniCpmProcessor:
             TaktlineError: IMAGE_CORRUPT or IMAGE_TOO_LARGE.
         """
         v = self.architecture.vision
-        frame = decode_image(name, image, self._max_pixels)
-        if frame.shape[:2] != (v.image_size, v.image_size):
-            square = Image.fromarray(frame).resize((v.image_size, v.image_size), Image.Resampling.BICUBIC)
-            frame = np.asarray(square)
-        values = (torch.from_numpy(np.array(frame)).float() / 255.0 - 0.5) / 0.5
+        frame = fit_frame(decode_image(name, image, self._max_pixels), self.image_fit)
+        values = (torch.from_numpy(np.require(frame, requirements="W")).float() / 255.0 - 0.5) / 0.5
         cells = values.view(v.grid, v.patch, v.grid, v.patch, 3).permute(0, 2, 4, 1, 3)
         return cells.reshape(v.grid**2, -1)
 

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from taktline_kernels.triton_impl import camera
+from taktline_protocol.image_fit import fitted_size
 from torch import Tensor
 
 from taktline_worker.devices import Staged, send
-from taktline_worker.models.pi.resize import Resize, fitted, to_model_input
+from taktline_worker.models.pi.resize import Resize, to_model_input
 
 _TAPS = 48
 """Inputs of one output along an axis; Pillow's filter needs 2 * ceil(scale) + 1, which 48 covers up to 5000 pixels."""
@@ -176,7 +177,7 @@ class CameraBuffers:
         if slot is not None:
             return slot
         square = (height, width) == (self._size, self._size)
-        inner = (height, width) if square else fitted(height, width, self._size)
+        inner = (height, width) if square else fitted_size(height, width, self._size, self._size)
         # Pillow resizes the height of tall images first, with bytes between; the kernel always does the width first.
         tall = self._method == "pil" and height > 2 * width
         if tall or min(inner) < 1 or max(height / inner[0], width / inner[1]) > (_TAPS - 1) // 2:
