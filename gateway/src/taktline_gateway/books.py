@@ -145,6 +145,8 @@ class Books:
                     phases_ms=served.phases_ms,
                     waited_ms=round(1e3 * served.waited_s, 3),
                     trace_id=_trace_id(trace),
+                    priority=observation.priority,
+                    actions=served.actions.shape[0],
                 )
             )
         if trace is not None:
@@ -240,6 +242,7 @@ class Books:
                     queued_at=queued_at,
                     cause="refused" if missed else None,
                     trace_id=_trace_id(trace),
+                    priority=observation.priority,
                 )
             )
         log(

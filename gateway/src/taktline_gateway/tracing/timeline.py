@@ -21,6 +21,8 @@ class TimedRequest(msgspec.Struct, frozen=True, gc=False):
         cause: of a missed deadline.
         phases_ms: preprocess, engine and postprocess, as the worker measured them.
         waited_ms: how long its batch waited there, preprocessed, for the one before it.
+        priority: as the robot claims it.
+        actions: of the chunk that it got.
     """
 
     request_id: str
@@ -44,6 +46,8 @@ class TimedRequest(msgspec.Struct, frozen=True, gc=False):
     phases_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
     waited_ms: float = 0.0
     trace_id: str = ""
+    priority: str = ""
+    actions: int = 0
 
 
 class Timeline:
@@ -67,7 +71,8 @@ class Timeline:
 def chrome_trace(policy: str, requests: Iterable[TimedRequest]) -> dict[str, Any]:
     """The requests as a Chrome trace (JSON object format): a track a robot, and a track a worker with its batches.
 
-    Times are microseconds from the first of them. An arrow leads from a request's queue to its batch; a request that
+    Times are microseconds from the first of them, of which `otherData.origin_s` says when it was, by the gateway's
+    monotonic clock. An arrow leads from a request's queue to its batch; a request that
     overlaps with an earlier one of its robot gets a track of its own, as slices of one track must nest.
     """
     ordered = sorted(requests, key=lambda request: request.received_at)
@@ -86,17 +91,23 @@ def chrome_trace(policy: str, requests: Iterable[TimedRequest]) -> dict[str, Any
     workers = _Tracks(writer, _WORKERS)
     for (worker, sent_at), members in sorted(batches.items(), key=lambda item: item[0][1]):
         _batch_slices(writer, workers.free(worker, sent_at, members[0].returned_at or sent_at), members)
-    return {"traceEvents": writer.events, "displayTimeUnit": "ms", "otherData": {"policy": policy}}
+    return {"traceEvents": writer.events, "displayTimeUnit": "ms", "otherData": {"policy": policy, "origin_s": origin}}
 
 
 def _robot_slices(writer: _Writer, track: int, request: TimedRequest) -> None:
+    left_s = None if request.deadline_at is None else request.deadline_at - request.received_at
     label = request.outcome if request.cause is None or request.outcome != "ok" else f"late ({request.cause})"
     arguments = {
         "request_id": request.request_id,
+        "robot": request.robot,
         "seq": request.seq,
         "outcome": request.outcome,
         "cause": request.cause,
         "margin_ms": request.margin_ms,
+        "observe_ms": round(request.observe_ms, 3),
+        "budget_ms": None if left_s is None else round(1e3 * left_s, 3),
+        "priority": request.priority,
+        "actions": request.actions or None,
         "worker": request.worker,
         "pool": request.pool,
         "revision": request.revision,
