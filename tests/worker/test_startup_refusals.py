@@ -103,6 +103,13 @@ def test_digest_of_a_file_that_is_not_in_the_folder(policy: Path, config_of: Any
     _refusal(config_of(policy, sha256={name: "0" * 64}), ErrorCode.CHECKPOINT_INVALID, name)
 
 
+def test_weights_that_git_lfs_has_not_fetched(policy: Path, config_of: Any) -> None:
+    """Whoever clones a repository of the hub without git-lfs has a text of three lines for each large file."""
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 7764176\n"
+    (policy / "model.safetensors").write_text(pointer)
+    _refusal(config_of(policy), ErrorCode.CHECKPOINT_INVALID, "git-lfs", f"`git lfs pull` in {policy}")
+
+
 @pytest.mark.parametrize("damage", ["truncated", "appended", "header", "length", "empty"])
 def test_corrupt_weights(policy: Path, config_of: Any, damage: str) -> None:
     path = policy / "model.safetensors"

@@ -16,6 +16,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 
 SIDECAR_FILE = "taktline.json"
 _HASH_BLOCK = 1 << 22
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HEADER_LIMIT = 100_000_000
 
 SidecarT = TypeVar("SidecarT", bound=msgspec.Struct)
@@ -142,7 +143,7 @@ class TensorFiles:
                             )
                         yield names[name], tensor
             except SafetensorError as error:
-                raise _corrupt(path, str(error)) from error
+                raise corrupt(path, str(error)) from error
 
 
 def read_small_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -158,7 +159,7 @@ def read_small_tensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt", device="cpu") as stream:
             return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
-        raise _corrupt(path, str(error)) from error
+        raise corrupt(path, str(error)) from error
 
 
 def _weight_paths(folder: Path, file: str, index: str) -> list[Path]:
@@ -182,16 +183,18 @@ def _weight_paths(folder: Path, file: str, index: str) -> list[Path]:
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> (shape, dtype) from a safetensors header, checked against the file's length."""
     size = path.stat().st_size
+    if size < 8:
+        raise corrupt(path, f"it has {size} bytes")
     try:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(size - 8, _HEADER_LIMIT):
-                raise _corrupt(path, f"its header claims {length} bytes")
+                raise corrupt(path, f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
         entries = {name: value for name, value in header.items() if name != "__metadata__"}
         end = max((value["data_offsets"][1] for value in entries.values()), default=0)
         if end + 8 + length != size:
-            raise _corrupt(path, f"it has {size} bytes, its header describes {end + 8 + length}")
+            raise corrupt(path, f"it has {size} bytes, its header describes {end + 8 + length}")
         found = {}
         for name, value in entries.items():
             if value["dtype"] not in _DTYPES:
@@ -201,9 +204,17 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
                 )
             found[name] = (tuple(int(n) for n in value["shape"]), _DTYPES[value["dtype"]])
     except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise _corrupt(path, f"unreadable header ({type(error).__name__})") from error
+        raise corrupt(path, f"unreadable header ({type(error).__name__})") from error
     return found
 
 
-def _corrupt(path: Path, reason: str) -> TaktlineError:
+def corrupt(path: Path, reason: str) -> TaktlineError:
+    """The refusal of a file of weights that is damaged, or that was never fetched."""
+    with path.open("rb") as stream:
+        start = stream.read(len(_LFS_POINTER))
+    if start == _LFS_POINTER:
+        return refuse(
+            f"{path} is a pointer of git-lfs: the weights themselves were not fetched",
+            f"run `git lfs pull` in {path.parent}",
+        )
     return refuse(f"{path} is no intact safetensors file: {reason}", "fetch the file again")

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from taktline_worker.checkpoint import refuse
+from taktline_worker.checkpoint import corrupt, refuse
 from taktline_worker.models.vjepa2_ac.config import SidecarArchitecture, VJepa2Architecture, read_architecture
 
 _PREFIXES = ("module.", "backbone.")
@@ -264,6 +264,8 @@ def _read_safetensors(path: Path) -> dict[str, Mapping[str, Tensor]]:
                 tower, _, name = stored.partition(".")
                 if tower in towers:
                     towers[tower][name] = stream.get_tensor(stored)
-    except (SafetensorError, OSError) as error:
-        raise refuse(f"{path} is no intact safetensors file: {error}", "fetch the file again") from error
+    except SafetensorError as error:
+        raise corrupt(path, str(error)) from error
+    except OSError as error:
+        raise refuse(f"{path} cannot be read: {error}", "let the worker read it") from error
     return dict(towers)
