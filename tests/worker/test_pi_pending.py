@@ -55,46 +55,45 @@ def test_whoever_waits_for_frames_that_no_thread_has_begun_decodes_them(
     assert torch.equal(row.row.noise, expected.row.noise)
 
 
-def test_the_prompt_is_tokenised_once_all_frames_are_being_decoded_and_before_they_are_there(
+def test_the_prompt_is_tokenised_while_other_threads_decode(
     adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(adapter.processor, "raw", True)
+    """Behind one frame of its own, without which none of them would get the interpreter's lock to begin."""
     observation = observations.make()
-    begun, tokenised, go_on = [], threading.Event(), threading.Event()
-    tokens = adapter.processor.tokens
+    order: list[str] = []
+    go_on, here = threading.Event(), threading.current_thread()
+    decode, tokens = pi_processor.decode_image, adapter.processor.tokens
 
-    def decode(name: str, image: Any, most: int, memory: Any) -> Any:
-        begun.append(name)
-        frame = memory((4, 4, 3))
-        assert go_on.wait(LIMIT_S)
-        return frame
+    def decoded(name: str, *rest: Any) -> Any:
+        if threading.current_thread() is here:
+            order.append("frame")
+        else:
+            assert go_on.wait(LIMIT_S)
+        return decode(name, *rest)
 
     def noted(*arguments: Any) -> Any:
-        seen.append(len(begun))
-        tokenised.set()
+        order.append("prompt")
+        go_on.set()
         return tokens(*arguments)
 
-    seen: list[int] = []
-    monkeypatch.setattr(pi_processor, "decode_image", decode)
+    monkeypatch.setattr(pi_processor, "decode_image", decoded)
     monkeypatch.setattr(adapter.processor, "tokens", noted)
-    with ThreadPoolExecutor(len(observation.images) + 1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         pending = adapter.begin(observation, pool)
-        assert tokenised.wait(LIMIT_S)
-        assert not any(frame.done() for frame in pending.pixels)
-        go_on.set()
-        assert len(pending.result().row.raw) == len(observation.images)
-    assert seen == [len(observation.images)]
+        _until(lambda: pending.pixels[0].running())
+        first = pending.without_frames()
+        assert order == ["frame", "prompt"]
+        row = pending.result().row
+    assert order.count("prompt") == 1
+    assert row.tokens is first.tokens
+    assert row.noise is first.noise
 
 
-def test_a_frame_that_is_refused_keeps_no_prompt_waiting(
-    adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", 10 * LIMIT_S)
+def test_a_frame_that_is_refused_keeps_no_prompt_from_being_made(adapter: PiAdapter, observations: Any) -> None:
     observation = observations.make()
     broken = {name: pi_processor.EncodedImage("jpeg", b"nothing") for name in observation.images}
     with ThreadPoolExecutor(1) as pool:
         pending = adapter.begin(observations.make(images=broken), pool)
-        assert pending.text.result(LIMIT_S)[0].size
+        assert pending.without_frames().tokens.size
         with pytest.raises(pi_processor.TaktlineError):
             pending.result()

@@ -88,9 +88,9 @@ class _Part:
 class Engine:
     """Runs batches of one policy.
 
-    Callers' threads check, tokenise and wait; a small pool decodes images; one thread of its own runs the network. An
-    adapter that can launch a batch behind the one that runs lets that thread do no more, or the caller's where nobody
-    else asks; callers wait for their own.
+    Callers' threads check, tokenise, draft and wait; a small pool decodes images; one thread of its own runs the
+    network. An adapter that can launch a batch behind the one that runs lets that thread do no more, or the caller's
+    where nobody else asks; callers wait for their own.
 
     Args:
         buckets: batch sizes, ascending; a larger batch is run in parts.
@@ -177,7 +177,8 @@ class Engine:
     ) -> tuple[list[tuple[int, Any]], Any]:
         """(index, row) of the good items, and the adapter's draft of their batch where they are all and run together.
 
-        All images of the batch are decoded side by side.
+        All images of the batch are decoded side by side, and meanwhile this thread does the rest: each other one that
+        it would have to wake costs more than it takes over.
         """
         pending = []
         for index, item in enumerate(items):
@@ -191,22 +192,19 @@ class Engine:
                 pending.append((index, adapter.begin(item.observation, self._decoders)))
             except Exception as error:
                 outcomes[index] = _own(error)
-        job = None
+        draft = None
         if pending and len(pending) <= self.buckets[-1] and isinstance(adapter, LaunchingAdapter):
-            job = self._decoders.submit(adapter.draft, [row for _, row in pending])
+            try:
+                draft = adapter.draft([row for _, row in pending])
+            except Exception as error:  # the launch does it all, and says whose fault it is
+                logger.error("drafting a batch failed", exc_info=error)
         rows = []
         for index, row in pending:
             try:
                 rows.append((index, row.result()))
             except Exception as error:
                 outcomes[index] = _own(error)
-        if job is None or len(rows) < len(pending):
-            return rows, None
-        try:
-            return rows, job.result()
-        except Exception as error:  # the launch does it all, and says whose fault it is
-            logger.error("drafting a batch failed", exc_info=error)
-            return rows, None
+        return rows, draft if len(rows) == len(pending) else None
 
     def _in_turn(self, *batch: Any) -> tuple[float, list[_Part]]:
         """`_run`, one batch at a time and in the order of asking.

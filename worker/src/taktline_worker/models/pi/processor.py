@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from taktline_worker.rtc import RtcSettings, cut_to
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
-_BEGIN_LIMIT_S = 0.02
 PINNED_FRAME_BYTES = 1920 * 1080 * 3
 """The largest frame that is decoded into pinned memory."""
 
@@ -43,31 +41,34 @@ class PreparedRow:
     state: NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingPiRow:
-    """A checked observation whose images are still being decoded, in the checkpoint's camera order, and its prompt."""
+    """A checked observation whose images are still being decoded, in the checkpoint's camera order, and its prompt.
+
+    `text` makes tokens and noise, which whoever waits for the images has the time for.
+    """
 
     pixels: tuple[Future[tuple[Tensor, bytes]], ...]
     decode: tuple[Callable[[], tuple[Tensor, bytes]], ...]
-    text: Future[tuple[NDArray[np.int64], Tensor]]
+    text: Callable[[], tuple[NDArray[np.int64], Tensor]]
     model_state: Tensor | None
     state: NDArray[np.float64]
     rtc: RtcRow | None
     raw: bool = False
+    _own: dict[int, Future[tuple[Tensor, bytes]]] = field(default_factory=dict)
+    _said: tuple[NDArray[np.int64], Tensor] | None = None
 
     def without_frames(self) -> PiRow:
         """The row of a runner that resizes frames itself, but for these. Raises TaktlineError INSTRUCTION_INVALID."""
-        tokens, noise = self.text.result()
+        tokens, noise = self._tokens_and_noise()
         return PiRow(torch.empty(len(self.pixels), 0), tokens, noise, self.model_state, self.rtc, raw=())
 
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large, or INSTRUCTION_INVALID."""
-        own: dict[int, tuple[Tensor, bytes]] = {}
-        for index in reversed(range(len(self.pixels))):
-            if self.pixels[index].cancel():  # no thread has begun it: this one has nothing better to do
-                own[index] = self.decode[index]()
-        tokens, noise = self.text.result()
-        frames = [own[index] if index in own else future.result() for index, future in enumerate(self.pixels)]
+        tokens, noise = self._tokens_and_noise()
+        while self._lend_a_hand():
+            pass
+        frames = [self._own.get(index, future).result() for index, future in enumerate(self.pixels)]
         images = tuple(pixels for pixels, _ in frames)
         row = PiRow(
             pixels=torch.empty(len(frames), 0) if self.raw else torch.stack(images),
@@ -75,29 +76,30 @@ class PendingPiRow:
             noise=noise,
             state=self.model_state,
             rtc=self.rtc,
-            frames=tuple(key for _, key in frames),
+            frames=tuple(key for _, key in frames if key),
             raw=images if self.raw else None,
         )
         return PreparedRow(row, self.state)
 
+    def _tokens_and_noise(self) -> tuple[NDArray[np.int64], Tensor]:
+        """Behind a frame that this thread decodes: without the interpreter's lock, which tokenising holds and without
+        which no other thread would begin with the others."""
+        if self._said is None:
+            self._lend_a_hand()
+            self._said = self.text()
+        return self._said
 
-class _Begun:
-    """Whether all frames of a row are being decoded, or are done with."""
-
-    def __init__(self, frames: int) -> None:
-        self._left, self._seen, self._all = frames, set[str](), threading.Event()
-        self._lock = threading.Lock()
-
-    def one(self, camera: str) -> None:
-        """This one is; it may be said again."""
-        with self._lock:
-            self._seen.add(camera)
-            if len(self._seen) >= self._left:
-                self._all.set()
-
-    def wait(self) -> None:
-        """Until they are. Nothing depends on it but time."""
-        self._all.wait(_BEGIN_LIMIT_S)
+    def _lend_a_hand(self) -> bool:
+        """Decodes a frame that no thread has begun, the last one; whether there was one."""
+        for index in reversed(range(len(self.pixels))):
+            if index not in self._own and self.pixels[index].cancel():
+                done = self._own[index] = Future()
+                try:
+                    done.set_result(self.decode[index]())
+                except Exception as error:  # its turn to be told comes with `result`
+                    done.set_exception(error)
+                return True
+        return False
 
 
 class PiProcessor:
@@ -157,12 +159,10 @@ class PiProcessor:
             normalised = self.conventions.state_normaliser.forward(policy_state)
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
-        # Now; who is refused above costs nobody a frame. The prompt goes behind them, as tokenising holds the
-        # interpreter's lock for half of the time that a frame takes: it would keep them from being begun.
-        begun = _Begun(len(frames))
-        decode = tuple(functools.partial(self._pixels, name, image, raw, begun) for name, image in frames)
+        # Now; who is refused above costs nobody a frame.
+        decode = tuple(functools.partial(self._pixels, name, image, raw) for name, image in frames)
         pixels = tuple(pool.submit(one) for one in decode)
-        text = pool.submit(self._text, observation.instruction, normalised, observation.seed, begun)
+        text = functools.partial(self._text, observation.instruction, normalised, observation.seed)
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
             width = self.architecture.action_width
@@ -187,36 +187,24 @@ class PiProcessor:
         return found
 
     def _text(
-        self, instruction: str, normalised: NDArray[np.floating], seed: int | None, begun: _Begun
+        self, instruction: str, normalised: NDArray[np.floating], seed: int | None
     ) -> tuple[NDArray[np.int64], Tensor]:
         """Tokens and noise of a row."""
-        begun.wait()
         return self.tokens(instruction, normalised), self.noise(secrets.randbits(63) if seed is None else seed)
 
-    def _pixels(self, name: str, image: EncodedImage, raw: bool, begun: _Begun) -> tuple[Tensor, bytes]:
-        """A frame (`raw`) or its network input, and its key; the same bytes always give the same."""
-        try:
-            return self._decoded(name, image, raw, begun)
-        finally:
-            begun.one(name)
-
-    def _decoded(self, name: str, image: EncodedImage, raw: bool, begun: _Begun) -> tuple[Tensor, bytes]:
-        def memory(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-            kept = frame_memory(shape)
-            begun.one(name)  # what follows needs no lock
-            return kept
-
-        key = frame_key(image)
+    def _pixels(self, name: str, image: EncodedImage, raw: bool) -> tuple[Tensor, bytes]:
+        """A frame (`raw`) or its network input, and its key, empty where none is kept; the same bytes give the same."""
+        key = frame_key(image) if self.seen.limit_bytes else b""
         kept = key + b"raw" if raw else key
-        pixels = self.seen.get(kept) if self.seen.limit_bytes else None
+        pixels = self.seen.get(kept) if key else None
         if pixels is None:
             if raw:
-                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, memory))
+                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, frame_memory))
             else:
-                begun.one(name)
                 frame = decode_image(name, image, self._max_pixels)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
-            self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
+            if key:
+                self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
         return pixels, key
 
     def noise(self, seed: int) -> Tensor:
