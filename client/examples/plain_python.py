@@ -63,4 +63,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except taktline.TaktlineError as error:
+        raise SystemExit(f"{error}") from None

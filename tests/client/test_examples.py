@@ -48,3 +48,12 @@ def test_every_example_says_how_it_is_run():
     assert len(EXAMPLES) == 3
     for example in EXAMPLES:
         assert f"python {example.name} " in example.read_text()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_without_a_gateway_says_so_in_one_line(example):
+    command = [sys.executable, str(example), "--url", "http://127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gateway_unreachable: the gateway at http://127.0.0.1:9 cannot be reached")
+    assert "Traceback" not in done.stderr

@@ -243,6 +243,16 @@ def test_what_is_no_frame_is_said_by_ask_itself_with_what_to_pass(frame, advice,
         assert "'front'" in str(said.value)
 
 
+@pytest.mark.parametrize("images", [[FRAME, FRAME], FRAME, b"jpeg", None])
+@pytest.mark.parametrize("ask", ["act", "ask"])
+@pytest.mark.parametrize("jpeg_quality", [None, 90])
+def test_frames_that_are_not_by_camera_are_said_at_once(images, ask, jpeg_quality):
+    with taktline.Robot("http://127.0.0.1:9", "scripted", "arm", jpeg_quality=jpeg_quality) as robot:
+        with pytest.raises(TaktlineError, match="from each camera's name to its frame") as said:
+            getattr(robot, ask)(images, STATE, "go", BUDGET_MS)
+        assert said.value.code is ErrorCode.CAMERA_MISSING
+
+
 @pytest.mark.parametrize("state", [None, 1.0, np.zeros((2, 3)), ["a"] * 6])
 @pytest.mark.parametrize("ask", ["act", "ask"])
 def test_what_is_no_state_vector_is_said_at_once(state, ask):

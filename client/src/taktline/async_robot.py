@@ -18,7 +18,7 @@ from taktline.address import gateway_url
 from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
 from taktline.encoding import FrameEncoder, NamedFrame
-from taktline.observing import Frame, Sender, State, as_state, check_names, checked_pixels
+from taktline.observing import Frame, Sender, State, as_state, check_named, check_names, checked_pixels
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_link import NoStream
@@ -286,8 +286,10 @@ class AsyncRobot:
 def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
     """The frames, arrays copied: a camera may write into its own while they are still being encoded.
 
-    Raises TaktlineError `image_corrupt` for what is no frame: the next one would be none either.
+    Raises TaktlineError `image_corrupt` for what is no frame: the next one would be none either; `camera_missing` where
+    frames do not come by camera.
     """
+    check_named(images)
     return {
         camera: frame if isinstance(frame, (bytes, Image)) else checked_pixels(camera, frame).copy()
         for camera, frame in images.items()

@@ -15,7 +15,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.image_fit import fit_frame
 from taktline_protocol.messages import Image, ImageFit
 
-from taktline.observing import Frame, as_image, checked_pixels
+from taktline.observing import Frame, as_image, check_named, checked_pixels
 
 NAME_BYTES = 16
 _threads: ThreadPoolExecutor | None = None
@@ -50,7 +50,11 @@ class FrameEncoder:
         self._last: dict[str, NamedFrame] = {}
 
     def encode(self, images: Mapping[str, Frame]) -> dict[str, NamedFrame]:
-        """The frames in their wire form, several cameras at once. Raises TaktlineError `image_corrupt`."""
+        """The frames in their wire form, several cameras at once.
+
+        Raises TaktlineError `image_corrupt`, and `camera_missing` where they are not by camera.
+        """
+        check_named(images)
         if not self._works(images) or len(images) < 2:
             return {camera: self._encode(camera, frame) for camera, frame in images.items()}
         made = list(_pool().map(self._encode, images.keys(), images.values()))
@@ -58,6 +62,7 @@ class FrameEncoder:
 
     async def encode_async(self, images: Mapping[str, Frame]) -> dict[str, NamedFrame]:
         """As `encode`, without holding up the event loop."""
+        check_named(images)
         if not self._works(images):
             return {camera: self._encode(camera, frame) for camera, frame in images.items()}
         loop = asyncio.get_running_loop()

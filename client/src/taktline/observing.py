@@ -152,6 +152,16 @@ def as_image(camera: str, frame: Frame) -> Image:
     return Image("raw", np.ascontiguousarray(array).tobytes(), (height, width, 3))
 
 
+def check_named(images: object) -> None:
+    """Raises TaktlineError `camera_missing` where frames do not come by the names of their cameras."""
+    if not isinstance(images, Mapping):
+        raise TaktlineError(
+            ErrorCode.CAMERA_MISSING,
+            f"the frames are of type {type(images).__name__}",
+            "pass a dict from each camera's name to its frame; `taktline policies` lists the names",
+        )
+
+
 def checked_pixels(camera: str, frame: object) -> NDArray[np.uint8]:
     """`frame` as uint8 RGB (H, W, 3). Raises TaktlineError `image_corrupt` for anything else, and says what to do."""
     array = np.asarray(frame)
