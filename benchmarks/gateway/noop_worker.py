@@ -1,6 +1,6 @@
 """A worker process that does nothing: real gRPC and batch port, health, Info, a constant chunk for every observation.
 
-python -m benchmarks.gateway.noop_worker --listen HOST:PORT [--t-sync 1:0.5,...]
+python -m benchmarks.gateway.noop_worker --listen HOST:PORT [--t-sync 1:0.5,...] [--paced]
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import random
 import signal
 import time
 from typing import Any
@@ -24,17 +26,31 @@ from taktline_worker.batch_port import BatchListener, listen
 HORIZON, WIDTH = 50, 7
 CAMERAS = ("front", "wrist")
 STATE_DIM = 8
+SIGMA = 0.03
+"""Log-normal spread of a paced batch, as `times.TAIL_SIGMA`."""
 
 
 class NoopWorker(worker_pb2_grpc.WorkerServicer):
     """Answers at once, or after `before_ms` and then `work_ms` of its engine where a load is to be set.
 
+    `paced`: each batch takes what `t_sync` says of its size, with a spread. `rtc`: observations may carry a tail.
     As a real worker it tells what of a batch its engine needed and what the batch waited for it, so that the next one
     is sent ahead.
     """
 
-    def __init__(self, policy: str, t_sync: list[tuple[int, float]], work_ms: float, before_ms: float) -> None:
+    def __init__(
+        self,
+        policy: str,
+        t_sync: list[tuple[int, float]],
+        work_ms: float,
+        before_ms: float,
+        *,
+        paced: bool = False,
+        rtc: str = "",
+    ) -> None:
         self._policy = policy
+        self._paced, self._rtc = paced, rtc
+        self._spread = random.Random(1)
         self._t_sync = t_sync
         self._work_ms = work_ms
         self._before_ms = before_ms
@@ -56,6 +72,7 @@ class NoopWorker(worker_pb2_grpc.WorkerServicer):
             action_dim=WIDTH,
             horizon=HORIZON,
             dt_s=0.02,
+            rtc=self._rtc,
             t_sync=[worker_pb2.BucketTime(batch=size, median_ms=ms, p99_ms=2 * ms) for size, ms in self._t_sync],
             batch_port=self.batches.port if self.batches is not None else 0,
             batch_token=self.batches.token if self.batches is not None else b"",
@@ -70,10 +87,14 @@ class NoopWorker(worker_pb2_grpc.WorkerServicer):
         ready = turn = time.monotonic()
         self.count += 1
         self.behind += self._engine.locked()
-        if self._work_ms:
+        work_ms = self._work_ms
+        if self._paced:
+            fitting = (ms for size, ms in self._t_sync if size >= len(request.items))
+            work_ms = next(fitting, self._t_sync[-1][1]) * math.exp(self._spread.gauss(0.0, SIGMA))
+        if work_ms:
             async with self._engine:
                 turn = time.monotonic()
-                await asyncio.sleep(self._work_ms / 1e3)
+                await asyncio.sleep(work_ms / 1e3)
         ended = time.monotonic()
         results = [worker_pb2.InferResult(request_id=item.request_id, actions=self._actions) for item in request.items]
         return worker_pb2.InferResponse(
@@ -91,7 +112,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     times = [(int(size), float(ms)) for size, _, ms in (pair.partition(":") for pair in arguments.t_sync.split(","))]
-    worker = NoopWorker(arguments.policy, times, arguments.work_ms, arguments.before_ms)
+    worker = NoopWorker(
+        arguments.policy, times, arguments.work_ms, arguments.before_ms, paced=arguments.paced, rtc=arguments.rtc
+    )
     if not arguments.grpc_only:
         host = arguments.listen.rpartition(":")[0]
         worker.batches = await listen(host, lambda request, frames, context: worker.Infer(request, context))
@@ -119,6 +142,8 @@ def main() -> None:
     parser.add_argument("--t-sync", default="1:0.4,2:0.5,4:0.7,8:1.2,16:2.2")
     parser.add_argument("--work-ms", type=float, default=0.0, help="how long the engine takes for each batch")
     parser.add_argument("--before-ms", type=float, default=0.0, help="how long each batch takes before it needs that")
+    parser.add_argument("--paced", action="store_true", help="each batch takes what --t-sync says of its size")
+    parser.add_argument("--rtc", default="", choices=("", "guided"), help="take observations with a tail")
     parser.add_argument("--grpc-only", action="store_true", help="open no batch port")
     uvloop.run(serve(parser.parse_args()))
 

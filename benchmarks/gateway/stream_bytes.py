@@ -1,15 +1,17 @@
-"""Bytes a request of the timed stream against stateless POSTs, on the demo's own camera sequences; and their overhead.
+"""Bytes a request of the timed stream against stateless POSTs, on recorded camera sequences; and their overhead.
 
 python -m benchmarks.gateway.stream_bytes [--episodes N] [--seconds S] [--skip-overhead] [--output FILE]
 
-The demo's arm runs through rendered episodes (scene and wrist camera, 84 x 84, JPEG as the fleet sends it). Each
-sequence is sent twice by the SDK through a relay that counts every byte on TCP, headers and control frames included:
-once as POST .../act in msgpack, once over the stream. What the stream saves depends on what the cameras see, so three
-sequences are measured:
+Scene and wrist camera of the demo's arm, 84 x 84, JPEG as the fleet sends it. Each sequence is sent twice by the SDK
+through a relay that counts every byte on TCP, headers and control frames included: once as POST .../act in msgpack,
+once over the stream. What the stream saves depends on what the cameras see, so five sequences are measured:
 
+- recorded: what an arm sent in closed loop with the demo's policy, byte by byte (recordings/arm-cameras.zip, made by
+  `recorded_fleets cameras`); the others are rendered while the expert drives:
 - moving: an observation every third control step while the arm moves, so that every camera changes every time;
 - with rests: one every control step, through the rests between episodes, in which nothing changes. (A rendered camera
   at rest repeats itself to the bit. A real sensor does where it is asked faster than it delivers.);
+- noisy: the same, of sensors with noise, so that no two frames are alike;
 - planner: scene and a goal picture that stays for the episode, as a planner is asked.
 
 `region_bytes` is what the images would take if only the bounding box of the 16 x 16 blocks that changed were sent as
@@ -22,10 +24,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import datetime
 import json
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -36,11 +38,15 @@ import taktline
 from numpy.typing import NDArray
 
 from benchmarks.gateway.processes import Deployment
+from benchmarks.gateway.recorded import CAMERAS_FILE
+from benchmarks.gateway.results import write_rows
 
 STATE_DIM = 8
 BUDGET_MS = 10_000.0
 REST_STEPS = 20
 REPLAN_STEPS = 3
+SENSOR_NOISE = 1.5
+"""Standard deviation of a pixel of 8 bit, as of a camera in a room."""
 Pictures = dict[str, NDArray[np.uint8]]
 
 
@@ -53,14 +59,33 @@ class Seen:
     instruction: str
 
 
-def recorded(episodes: int) -> dict[str, list[Seen]]:
-    """The three sequences, rendered from the same episodes."""
+def recorded() -> tuple[list[Seen], dict[int, bytes]]:
+    """What the arm of the recording sent, and the bytes of each frame by its `id`."""
+    from taktline_demo.jpeg import decode_jpeg
+
+    with zipfile.ZipFile(CAMERAS_FILE) as archive:
+        told = json.loads(archive.read("sequence.json"))["sent"]
+        encoded: dict[int, bytes] = {}
+        sequence = []
+        for number, about in enumerate(told):
+            frames = {}
+            for camera in ("scene", "wrist"):
+                jpeg = archive.read(f"{number:03d}-{camera}.jpg")
+                frames[camera] = decode_jpeg(jpeg)
+                encoded[id(frames[camera])] = jpeg
+            sequence.append(Seen(frames, np.asarray(about["state"], np.float32), about["instruction"]))
+    return sequence, encoded
+
+
+def rendered(episodes: int) -> dict[str, list[Seen]]:
+    """The other sequences, rendered from the same episodes."""
     from taktline_demo.environment import ReachEnvironment
     from taktline_demo.expert import expert_chunk
     from taktline_demo.task import HORIZON
 
     environment = ReachEnvironment()
-    sequences: dict[str, list[Seen]] = {"moving": [], "with rests": [], "planner": []}
+    sequences: dict[str, list[Seen]] = {"moving": [], "with rests": [], "noisy": [], "planner": []}
+    noise = np.random.default_rng(1)
     for seed in range(episodes):
         environment.reset(seed)
         run: list[Seen] = []
@@ -76,6 +101,10 @@ def recorded(episodes: int) -> dict[str, list[Seen]]:
         rest = run[-1]
         sequences["moving"] += run[::REPLAN_STEPS]
         sequences["with rests"] += [*run, *[rest] * REST_STEPS]
+        sequences["noisy"] += [
+            dataclasses.replace(seen, frames={name: _noisy(frame, noise) for name, frame in seen.frames.items()})
+            for seen in (*run, *[rest] * REST_STEPS)
+        ]
         goal = rest.frames["scene"]
         sequences["planner"] += [
             dataclasses.replace(seen, frames={"scene": seen.frames["scene"], "wrist": goal})
@@ -83,6 +112,10 @@ def recorded(episodes: int) -> dict[str, list[Seen]]:
         ]
     environment.close()
     return sequences
+
+
+def _noisy(frame: NDArray[np.uint8], noise: np.random.Generator) -> NDArray[np.uint8]:
+    return (frame + noise.normal(0.0, SENSOR_NOISE, frame.shape)).round().clip(0, 255).astype(np.uint8)
 
 
 class Counter:
@@ -165,12 +198,13 @@ def _changed(before: NDArray[np.uint8] | None, now: NDArray[np.uint8]) -> tuple[
 
 
 def measured_bytes(episodes: int) -> list[dict[str, object]]:
-    """One row for each sequence."""
+    """One row for each sequence; `episodes` of those that are rendered."""
     from taktline_demo.jpeg import encode_jpeg
 
-    sequences = recorded(episodes)
+    sent_then, encoded = recorded()
+    sequences = {"recorded": sent_then, **rendered(episodes)}
     frames = {id(frame): frame for seq in sequences.values() for seen in seq for frame in seen.frames.values()}
-    encoded = {key: encode_jpeg(frame) for key, frame in frames.items()}
+    encoded |= {key: encode_jpeg(frame) for key, frame in frames.items() if key not in encoded}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         deployment = Deployment(Path(folder))
@@ -264,16 +298,11 @@ def main() -> None:
                 f" {row['peer_median_ms']:.2f} p99 {row['peer_p99_ms']:.2f} ms, {row['peer_per_s']:.0f}/s,"
                 f" {row['peer_gateway_cpu_us']:.0f} us"
             )
-    common = {
-        "versions": {
-            name: version(name) for name in ("taktline", "taktline-gateway", "uvicorn", "websockets", "httpx")
-        },
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m benchmarks.gateway.stream_bytes " + " ".join(sys.argv[1:]),
-    }
     if options.output is not None:
-        lines = ",\n".join(json.dumps({**row, **common}) for row in rows)
-        options.output.write_text(f"[\n{lines}\n]\n")
+        names = ("taktline", "taktline-gateway", "uvicorn", "websockets", "httpx")
+        versions = {name: version(name) for name in names}
+        command = " ".join(["python -m benchmarks.gateway.stream_bytes", *sys.argv[1:]])
+        write_rows(options.output, [{**row, "versions": versions} for row in rows], command)
 
 
 if __name__ == "__main__":
