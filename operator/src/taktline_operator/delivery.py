@@ -14,6 +14,12 @@ Json = dict[str, Any]
 CONTAINER = "model"
 PROGRESS_PORT = 9465
 CA_MOUNT = "/etc/taktline-ca"
+# What every container of a worker may do: all that the restricted Pod Security standard leaves, and write nowhere.
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 # Hashing and TLS need little; a slow node still gets a core.
 RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
 
@@ -94,11 +100,7 @@ def init_containers(policy: PolicyDeployment, image: str, config_mount: str, scr
             "resources": RESOURCES,
             # What it says last becomes the condition's message.
             "terminationMessagePolicy": "FallbackToLogsOnError",
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            },
+            "securityContext": RESTRICTED,
             "volumeMounts": [
                 {"name": "engine", "mountPath": config_mount, "readOnly": True},
                 {"name": "model", "mountPath": CACHE_MOUNT},

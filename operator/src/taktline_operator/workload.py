@@ -276,11 +276,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 3, "timeoutSeconds": 5},
         # The last words of a worker that refuses to start become the condition's message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": delivery.RESTRICTED,
         "volumeMounts": [
             {"name": "engine", "mountPath": CONFIG_MOUNT, "readOnly": True},
             {"name": "model", "mountPath": delivery.model_mount(policy), "readOnly": True},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+Told = TypeVar("Told", bound=msgspec.Struct)
 
 
 class RankLostError(RuntimeError):
@@ -36,6 +39,20 @@ class Mesh(Protocol):
 
     def send(self, value: Tensor) -> Tensor:
         """Rank 0's `value`; other ranks give a buffer of the same shape, dtype and device, which is filled."""
+
+
+def tell(mesh: Mesh, message: msgspec.Struct) -> None:
+    """Rank 0's part of `hear`: sends `message` as its length (int64) and its bytes."""
+    body = msgspec.msgpack.encode(message)
+    mesh.send(torch.tensor([len(body)], dtype=torch.int64))
+    mesh.send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+
+
+def hear(mesh: Mesh, kind: type[Told]) -> Told:
+    """What rank 0 tells, on the other ranks."""
+    length = mesh.send(torch.zeros(1, dtype=torch.int64))
+    body = mesh.send(torch.zeros(int(length), dtype=torch.uint8))
+    return msgspec.msgpack.decode(body.numpy().tobytes(), type=kind)
 
 
 def share(rank: int, size: int, total: int) -> range:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from taktline_worker.planning.mesh import Mesh
+from taktline_worker.planning.mesh import Mesh, hear, tell
 from taktline_worker.planning.search import Plan, Problem, Standing, search
 from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.world import Scene, WorldModel
@@ -51,7 +51,7 @@ def lead(
         ScoringError: rank 0 could not score its units; the others are in step and wait for the next order.
     """
     if mesh.size > 1:
-        _send_order(mesh, _Order(tuple(_head(problem) for problem in problems)))
+        tell(mesh, _Order(tuple(_head(problem) for problem in problems)))
         for problem in problems:
             for tensor in _tensors(problem).values():
                 mesh.send(tensor.contiguous())
@@ -60,14 +60,14 @@ def lead(
 
 def follow(world: WorldModel, mesh: Mesh) -> None:
     """Runs on every rank but 0: searches as ordered, returns on `dismiss`."""
-    while (order := _receive_order(mesh)).problems:
+    while (order := hear(mesh, _Order)).problems:
         search(world, [_receive(head, mesh, world.device) for head in order.problems], mesh)
 
 
 def dismiss(mesh: Mesh) -> None:
     """From rank 0: lets the followers return."""
     if mesh.size > 1:
-        _send_order(mesh, _Order(()))
+        tell(mesh, _Order(()))
 
 
 def _tensors(problem: Problem) -> dict[str, Tensor]:
@@ -99,15 +99,3 @@ def _receive(head: _ProblemHead, mesh: Mesh, device: torch.device) -> Problem:
     settings = msgspec.convert(head.settings, SearchSettings)
     scene = Scene(got["latent"], got["goal"], got["pose"])
     return Problem(scene, settings, head.seed, got.get("previous"), head.deadline, got.get("noise"))
-
-
-def _send_order(mesh: Mesh, order: _Order) -> None:
-    body = msgspec.msgpack.encode(order)
-    mesh.send(torch.tensor([len(body)], dtype=torch.int64))
-    mesh.send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-
-
-def _receive_order(mesh: Mesh) -> _Order:
-    length = mesh.send(torch.zeros(1, dtype=torch.int64))
-    body = mesh.send(torch.zeros(int(length), dtype=torch.uint8))
-    return msgspec.msgpack.decode(body.numpy().tobytes(), type=_Order)

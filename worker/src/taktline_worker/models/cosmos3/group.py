@@ -21,6 +21,7 @@ from taktline_worker.models.cosmos3.runner import Inputs
 from taktline_worker.models.cosmos3.vae_tiles import decode_tiled, gather_to_first, grid_of
 from taktline_worker.models.cosmos3.vae_weights import VaeWeights
 from taktline_worker.planning.mesh import Mesh as Control
+from taktline_worker.planning.mesh import hear, tell
 
 RETRY_MS = 5_000.0
 """When a robot whose request was lost with a rank may try again: a group takes longer to load, another worker less."""
@@ -132,7 +133,7 @@ class PolicyGroup:
 
 def follow(runner: GraphRunner, decoder: VaeWeights | None, control: Control) -> None:
     """Runs on every rank but 0: solves as ordered, returns on `dismiss`."""
-    while (order := _receive(control)).conditional:
+    while (order := hear(control, _Order)).conditional:
         got = {head.name: control.send(torch.empty(head.shape, device=runner.device)) for head in order.tensors}
         inputs = Inputs(
             conditional=order.conditional,
@@ -148,7 +149,7 @@ def follow(runner: GraphRunner, decoder: VaeWeights | None, control: Control) ->
 
 def dismiss(control: Control) -> None:
     """From rank 0: lets the others return."""
-    _send_order(control, _Order())
+    tell(control, _Order())
 
 
 def _is_of_the_mesh(error: RuntimeError) -> bool:
@@ -180,24 +181,11 @@ def _on(device: torch.device, inputs: Inputs) -> Inputs:
 def _send(control: Control, inputs: Inputs, imagined: tuple[int, ...]) -> None:
     named = _tensors(inputs)
     heads = tuple(_Head(name, tuple(tensor.shape)) for name, tensor in named.items())
-    _send_order(control, _Order(inputs.conditional, inputs.unconditional, inputs.imagine, imagined, heads))
+    tell(control, _Order(inputs.conditional, inputs.unconditional, inputs.imagine, imagined, heads))
     for tensor in named.values():
         control.send(tensor)
 
 
-def _send_order(control: Control, order: _Order) -> None:
-    body = msgspec.msgpack.encode(order)
-    control.send(torch.tensor([len(body)], dtype=torch.int64))
-    control.send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-
-
-def _receive(control: Control) -> _Order:
-    length = control.send(torch.zeros(1, dtype=torch.int64))
-    body = control.send(torch.zeros(int(length), dtype=torch.uint8))
-    return msgspec.msgpack.decode(body.numpy().tobytes(), type=_Order)
-
-
-@torch.inference_mode()
 def _decode(
     runner: GraphRunner, decoder: VaeWeights | None, inputs: Inputs, result: Tensor, rows: tuple[int, ...]
 ) -> dict[int, NDArray[np.uint8]]:
