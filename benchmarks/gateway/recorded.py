@@ -10,7 +10,9 @@ compare: the traces in benchmarks/gateway/recorded on our policy and the others,
 
 A recording holds what robots asked while the gateway served them: it is played as it is, whatever a policy would have
 made of the robots. To load an engine that is not the one they were served by, more such robots are laid over them, each
-lot some time later, and what is left is made up for by playing it faster or slower, its budgets with it.
+lot some time later, and what is left is made up for by playing it faster or slower, its budgets with it. A robot asked
+again because it had been answered; a request that comes before the deadline of its robot's last one is another
+robot's to the policies, so that it takes nobody's place.
 """
 
 from __future__ import annotations
@@ -87,7 +89,21 @@ class Recording:
                 whose = robot + self.robots * (2 * lot + turn)
                 jobs.append(Job(whose, seq, stretch * arrival / 1e6, stretch * (arrival + budget) / 1e6))
         jobs.sort(key=lambda job: job.arrival)
-        return Trace(self.name, own if load is None else load, tuple(jobs))
+        return Trace(self.name, own if load is None else load, tuple(_apart(jobs)))
+
+
+def _apart(jobs: Sequence[Job]) -> Iterator[Job]:
+    """The jobs by arrival, each under a robot's name that has nothing else open until its deadline."""
+    busy: dict[int, list[tuple[int, float]]] = {}
+    names = 0
+    for job in jobs:
+        own = busy.setdefault(job.robot, [])
+        place = next((place for place, (_, until) in enumerate(own) if until <= job.arrival), len(own))
+        if place == len(own):
+            own.append((names, 0.0))
+            names += 1
+        own[place] = (own[place][0], job.deadline)
+        yield dataclasses.replace(job, robot=own[place][0])
 
 
 def read(path: Path) -> Recording:

@@ -72,37 +72,48 @@ def test_requests_that_the_timeline_has_forgotten_are_a_gap_and_no_file(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def recording(budget_us: int) -> Recording:
+    """Two robots in turn, one request every 200 ms."""
+    requests = [[1_000_000 + 200_000 * n, n % 2, n // 2, budget_us, 0, 0, 50] for n in range(11)]
+    return Recording("line", "", "2026-01-01", {}, ["production"], requests)
+
+
 def test_a_recording_is_played_as_it_was_or_at_a_load():
-    requests = [[1_000_000 + 200_000 * n, n % 2, n // 2, 500_000, 0, 0, 50] for n in range(11)]
-    recording = Recording("line", "", "2026-01-01", {}, ["production"], requests)
-    assert (recording.seconds, recording.rate_hz, recording.robots) == (2.0, 5.0, 2)
-    as_it_was = recording.trace(ENGINE)
+    made = recording(300_000)
+    assert (made.seconds, made.rate_hz, made.robots) == (2.0, 5.0, 2)
+    as_it_was = made.trace(ENGINE)
     assert as_it_was.load == pytest.approx(0.5)
     assert [job.arrival for job in as_it_was.jobs[:3]] == pytest.approx([0.0, 0.2, 0.4])
-    assert as_it_was.jobs[1].deadline == pytest.approx(0.7)
-    slow = recording.trace(ENGINE, 0.4)
+    assert as_it_was.jobs[1].deadline == pytest.approx(0.5)
+    slow = made.trace(ENGINE, 0.4)
     assert slow.jobs[-1].arrival == pytest.approx(2.5)
-    assert slow.jobs[1].deadline - slow.jobs[1].arrival == pytest.approx(0.625)
+    assert slow.jobs[1].deadline - slow.jobs[1].arrival == pytest.approx(0.375)
     assert (slow.jobs[3].robot, slow.jobs[3].seq) == (1, 1)
 
 
 def test_more_load_is_more_robots_who_come_later():
-    requests = [[1_000_000 + 200_000 * n, n % 2, n // 2, 500_000, 0, 0, 50] for n in range(11)]
-    recording = Recording("line", "", "2026-01-01", {}, ["production"], requests)
-    doubled = recording.trace(ENGINE, 1.0)
+    made = recording(300_000)
+    doubled = made.trace(ENGINE, 1.0)
     assert len(doubled.jobs) == 22
-    assert {round(job.deadline - job.arrival, 9) for job in doubled.jobs} == {0.5}
-    assert doubled.jobs[-1].arrival <= recording.seconds
-    first = [job for job in doubled.jobs if job.robot < 2]
-    assert [job.arrival for job in first] == pytest.approx([0.2 * n for n in range(11)])
-    later = sorted(job.arrival for job in doubled.jobs if job.robot >= 2)
-    assert later == pytest.approx([0.2 * n for n in range(1, 6)] + [1.0 + 0.2 * n for n in range(6)], abs=1e-5)
+    assert {round(job.deadline - job.arrival, 9) for job in doubled.jobs} == {0.3}
+    assert doubled.jobs[-1].arrival <= made.seconds
+    times = Counter(round(job.arrival, 4) for job in doubled.jobs)
+    assert times == Counter([round(0.2 * n, 4) for n in (*range(11), *range(1, 6), *range(5, 11))])
     for whose in {job.robot for job in doubled.jobs}:
         seqs = [job.seq for job in doubled.jobs if job.robot == whose]
         assert seqs == sorted(seqs)
-    nearly = recording.trace(ENGINE, 0.9)
+    nearly = made.trace(ENGINE, 0.9)
     assert len(nearly.jobs) == 22
     assert nearly.jobs[-1].arrival == pytest.approx(doubled.jobs[-1].arrival / 0.9)
+
+
+@pytest.mark.parametrize(("budget_us", "robots"), [(300_000, 2), (400_000, 2), (400_001, 4), (1_300_000, 8)])
+def test_no_request_of_a_recording_takes_the_place_of_its_robots_last_one(budget_us, robots):
+    jobs = recording(budget_us).trace(ENGINE).jobs
+    assert len({job.robot for job in jobs}) == robots
+    for whose in {job.robot for job in jobs}:
+        own = [job for job in jobs if job.robot == whose]
+        assert all(later.arrival >= earlier.deadline for earlier, later in itertools.pairwise(own))
 
 
 def test_the_committed_recordings_are_small_and_say_where_they_are_from():

@@ -7,6 +7,8 @@ import logging
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -244,3 +246,59 @@ def test_a_closed_stderr_ends_no_thread_that_logs():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "went on\n"
+
+
+READER_STOPS = """
+import logging, os, sys, time
+from taktline_protocol.logs import configure
+configure('test')
+said = logging.getLogger('a')
+began = time.monotonic()
+for number in range(400):
+    said.error('line', extra={'number': number, 'reason': 'x' * LENGTH})
+print(time.monotonic() - began, flush=True)
+sys.stdin.readline()
+said.error('heard again')
+"""
+
+
+@pytest.mark.parametrize("length", [300, 3900])
+def test_a_reader_of_stderr_that_stops_holds_up_nobody_and_hears_how_much_it_missed(length):
+    """A pipe takes 64 KiB; what is more would wait for the reader for ever, and a gateway's robots with it."""
+    command = [sys.executable, "-c", READER_STOPS.replace("LENGTH", str(length))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        spent = process.stdout.readline()
+        assert float(spent) < 10.0
+        lines = []
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr))
+        reader.start()
+        time.sleep(0.2)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.wait(30) == 0
+        reader.join(30)
+    found = [json.loads(line) for line in lines]
+    kept = [line["number"] for line in found if line["message"] == "line"]
+    assert kept == list(range(len(kept)))
+    assert [line["message"] for line in found[len(kept) :]] == ["log_lines_lost", "heard again"]
+    assert found[-2]["lines"] == 400 - len(kept) > 0
+    assert found[-2]["level"] == "warning"
+
+
+def test_a_line_that_was_cut_spoils_no_other():
+    command = [sys.executable, "-c", READER_STOPS.replace("'x' * LENGTH", "['y' * 900] * 100").replace("400", "2")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.readline()
+        lines = []
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr))
+        reader.start()
+        time.sleep(0.2)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.wait(30) == 0
+        reader.join(30)
+    with pytest.raises(ValueError, match="char 65536"):
+        json.loads(lines[0])
+    assert [json.loads(line)["message"] for line in lines[1:]] == ["log_lines_lost", "heard again"]

@@ -15,7 +15,7 @@ from taktline_gateway import logs
 from taktline_gateway.access.command import add_arguments, make_key
 from taktline_gateway.access.exposure import check_exposure
 from taktline_gateway.compat import ports
-from taktline_gateway.connections import BoundedLoop
+from taktline_gateway.connections import BoundedLoop, connections_within_limit
 from taktline_gateway.listening import check_addresses
 from taktline_gateway.server import serve
 from taktline_gateway.service import Settings
@@ -47,7 +47,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         audit_log=arguments.audit_log,
         tls=_server_files(arguments),
         worker_tls=_worker_files(arguments),
-        max_connections=arguments.max_connections,
+        max_connections=connections_within_limit(arguments.max_connections),
         max_connections_by_address=arguments.max_connections_by_address,
     )
     host, port = arguments.listen

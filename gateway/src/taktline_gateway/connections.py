@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 import socket
 from collections import Counter
 from typing import Any
 
 import uvloop
 
+from taktline_gateway.logs import log
+
 HANDSHAKE_TIMEOUT_S = 10.0
 """A TLS handshake that takes longer is given up, as is a request's head (`http_protocol`)."""
 CLOSING_TIMEOUT_S = 30.0
 """How long a TLS connection that closes may take to send what is left and to hear the other end's goodbye."""
+_logger = logging.getLogger(__name__)
 PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 60, 15, 4
 """After how much silence the kernel asks whether a peer is still there, how often, how many times in vain."""
+DESCRIPTORS_KEPT = 256
+"""For workers, files, logs and whoever is just being refused."""
 TOO_MANY = b"too many connections; close idle ones, or raise --max-connections"
+
+
+def connections_within_limit(wanted: int) -> int:
+    """How many connections this process can hold, at most `wanted`; its limit of descriptors is raised for them.
+
+    Beyond that a connection could not even be refused: the kernel would have it, and nobody here.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + DESCRIPTORS_KEPT
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    possible = max(1, soft - DESCRIPTORS_KEPT)
+    log(
+        _logger,
+        logging.WARNING,
+        "few_descriptors",
+        reason=f"{soft} descriptors are enough for {possible} connections, not for the {wanted} of --max-connections",
+        next_step="raise the limit of open files (ulimit -Hn, LimitNOFILE=), or lower --max-connections",
+    )
+    return possible
 
 
 class ConnectionCounts:

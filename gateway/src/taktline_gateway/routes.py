@@ -62,19 +62,49 @@ def file_identity(path: Path) -> tuple[int, int, int, int] | None:
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-async def watch_routes(
-    path: Path, seen: tuple[int, int, int, int] | None, apply: Callable[[RoutingTable], None]
-) -> None:
+class FileChanges:
+    """When files are to be read again: once they have changed, and as long as the system does not give them out.
+
+    That a process is out of descriptors, or a disk does not answer, says nothing about the file: what is in it must
+    take effect as soon as it can be read.
+
+    Args:
+        look: what changes when the files are replaced.
+    """
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._seen = look()
+        self._again = False
+        self._told: tuple[object, str] | None = None
+
+    def due(self) -> bool:
+        """Whether to read them now."""
+        identity = self._look()
+        due = self._again or identity != self._seen
+        self._seen, self._again = identity, False
+        return due
+
+    def failed(self, error: TaktlineError) -> bool:
+        """They were due, and could not be read or used; whether that is to be logged: once for each version."""
+        self._again = isinstance(error.__cause__, OSError)
+        before, self._told = self._told, (self._seen, str(error))
+        return before != self._told
+
+
+async def watch_routes(path: Path, changes: FileChanges, apply: Callable[[RoutingTable], None]) -> None:
     """Calls `apply` with each valid new table, for ever. A broken table is logged and the last good one stays."""
     while True:
         await asyncio.sleep(POLL_S)
-        identity = file_identity(path)
-        if identity == seen:
+        if not changes.due():
             continue
-        seen = identity
         try:
             table = read_routes(path)
         except TaktlineError as error:
-            log(_logger, logging.ERROR, "routes_refused", code=error.code.value, reason=str(error))
+            if changes.failed(error):
+                log(_logger, logging.ERROR, "routes_refused", code=error.code.value, reason=str(error))
             continue
-        apply(table)
+        try:
+            apply(table)
+        except Exception:  # a fault of ours must not end the watching: the next table may be the way out
+            log(_logger, logging.ERROR, "internal", exc_info=True, reason="the routing table is applied in part")

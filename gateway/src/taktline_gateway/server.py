@@ -38,7 +38,11 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings, host: str, port: int) -> None:
-    """Serves until SIGTERM or SIGINT has been drained. Raises TaktlineError `config_invalid` on a bad routing table."""
+    """Serves until SIGTERM, SIGINT or SIGHUP has been drained.
+
+    Raises:
+        TaktlineError: `config_invalid` on a bad routing table.
+    """
     gateway = Gateway(settings)
     config = uvicorn.Config(
         build_app(gateway),
@@ -65,7 +69,7 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # whose default would lose what is unanswered
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, _census, gateway)
     drainer = asyncio.create_task(_drain_on(stop, gateway, server))

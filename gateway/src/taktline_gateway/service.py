@@ -22,7 +22,7 @@ from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
 from taktline_gateway.robots import Robots
-from taktline_gateway.routes import file_identity, read_routes, watch_routes
+from taktline_gateway.routes import FileChanges, file_identity, read_routes, watch_routes
 from taktline_gateway.stream.settings import StreamSettings
 from taktline_gateway.telemetry import Levels, Telemetry
 from taktline_gateway.tls import ServerTls, TlsFiles, WorkerTls
@@ -84,7 +84,7 @@ class Gateway:
         self.trials = Trials(self.lanes, self._new_lane)
         self.draining = False
         self.requests = 0  # being served at this moment
-        self._seen = file_identity(settings.routes)
+        self._changes = FileChanges(lambda: file_identity(settings.routes))
         self._table = read_routes(settings.routes)
         self._watcher: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Gateway:
         """Connects to the workers and begins watching the routing table."""
         await self.access.start()
         self._apply(self._table)
-        self._watcher = asyncio.create_task(watch_routes(self.settings.routes, self._seen, self._apply))
+        self._watcher = asyncio.create_task(watch_routes(self.settings.routes, self._changes, self._apply))
 
     async def close(self) -> None:
         """Closes every lane; queued requests get a typed error."""

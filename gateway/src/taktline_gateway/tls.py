@@ -16,7 +16,7 @@ from cryptography import x509
 from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_gateway.logs import log
-from taktline_gateway.routes import POLL_S, file_identity
+from taktline_gateway.routes import POLL_S, FileChanges, file_identity
 
 _logger = logging.getLogger(__name__)
 Identity = tuple[tuple[int, int, int, int] | None, ...]
@@ -49,7 +49,7 @@ class ServerTls:
     def __init__(self, files: TlsFiles) -> None:
         """Reads the files. Raises TaktlineError `config_invalid`."""
         self.files = files
-        self._seen = files.identity()
+        self._changes = FileChanges(files.identity)
         self._current = self.context = _server_context(files)
         # Asked in every handshake, with and without SNI: the newest context takes over certificate and trust.
         self.context.sni_callback = self._choose
@@ -75,14 +75,13 @@ class ServerTls:
 
     def refresh(self) -> bool:
         """Reads the files again where they changed; whether it did. A broken one is logged, the last good one stays."""
-        identity = self.files.identity()
-        if identity == self._seen:
+        if not self._changes.due():
             return False
-        self._seen = identity
         try:
             self._current = _server_context(self.files)
         except TaktlineError as error:
-            log(_logger, logging.ERROR, "certificate_refused", reason=str(error))
+            if self._changes.failed(error):
+                log(_logger, logging.ERROR, "certificate_refused", reason=str(error))
             return False
         log(_logger, logging.INFO, "certificate_read", cert=str(self.files.cert))
         return True
@@ -119,7 +118,7 @@ class WorkerTls:
     def __init__(self, files: TlsFiles) -> None:
         """Reads the files. Raises TaktlineError `config_invalid`."""
         self.files = files
-        self._seen = files.identity()
+        self._changes = FileChanges(files.identity)
         self._credentials = _channel_credentials(files)
         self.context = _client_context(files)
         """For connections to workers that are not gRPC's; another one after the files have changed."""
@@ -137,14 +136,13 @@ class WorkerTls:
 
     def refresh(self) -> bool:
         """As `ServerTls.refresh`."""
-        identity = self.files.identity()
-        if identity == self._seen:
+        if not self._changes.due():
             return False
-        self._seen = identity
         try:
             self._credentials, self.context = _channel_credentials(self.files), _client_context(self.files)
         except TaktlineError as error:
-            log(_logger, logging.ERROR, "certificate_refused", reason=str(error))
+            if self._changes.failed(error):
+                log(_logger, logging.ERROR, "certificate_refused", reason=str(error))
             return False
         log(_logger, logging.INFO, "certificate_read", cert=str(self.files.cert or self.files.ca))
         for renew in list(self._listeners):

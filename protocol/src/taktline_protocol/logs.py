@@ -7,17 +7,22 @@ service: `policy`, `pool`, `revision`, `robot`, `request_id`, `seq`, `code` and 
 `trace_id` and `span_id`.
 
 Bytes never reach a line, only their number; secrets are blotted out by the name of their field and by their form.
+
+A reader of stderr that stops reading (a collector that hangs, Ctrl-S in a terminal) holds up nobody: lines are dropped,
+and `log_lines_lost` says how many as soon as it reads again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import select
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -27,6 +32,8 @@ TRACEBACK_CHARACTERS = 12_000
 ITEMS = 200
 DEPTH = 6
 REDACTED = "[redacted]"
+PATIENCE_MS = 5
+"""How long the first line waits for a reader that is behind; those after it do not, until it has caught up."""
 RESERVED = frozenset({"time", "level", "service", "logger", "message", "traceback"})
 """Names of the line's own fields; a field of a call with such a name is written with `_` behind it."""
 
@@ -88,6 +95,47 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes each line whole, or drops it where that would mean to wait for whoever reads stderr."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lost = 0
+        self._cut = False  # within a long line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the line; one that says how many were lost goes before it."""
+        try:
+            descriptor = self.stream.fileno()
+        except (OSError, ValueError):  # no file, or closed
+            super().emit(record)
+            return
+        try:
+            if self._lost and self._taken(descriptor, _lost_lines(self._lost)):
+                self._lost = 0
+            if self._lost or not self._taken(descriptor, record):
+                self._lost += 1
+        except Exception:
+            self.handleError(record)
+
+    def _taken(self, descriptor: int, record: logging.LogRecord) -> bool:
+        line = ("\n" * self._cut + self.format(record) + self.terminator).encode()
+        room = select.poll()
+        room.register(descriptor, select.POLLOUT)
+        while line:
+            # A pipe that has room takes so many bytes without making anybody wait.
+            if not room.poll(0 if self._lost else PATIENCE_MS):
+                return False
+            line = line[os.write(descriptor, line[: select.PIPE_BUF]) :]
+            self._cut = bool(line)
+        return True
+
+
+def _lost_lines(count: int) -> logging.LogRecord:
+    about = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": "log_lines_lost"}
+    return logging.makeLogRecord({**about, "lines": count})
+
+
 def configure(
     service: str,
     level: str | int = "INFO",
@@ -102,7 +150,7 @@ def configure(
         service, context, hidden: see JsonFormatter.
         quieter: least levels of loggers that would say too much.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service, context, hidden))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -27,7 +27,7 @@ from taktline_gateway.access.rates import Quota, admit
 from taktline_gateway.access.rights import OPEN, Kind, Principal, Right, told_over, unauthenticated
 from taktline_gateway.access.tokens import TokenVerifier
 from taktline_gateway.logs import log
-from taktline_gateway.routes import POLL_S, file_identity
+from taktline_gateway.routes import POLL_S, FileChanges, file_identity
 
 MAX_CREDENTIAL_CHARS = 8192
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class AccessControl:
         """Reads the access file. Raises TaktlineError `config_invalid`."""
         self.audit = audit or AuditLog()
         self._path = path
-        self._seen = file_identity(path) if path is not None else None
+        self._changes = FileChanges(lambda: None if path is None else file_identity(path))
         self._watcher: asyncio.Task[None] | None = None
         self._started = False
         self._quotas: dict[tuple[str, str], Quota] = {}
@@ -292,13 +292,12 @@ class AccessControl:
 
     def _look(self, path: Path) -> None:
         """Applies the file where it has changed; one that is not valid changes nothing."""
-        identity = file_identity(path)
-        if identity != self._seen:
-            self._seen = identity
+        if self._changes.due():
             try:
                 file = read_access_file(path)
             except TaktlineError as error:
-                log(_logger, logging.ERROR, "access_refused", code=error.code.value, reason=str(error))
+                if self._changes.failed(error):
+                    log(_logger, logging.ERROR, "access_refused", code=error.code.value, reason=str(error))
                 return
             before, replaced = self._file, self._tokens
             self._apply(file)
