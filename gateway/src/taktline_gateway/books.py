@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -94,7 +95,7 @@ class Books:
         pending: Pending,
         received_at: float,
     ) -> Verdict:
-        """Counts an answer that is about to be sent, and says what is stated in it."""
+        """What is stated in an answer that is about to be sent; it is counted in the loop's next turn, behind it."""
         now = time.monotonic()
         queue_s = served.sent_at - pending.arrived_at + served.waited_s
         sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
@@ -107,7 +108,24 @@ class Books:
             actuate_ms=observation.actuate_ms,
         )
         margin_ms = margin_of(observation.budget_ms, timings)
-        cause = miss_cause(observation.budget_ms, timings)
+        verdict = Verdict(timings, margin_ms, miss_cause(observation.budget_ms, timings))
+        what = (request_id, info, observation, served, pending, received_at, now, verdict)
+        asyncio.get_running_loop().call_soon(self._count, *what)
+        return verdict
+
+    def _count(
+        self,
+        request_id: str,
+        info: PolicyInfo,
+        observation: Observation,
+        served: Served,
+        pending: Pending,
+        received_at: float,
+        now: float,
+        verdict: Verdict,
+    ) -> None:
+        """Tells everybody of an answer that was made at `now`."""
+        timings, margin_ms, cause = verdict.timings, verdict.margin_ms, verdict.cause
         policy = info.policy
         trace = pending.trace
         # Of the answers in time any is as good as another; of the late ones a person wants to see which.
@@ -190,7 +208,6 @@ class Books:
                 batch_size=served.batch_size,
                 trace_id=_trace_id(trace) or None,
             )
-        return Verdict(timings, margin_ms, cause)
 
     def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
         """Counts and logs one typed error."""

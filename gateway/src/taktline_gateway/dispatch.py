@@ -162,23 +162,27 @@ class Dispatch:
             link.failures = 0
             outside_s, waited_s = _outside_s(response, seconds), _waited_s(response)
             self._scheduler.finished(batch, seconds, response.total_ms / 1e3, outside_s, waited_s, measured=rows > 0)
-        revision = response.revision or link.revision
-        self._telemetry.batch_finished(
-            self._policy,
-            link.target.pool,
-            revision,
-            rows,
-            response.bucket,
-            seconds - (_waited_s(response) or 0.0),
-            batch.median_s,
-        )
         try:
             self._deliver(link, members, response, sent_at, batch, level)
         except Exception:  # a fault of ours must not leave robots without an answer
             log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
             for member in members:
                 self.fail(member, internal_error())
-        self._poll()
+        count = partial(
+            self._telemetry.batch_finished,
+            self._policy,
+            link.target.pool,
+            response.revision or link.revision,
+            rows,
+            response.bucket,
+            seconds - (_waited_s(response) or 0.0),
+            batch.median_s,
+        )
+        if self._scheduler.depth:  # somebody waits for the worker
+            self._poll()
+        else:
+            _behind_answers(self._poll)
+        _behind_answers(count)
 
     def _deliver(
         self,
@@ -361,6 +365,13 @@ def _outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
 def _waited_s(response: worker_pb2.InferResponse) -> float | None:
     """What a batch waited at its worker for the one before it; None of a worker that does not tell."""
     return response.waited_ms / 1e3 if response.HasField("waited_ms") else None
+
+
+def _behind_answers(work: Callable[[], object]) -> None:
+    """Runs `work` when the answers that are known now have been written: the loop makes them in its next turn, and
+    hands them to the kernel at the end of that."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, work)
 
 
 def _is_away(result: worker_pb2.InferResult) -> bool:
