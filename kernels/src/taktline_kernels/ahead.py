@@ -182,6 +182,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     cublaslt = importlib.import_module("taktline_kernels.cuda.cublaslt")
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
+    patch_attention = importlib.import_module("taktline_kernels.cuda.patch_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
     fp8_attention = importlib.import_module("taktline_kernels.cuda.fp8_attention")
@@ -244,6 +245,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     # Kernels that a process made before would not be seen, and these must not stay.
     others = (
         image_attention,
+        patch_attention,
         frame_attention,
         cached_attention,
         product,

@@ -84,6 +84,7 @@ _VISION = register(
     {
         "sdpa": "taktline_kernels.cuda.sdpa:attention_vision",
         "packed": "taktline_kernels.cuda.image_attention:attention_vision",
+        "patches": "taktline_kernels.cuda.patch_attention:attention_vision",
         "windows": "taktline_kernels.triton_impl.window_attention:attention_vision",
     },
 )
