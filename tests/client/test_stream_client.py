@@ -28,20 +28,12 @@ from websockets.exceptions import ConnectionClosedError
 
 from tests.client.cut_proxy import CutProxy
 from tests.client.test_robot import OneShotServer, _http
+from tests.waiting import until
 
 FRAME = np.zeros((8, 8, 3), dtype=np.uint8)
 IMAGES = {"front": FRAME, "wrist": FRAME}
 STATE = np.zeros(6)
 BUDGET_MS = 20_000.0
-
-
-def until(condition, what, timeout_s=120.0):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{what} did not happen")
 
 
 @pytest.fixture

@@ -9,28 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taktline" / "clients"
 NO_NETWORK = ("dns error", "error sending request", "failed to fetch", "timed out", "connection refused", "unreachable")
-
-
-def until(condition, what: str, timeout_s: float = 120.0):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen within {timeout_s} s")
 
 
 class Fleet:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -18,20 +17,10 @@ from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, enco
 from taktline_protocol.metrics import WORKERS_BY_BATCH_PORT
 
 from tests.ports import free_port
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 FRAME = Image("raw", bytes(3 * 8 * 8), (8, 8, 3))
-
-
-def until(condition, what, timeout_s=120.0):
-    """Waits for a condition that will come; fails naming `what` if it does not."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen within {timeout_s} s")
 
 
 class Stack:

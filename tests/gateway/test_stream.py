@@ -28,17 +28,9 @@ from taktline_protocol.stream_codec import encode_frame
 from websockets.exceptions import ConnectionClosed
 
 from tests.gateway.stream_robot import RAW, STATE, StreamRobot, raw_frame
+from tests.waiting import until
 
 HELD = {"front": b"front--0", "wrist": b"wrist--0"}
-
-
-def until(condition, what, timeout_s=20.0):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen")
 
 
 @pytest.fixture

@@ -16,22 +16,13 @@ from taktline_protocol.measurements import GatewayMeasurements, Trial
 from taktline_protocol.stream import Ack
 
 from tests.gateway.stream_robot import StreamRobot
+from tests.waiting import until
 
 _spec = importlib.util.spec_from_file_location("gateway_stack", Path(__file__).with_name("conftest.py"))
 _conftest = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_conftest)
 Stack = _conftest.Stack
 _numbers = itertools.count()
-
-
-def until(condition, what, timeout_s=120.0):
-    """Waits for a condition that will come; fails naming `what` if it does not."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen within {timeout_s} s")
 
 
 def candidate(*addresses: str, **fields) -> dict:
@@ -150,6 +141,29 @@ def test_mirrored_observations_are_compared_and_their_answers_not_used(stack, se
     until(lambda: trial(stack).shadow.compared == 5, "five comparisons")
     assert trial(stack).shadow.agreed == 0
     assert trial(stack).shadow.ratio_max == pytest.approx(50, rel=1e-2)
+
+
+def test_an_answer_that_was_made_cheaper_is_held_against_no_candidate(bare_stack):
+    """Under load the serving revision gives shorter chunks; the candidate, which has time, must not fail for that."""
+    stack = bare_stack
+    serving = stack.start_worker(revision="r1", t_sync="1:1500", cheaper="0x4=1:20")
+    stack.write_routes(
+        serving,
+        degrade={"min_action_horizon": 4},
+        candidate=candidate(stack.start_worker(revision="r2", t_sync="1:20"), mirror=100),
+    )
+    stack.start_gateway()
+    stack.wait_workers(1)
+    trial_up(stack)
+    for number in range(3):
+        status, chunk = stack.act(budget_ms=1_300.0)
+        assert (status, chunk.degraded.action_horizon) == (200, 4)
+        until(lambda: trial(stack).shadow.outcomes.on_time == number + 1, "the candidate's answer")  # noqa: B023
+    status, chunk = stack.act(budget_ms=10_000.0)
+    assert (status, chunk.degraded) == (200, None)
+    until(lambda: trial(stack).shadow.compared == 1, "the one comparison of like with like")
+    found = trial(stack).shadow
+    assert (found.agreed, found.reshaped, found.outcomes.on_time) == (1, 0, 4)
 
 
 def test_both_revisions_draw_the_same_noise_for_a_mirrored_observation(stack, serving):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,28 +23,11 @@ from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 
 from benchmarks.fp8_backbones import golden_rows
+from tests.engine_fixtures import one_thread, pool, relative_l2  # noqa: F401 (fixtures)
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "groot_n1_7_tiny"
 HORIZON = 6
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
-
-
-def relative_l2(value: Tensor, reference: Tensor) -> float:
-    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 def architecture() -> GrootArchitecture:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +21,8 @@ from taktline_worker.models.minicpm_robot.weights import load_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 from transformers import MiniCPMV4_6Config, MiniCPMV4_6Model
+
+from tests.engine_fixtures import one_thread, pool, relative_l2  # noqa: F401 (fixtures)
 
 IMAGE_TOKEN = 500
 HEAD_WIDTH, LAYERS, BANKS, STATE, ACTION, HORIZON = 32, 4, 5, 12, 10, 6
@@ -57,24 +57,6 @@ VISION = {
     "patch_size": 14,
 }
 BACKBONE = {"text_config": TEXT, "vision_config": VISION, "insert_layer_id": 1, "image_token_id": IMAGE_TOKEN}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
-
-
-def relative_l2(value: Tensor, reference: Tensor) -> float:
-    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 def official() -> MiniCPMV4_6Model:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,17 @@ from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.world import Scene
 from torch import Tensor
 
+from tests.engine_fixtures import one_thread, pool, relative_l2  # noqa: F401 (fixtures)
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "vjepa2_ac_tiny"
 STATED = {"short": SidecarArchitecture(64, 4, 4), "full": SidecarArchitecture(128, 2, 2)}
 FILES = {"short": GOLDEN / "checkpoint.pt", "full": GOLDEN / "full" / "checkpoint.pt"}
 CEM_CASES = ("main", "notebook_pinned", "close_gripper")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
-
-
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return GOLDEN
-
-
-def relative_l2(value: Tensor, reference: Tensor) -> float:
-    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 def make_world(kind: str = "full", precision: Precision = FP32, micro_batch: int = 64, horizon: int = 2) -> VJepa2World:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,31 +24,15 @@ from taktline_worker.models.pi.weights import FP32, DTypePolicy, pack_weights
 from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 
+from tests.engine_fixtures import one_thread, pool, relative_l2  # noqa: F401 (fixtures)
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TOKENIZER = GOLDEN / "pi05_tiny" / "lerobot_folder" / "tokenizer"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return GOLDEN
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
-
-
-def relative_l2(value: Tensor, reference: Tensor) -> float:
-    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 @pytest.fixture(scope="session")

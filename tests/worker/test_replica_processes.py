@@ -22,18 +22,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import ParallelOptions
 
+from tests.waiting import until
+
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-c", "import sys; from taktline_worker.cli import main; sys.exit(main())"]
-
-
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen")
 
 
 def gone(pid: int) -> bool:
