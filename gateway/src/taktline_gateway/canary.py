@@ -203,6 +203,8 @@ class Canary:
         if serving.result.cancelled() or serving.result.exception() is not None:
             return  # without the serving revision's answer there is nothing to compare with
         served = serving.result.result()
+        if served.degraded != offered.degraded:
+            return  # one of them was made cheaper: how far they lie apart says nothing of the revision
         found = shadow.difference(served.actions.to_numpy(), offered.actions.to_numpy(), candidate)
         shadow.note(trial.shadow, found)
         if found is None or found[0] > 1.0:
