@@ -136,6 +136,14 @@ def test_wrong_method(shared_stack):
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_probes_may_be_asked_for_their_head_only(shared_stack, path):
+    asked = {method: shared_stack.http.request(method, shared_stack.url + path) for method in ("GET", "HEAD")}
+    assert [answer.status_code for answer in asked.values()] == [200, 200]
+    assert asked["HEAD"].content == b""
+    assert asked["HEAD"].headers["content-length"] == asked["GET"].headers["content-length"]
+
+
 def test_declared_body_over_the_limit_is_refused_unread(shared_stack):
     host, port = shared_stack.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:

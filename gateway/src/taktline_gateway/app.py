@@ -29,6 +29,8 @@ from taktline_gateway.stream.endpoint import STREAM_PATH, Streams
 from taktline_gateway.tracing.endpoint import timeline_route
 
 ACT_PATH = "/v1/policies/{policy}/act"
+PROBED = ["GET", "HEAD"]
+"""Load balancers and `curl -I` ask by HEAD."""
 _logger = logging.getLogger(__name__)
 
 
@@ -71,11 +73,11 @@ def build_app(gateway: Gateway) -> FastAPI:
     async def policy(request: Request, policy: str) -> Response:
         return _reply(request, gateway.lane(policy, principal_of(request.scope)).info())
 
-    @app.get("/healthz")
+    @app.api_route("/healthz", methods=PROBED)
     async def healthz(request: Request) -> Response:
         return _plain(request, "ok\n")
 
-    @app.get("/readyz")
+    @app.api_route("/readyz", methods=PROBED)
     async def readyz(request: Request) -> Response:
         gateway.check_open()
         return _plain(request, "ready\n")
