@@ -6,6 +6,8 @@ import asyncio
 import logging
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -267,3 +269,34 @@ def test_arguments_that_no_gateway_takes_are_said_when_the_robot_is_made(changes
     with pytest.raises(TaktlineError) as said:
         taktline.Robot("http://gateway:8080", **{"policy": "scripted", "robot_id": "arm", **changes})
     assert said.value.code is ErrorCode.CONFIG_INVALID
+
+
+FORKED = """
+import os, signal, sys
+import numpy as np, taktline
+def ask(robot):
+    return robot.act({name: np.zeros((8, 8, 3), np.uint8) for name in ("front", "wrist")}, [0.0] * 6, "go", 5000.0)
+inherited = taktline.Robot(sys.argv[1], "scripted", "made-before")
+ask(inherited)
+child = os.fork()
+if not child:
+    signal.alarm(30)
+    try:
+        ask(inherited)
+    except taktline.TaktlineError as error:
+        print(error.code.value, error.next_step, flush=True)
+    with inherited, taktline.Robot(sys.argv[1], "scripted", "of-the-child") as own:
+        print(len(ask(own).actions), flush=True)
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+print(len(ask(inherited).actions), flush=True)
+"""
+
+
+def test_a_robot_that_a_forked_child_inherits_says_so_instead_of_waiting_for_ever(stack):
+    """A child has no thread that would answer; the parent's session is neither used nor ended by it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, stack.url], capture_output=True, text=True, timeout=90
+    )
+    advice = "config_invalid make a robot in the child, or start children with multiprocessing's spawn"
+    assert done.stdout.splitlines() == [advice, "10", "0", "10"], done.stderr

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from taktline_protocol.errors import ErrorCode, TaktlineError
+
 T = TypeVar("T")
 
 
@@ -28,12 +30,29 @@ class LoopThread:
     def shared(cls) -> LoopThread:
         """The one of this process; a forked child gets its own, as threads do not survive a fork."""
         with cls._lock:
-            if cls._shared is None or cls._shared._process != os.getpid():
+            if cls._shared is None or cls._shared.forked:
                 cls._shared = cls()
             return cls._shared
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that made it."""
+        return self._process != os.getpid()
+
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts `work`; cancelling the future cancels it."""
+        """Starts `work`; cancelling the future cancels it.
+
+        Raises:
+            TaktlineError: `config_invalid` in a child that the process has forked: it has no such thread, and what was
+                connected is the parent's.
+        """
+        if self.forked:
+            work.close()
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                "this robot was made before the process forked, and its connection is the parent's",
+                "make a robot in the child, or start children with multiprocessing's spawn",
+            )
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("a blocking robot was used on its own event loop; use AsyncRobot there")

@@ -151,9 +151,10 @@ class Robot:
         return self._robot.clock
 
     def close(self) -> None:
-        """Ends the session; the robot id is free at once."""
+        """Ends the session; the robot id is free at once. In a forked child it does nothing: the session goes on."""
         _open.discard(self)
-        self._loop.run(self._robot.close())
+        if not self._loop.forked:
+            self._loop.run(self._robot.close())
 
     def __enter__(self) -> Robot:
         return self
