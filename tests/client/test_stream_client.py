@@ -19,11 +19,13 @@ from taktline.access import Access
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_link import NoStream
-from taktline_protocol import Array, Observation
+from taktline_protocol import Array, ErrorCode, Observation, TaktlineError
 from taktline_protocol.codecs import MediaType, encode
 from taktline_protocol.limits import DEFAULT_LIMITS
-from taktline_protocol.stream import Observe, Refusal
-from taktline_protocol.stream_codec import decode_from_robot
+from taktline_protocol.messages import PolicyInfo
+from taktline_protocol.stream import Hello, Observe, Refusal, StreamLimits, Welcome
+from taktline_protocol.stream_codec import decode_from_robot, encode_frame
+from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosedError
 
 from tests.client.cut_proxy import CutProxy
@@ -338,6 +340,9 @@ class ScriptedLink:
     def cut(self) -> None:
         self._cut.set()
 
+    def listen(self, hear) -> None:
+        """Nobody says anything."""
+
     async def send(self, body: bytes) -> None:
         frame = decode_from_robot(body, DEFAULT_LIMITS)
         if isinstance(frame, Observe):
@@ -462,3 +467,49 @@ def test_what_a_leaving_gateway_refuses_and_loses_is_sent_again_once(monkeypatch
         await client.close()
 
     asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+WELCOME = Welcome(
+    version=1,
+    token=b"t" * 16,
+    resumed=False,
+    held={},
+    pending=(),
+    limits=StreamLimits(**dict.fromkeys(StreamLimits.__struct_fields__, 2**24)),
+    policy=PolicyInfo(policy="p", family="f", revision="r", ready=True),
+    sent_at=0.0,
+)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_frames_are_understood_however_they_come(pieces, ends_well):
+    """At once or in pieces; what is none ends the connection, and the caller is told."""
+
+    async def gateway(connection):
+        assert isinstance(decode_from_robot(await connection.recv(), DEFAULT_LIMITS), Hello)
+        await connection.send(encode_frame(WELCOME))
+        async for body in connection:
+            frame = decode_from_robot(body, DEFAULT_LIMITS)
+            if isinstance(frame, Observe):
+                answer = Refusal(frame.seq, 0.0, 0.0, "overloaded", "no room", "wait", True, 5.0, "q")
+                said = encode_frame(answer) if ends_well else b"\xc1 no frame"
+                size = -(-len(said) // pieces)
+                await connection.send(said[at : at + size] for at in range(0, len(said), size)) if pieces > 1 else (
+                    await connection.send(said)
+                )
+
+    async def check():
+        async with serve(gateway, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            async with taktline.AsyncRobot(url, "p", "arm", transport="stream", answer_timeout_s=20.0) as robot:
+                with pytest.raises(TaktlineError) as caught:
+                    await robot.act(IMAGES, STATE, "go", 2000.0)
+        return caught.value
+
+    error = asyncio.run(check())
+    if ends_well:
+        assert (error.code, error.message) == (ErrorCode.OVERLOADED, "no room")
+    else:
+        assert error.code in (ErrorCode.INVALID_BODY, ErrorCode.GATEWAY_UNREACHABLE, ErrorCode.DEADLINE_EXPIRED)

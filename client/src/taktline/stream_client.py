@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from urllib.parse import quote
 
@@ -257,11 +258,10 @@ class StreamClient:
             waiting.sending = False
 
     async def _read(self, link: Link) -> None:
+        link.listen(partial(self._came, link))
         try:
-            while True:
-                body = await link.receive()
-                self._metrics.bytes_received += len(body)
-                self._hear(link, decode_from_gateway(body), time.monotonic())
+            while True:  # what came before now without a turn of the loop between, and so in order
+                self._came(link, await link.receive())
         except (ConnectionClosed, OSError):
             pass
         except TaktlineError as error:
@@ -269,6 +269,10 @@ class StreamClient:
             self._connector.failure = error
         finally:
             await self._lost(link)
+
+    def _came(self, link: Link, body: bytes) -> None:
+        self._metrics.bytes_received += len(body)
+        self._hear(link, decode_from_gateway(body), time.monotonic())
 
     async def _lost(self, link: Link) -> None:
         link.gone = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import ANSWER_LIMITS, MediaType, decode_error, error_from_body
@@ -14,6 +15,8 @@ from taktline_protocol.stream import Frame, Goodbye, Hello, Refusal, Welcome
 from taktline_protocol.stream_codec import decode_from_gateway, encode_frame
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.frames import Frame as WebSocketFrame
+from websockets.frames import Opcode
 
 from taktline.access import Access
 from taktline.address import unreachable
@@ -29,6 +32,21 @@ class NoStream(Exception):
     """What answers at the address does not speak streams."""
 
 
+class _Connection(ClientConnection):
+    """Hands messages over as they come, where somebody listens: past the library's queue, and a turn of the loop."""
+
+    hear: Callable[[bytes], None] | None = None
+
+    def process_event(self, event: object) -> None:
+        """One frame, or the answer to the handshake."""
+        heard = self.hear
+        whole = isinstance(event, WebSocketFrame) and event.opcode is Opcode.BINARY and event.fin
+        if heard is not None and whole:
+            heard(bytes(event.data))  # type: ignore[attr-defined]
+        else:
+            super().process_event(event)  # type: ignore[arg-type]
+
+
 class Link:
     """An open connection.
 
@@ -40,21 +58,42 @@ class Link:
         heard_at: when the last frame came.
     """
 
-    def __init__(self, connection: ClientConnection, welcome: Welcome) -> None:
+    def __init__(self, connection: _Connection, welcome: Welcome) -> None:
         self._connection = connection
         self.welcome = welcome
         self.leaving = False
         self.goodbye: TaktlineError | None = None
         self.gone = False
         self.heard_at = time.monotonic()
+        self._fault: TaktlineError | None = None
 
     async def send(self, body: bytes) -> None:
         """Sends one frame. Raises ConnectionClosed."""
         await self._connection.send(body)
 
+    def listen(self, hear: Callable[[bytes], None]) -> None:
+        """From now on `hear` gets each frame at once, but for those that have come already or come in pieces.
+
+        A TaktlineError that it raises ends the connection, and `receive` raises it.
+        """
+
+        def heard(body: bytes) -> None:
+            try:
+                hear(body)
+            except TaktlineError as error:
+                self._fault = error
+                self.abort()
+
+        self._connection.hear = heard
+
     async def receive(self) -> bytes:
-        """The next frame. Raises ConnectionClosed, or TaktlineError `invalid_body` for a text message."""
-        return _binary(await self._connection.recv())
+        """The next frame that nobody heard. Raises ConnectionClosed, or TaktlineError `invalid_body` for a text."""
+        try:
+            return _binary(await self._connection.recv())
+        except ConnectionClosed:
+            if self._fault is not None:
+                raise self._fault from None
+            raise
 
     async def close(self) -> None:
         """Closes the connection, without waiting long for the other side."""
@@ -83,6 +122,7 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
             ping_interval=None,  # the stream has its own
             open_timeout=OPEN_S,
             close_timeout=CLOSE_S,
+            create_connection=_Connection,
         )
     except InvalidStatus as error:
         raise _refused(uri, error) from error
@@ -98,7 +138,7 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
         await _drop(connection)
         raise
     if isinstance(first, Welcome):
-        return Link(connection, first)
+        return Link(cast(_Connection, connection), first)
     await _drop(connection)
     if isinstance(first, Goodbye):
         raise typed(first)
