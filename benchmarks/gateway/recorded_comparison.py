@@ -18,9 +18,9 @@ from benchmarks.gateway.traces import HELD_OUT_SEEDS, Trace
 
 LOADS = (0.7, 0.9, 1.5)
 NAMES = ("pi05", "pi05-h200")
-WINDOW_S = 10.0
+WINDOW_S = 3.0
 WINDOWS = 3
-"""Ten seconds each, evenly over the recording, against the best schedule that knows all arrivals beforehand."""
+"""Three seconds each, evenly over the recording, against the best schedule that knows all arrivals beforehand."""
 
 
 def compare(names: Sequence[str] | None, seeds: int, output: Path | None, command: str) -> None:
@@ -90,7 +90,7 @@ def _bound(trace: Trace, engine: Engine) -> dict[str, Any]:
         bounds = offline_bounds(jobs, exact)
         ours += simulate(Trace(trace.name, trace.load, jobs), Ours(exact), exact).on_time
         total += len(jobs)
-        upper += bounds.upper * len(jobs)
+        upper += min(1.0, bounds.upper) * len(jobs)  # where labels were joined it may be more
         reached += bounds.reached * len(jobs)
     return {
         "bench": "gateway-scheduling-recorded-bound",

@@ -246,6 +246,12 @@ def test_a_closed_stderr_ends_no_thread_that_logs():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "went on\n"
+    # Closed before it began, as a daemon's may be: Python has no stream for it then.
+    never = script.replace("sys.stderr.close()\n", "assert sys.stderr is None\n")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, never], stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout == "went on\n"
 
 
 READER_STOPS = """

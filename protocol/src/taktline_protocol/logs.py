@@ -107,7 +107,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         """Writes the line; one that says how many were lost goes before it."""
         try:
             descriptor = self.stream.fileno()
-        except (OSError, ValueError):  # no file, or closed
+        except (AttributeError, OSError, ValueError):  # none, no file, or closed
             super().emit(record)
             return
         try:
