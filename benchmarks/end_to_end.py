@@ -54,6 +54,7 @@ NOISE = 4.0
 """Deviation of a pixel, in grey levels: without a sensor's noise a JPEG is half as long, and decoded the faster."""
 START_LIMIT_S = 300.0
 METRICS_PORT = 9464
+LOOK_S = 0.003
 FITS = ("worker", "robot")
 HOPS = ("admission", "queue", "batch", "preprocess", "engine", "postprocess", "reply")
 _numbers = itertools.count()
@@ -132,11 +133,20 @@ async def ask(url: str, robots: int, seconds: float, metrics_address: str, fit: 
                 if asked >= begin:
                     chunks.append((chunk, 1e3 * (time.monotonic() - asked)))
 
+    async def batch_ends() -> tuple[float, float]:
+        """The engine's seconds so far, as of the instant at which a batch has ended: they are counted by the batch."""
+        first = now = await asyncio.to_thread(busy_s, metrics_address)
+        while now == first:
+            await asyncio.sleep(LOOK_S)
+            now = await asyncio.to_thread(busy_s, metrics_address)
+        return now, time.monotonic()
+
     async def engine_share() -> float:
         await asyncio.sleep(begin - time.monotonic())
-        before, at = await asyncio.to_thread(busy_s, metrics_address), time.monotonic()
-        await asyncio.sleep(max(0.0, end - 0.1 - time.monotonic()))
-        return (await asyncio.to_thread(busy_s, metrics_address) - before) / (time.monotonic() - at)
+        before, since = await batch_ends()
+        await asyncio.sleep(max(0.0, since + 0.8 * seconds - time.monotonic()))
+        after, until = await batch_ends()
+        return (after - before) / (until - since)
 
     share, *_ = await asyncio.gather(engine_share(), *(robot(index) for index in range(robots)))
     if not chunks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,12 @@ import yaml
 from taktline_operator import cli, monitors, naming, schema, workload
 from taktline_operator.plan import Settings, plan
 from taktline_operator.spec import WorkerTls
+from test_operator_chart import CHART, ROOT, find, helm, pods, render
 
+__all__ = ["helm", "render"]  # fixtures
 Json = dict[str, Any]
 
 
-def _chart_tests() -> Any:
-    path = Path(__file__).with_name("test_operator_chart.py")
-    found = importlib.util.spec_from_file_location("operator_chart_for_switches", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-CHART = _chart_tests()
-helm, render, find = CHART.helm, CHART.render, CHART.find
 PORTS = [
     "gateway.clientPorts[0].protocol=openpi,gateway.clientPorts[0].port=8000,gateway.clientPorts[0].policy=pi05",
     "gateway.clientPorts[1].protocol=lerobot,gateway.clientPorts[1].port=8090",
@@ -183,8 +172,8 @@ def test_alerts_link_to_the_factorys_own_runbooks(render: Any, make: Any) -> Non
 
 
 def test_the_air_gapped_values_fetch_nothing_from_outside(render: Any) -> None:
-    objects = render("-f", str(CHART.CHART / "values-airgapped.yaml"))
-    images = [container["image"] for pod in CHART.pods(objects) for container in pod["containers"]]
+    objects = render("-f", str(CHART / "values-airgapped.yaml"))
+    images = [container["image"] for pod in pods(objects) for container in pod["containers"]]
     assert images
     assert all(image.startswith("registry.factory.example/taktline-mirror/taktline/") for image in images)
     assert find(objects, "NetworkPolicy", "taktline-gateway")
@@ -213,7 +202,7 @@ def test_an_installation_ends_with_the_commands_that_come_next(helm: Any) -> Non
     assert re.search(r"^  helm test taktline-\d+ -n factory$", said, re.MULTILINE)
     (example,) = re.findall(r"^  kubectl apply -f (\S+)$", said, re.MULTILINE)
     (policy,) = re.findall(r"^  kubectl wait --for=condition=Available pd/(\S+)", said, re.MULTILINE)
-    assert yaml.safe_load((CHART.ROOT / example).read_text())["metadata"]["name"] == policy
+    assert yaml.safe_load((ROOT / example).read_text())["metadata"]["name"] == policy
     assert "http://taktline-gateway.factory/v1/policies/NAME/act" in said
     assert "get secret" not in said
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_operator_chart import CHART, find_helm
 
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,17 +19,6 @@ VERSIONS = ("1.29", "1.33", "1.37")
 FOREIGN = ("monitoring.coreos.com", "cert-manager.io", "taktline.dev")
 
 
-def _chart_tests() -> Any:
-    path = Path(__file__).with_name("test_operator_chart.py")
-    found = importlib.util.spec_from_file_location("operator_chart_for_versions", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-CHART = _chart_tests()
 SWITCHES = (
     "gateway.clientPorts[0].protocol=openpi,gateway.clientPorts[0].port=8000",
     "worker.tls.secret=w,worker.tls.clientAuth=true,gateway.workerTls.secret=g,gateway.tls.secret=t",
@@ -40,10 +29,10 @@ SWITCHES = (
 
 def rendered(*values: str) -> list[Json]:
     """The chart's objects for some values."""
-    helm = CHART.find_helm()
+    helm = find_helm()
     if helm is None:
         pytest.skip("there is no helm here: run tools/install-helm")
-    command = [helm, "template", "taktline", str(CHART.CHART), "--namespace=factory", *values]
+    command = [helm, "template", "taktline", str(CHART), "--namespace=factory", *values]
     reply = subprocess.run(command, capture_output=True, text=True, check=True)
     return [found for found in yaml.safe_load_all(reply.stdout) if found]
 
@@ -72,7 +61,7 @@ def problems(validator: Path, version: str, objects: list[Json], folder: Path) -
 def everything(make: Any) -> list[Json]:
     """The chart as it is and with every switch, the plain manifests, and all objects of policies of every form."""
     switched = [word for part in SWITCHES for word in ("--set", part)]
-    objects = rendered() + rendered("-f", str(CHART.CHART / "values-ha.yaml"), *switched)
+    objects = rendered() + rendered("-f", str(CHART / "values-ha.yaml"), *switched)
     for path in sorted((ROOT / "deploy" / "manifests").glob("*.yaml")):
         objects += [part for part in yaml.safe_load_all(path.read_text()) if part and part["kind"] != "Kustomization"]
     planner = {"family": "vjepa2-ac", "source": {"path": "/srv/x"}, "revision": "a"}

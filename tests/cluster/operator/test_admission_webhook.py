@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,8 +20,9 @@ from taktline_local.network import free_port
 from taktline_operator import certificates
 from taktline_protocol.errors import TaktlineError
 
+from tests.operator import test_operator_chart as chart
+
 Json = dict[str, Any]
-HERE = Path(__file__).resolve()
 NAMESPACE = "taktline-system"
 CONFIGURATION = f"{NAMESPACE}-taktline-policydeployments"
 LABEL = "taktline-test-webhook"
@@ -33,19 +31,8 @@ INVERTED = {"requests": {"memory": "24Gi"}, "limits": {"memory": "8Gi"}}
 SAYS = "pool line: resources.requests.memory 24Gi is more than its limit 8Gi"
 
 
-def module_of(path: Path, name: str) -> ModuleType:
-    """A test module of another folder."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def rendered() -> list[Json]:
     """The chart's webhook objects."""
-    chart = module_of(HERE.parents[2] / "operator" / "test_operator_chart.py", "operator_chart")
     helm = chart.find_helm()
     if helm is None:
         pytest.skip("there is no helm here: run tools/install-helm")

@@ -18,8 +18,8 @@ from taktline_local.cluster import Cluster, missing_reason
 from taktline_local.kubectl import Kubectl, wait_until
 from taktline_protocol import TaktlineError
 
-from tests.cluster.operator.test_chart_installs import CHART as UNIT
 from tests.gateway.certificates import Authority
+from tests.operator import test_operator_chart as chart
 from tests.planner.conftest import make_folder, observe
 
 SYSTEM = "taktline-system"
@@ -67,7 +67,7 @@ def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def older_chart(folder: Path) -> Path:
     """The chart as it was before pools had `spot`, a field that no rule of the CRD speaks of."""
     target = folder / "older"
-    shutil.copytree(UNIT.CHART, target)
+    shutil.copytree(chart.CHART, target)
     path = target / "files" / "policydeployments.yaml"
     crd = yaml.safe_load(path.read_text())
     spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
@@ -92,7 +92,7 @@ def pod_of(kubectl: Kubectl, component: str) -> Json | None:
 
 @pytest.mark.timeout(900)  # a control plane, three helm revisions and a worker, on a machine that may be busy
 def test_a_release_lives_through_install_upgrade_test_and_uninstall(own_cluster: Cluster, tmp_path: Path) -> None:
-    program = UNIT.find_helm()
+    program = chart.find_helm()
     if program is None:
         pytest.skip("there is no helm here: run tools/install-helm")
     kubectl = own_cluster.kubectl
@@ -113,7 +113,7 @@ def test_a_release_lives_through_install_upgrade_test_and_uninstall(own_cluster:
     )
     assert "spec.pools[].spot" in text
     assert pod_of(kubectl, "operator") is None
-    helm("upgrade", str(UNIT.CHART), "-f", str(values))
+    helm("upgrade", str(chart.CHART), "-f", str(values))
     wait_until(lambda: pod_of(kubectl, "operator"), "the operator is ready", timeout_s=LIMIT_S)
 
     # Served over mTLS between gateway and worker, by the command line that the chart gave both.
@@ -151,10 +151,10 @@ def test_a_release_lives_through_install_upgrade_test_and_uninstall(own_cluster:
     assert chunk.actions.shape[1] == 7
 
     # Service addresses have no endpoints here: helm test is told where the gateway is, as behind an ingress.
-    helm("upgrade", str(UNIT.CHART), "-f", str(values), "--set", f"test.url=http://{address}:8080")
+    helm("upgrade", str(chart.CHART), "-f", str(values), "--set", f"test.url=http://{address}:8080")
     helm("test", "--timeout=3m", "--logs")
     # And it can fail.
-    helm("upgrade", str(UNIT.CHART), "-f", str(values), "--set", f"test.url=http://{address}:8080/nothing")
+    helm("upgrade", str(chart.CHART), "-f", str(values), "--set", f"test.url=http://{address}:8080/nothing")
     helm("test", "--timeout=3m", fails=True)
 
     history = json.loads(helm("history", "-o", "json"))
@@ -169,7 +169,7 @@ def test_a_release_lives_through_install_upgrade_test_and_uninstall(own_cluster:
     assert kubectl.list("pods", "default", "taktline.dev/policy=planner")
     assert not kubectl.list("clusterroles", None, ours)
     # Installed again, it takes up what is there.
-    helm("install", str(UNIT.CHART), "-f", str(values))
+    helm("install", str(chart.CHART), "-f", str(values))
     wait_until(lambda: pod_of(kubectl, "operator"), "the operator is back", timeout_s=LIMIT_S)
     # Policies first, as the pages say: the API server's garbage collector looks for new kinds only every half minute,
     # and keeps the children of a kind that came and went between two looks.

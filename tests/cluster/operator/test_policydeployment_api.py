@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,12 @@ from typing import Any
 import pytest
 from kubernetes import client
 
+from tests.operator import test_operator_schema as rules
+
 pytestmark = pytest.mark.usefixtures("installed")
 
 Json = dict[str, Any]
-UNIT_TESTS = Path(__file__).resolve().parents[2] / "operator" / "test_operator_schema.py"
-
-
-def unit_rules() -> Any:
-    """The module with the table of rules that the unit tests use."""
-    spec = importlib.util.spec_from_file_location("operator_rules", UNIT_TESTS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RULES = unit_rules().RULES
+RULES = rules.RULES
 IDS = [rule[0] for rule in RULES]
 
 
@@ -48,7 +36,7 @@ def body_with(policies: Any, path: str, value: Any) -> Json:
     if path == "spec":
         base["spec"] |= value
         return base
-    changed: Json = unit_rules().changed(base, path, value)
+    changed: Json = rules.changed(base, path, value)
     return changed
 
 
@@ -106,14 +94,14 @@ def test_every_field_is_described_by_the_api_server_as_explain_shows_it(kubectl:
         for part in document["components"]["schemas"].values()
         if any(kind["kind"] == "PolicyDeployment" for kind in part.get("x-kubernetes-group-version-kind", []))
     )
-    found = {path: part.get("description", "") for path, part in unit_rules().walk(served)}
+    found = {path: part.get("description", "") for path, part in rules.walk(served)}
     fields = 0
-    for path, part in unit_rules().walk(schema.object_schema()):
+    for path, part in rules.walk(schema.object_schema()):
         if path.startswith((".spec", ".status")) and not path.endswith("{}"):
             assert found[path] == part["description"], path
             fields += 1
     assert fields > 250
-    for path, part in unit_rules().walk(schema.object_schema()["properties"]["spec"], "pd.spec"):
+    for path, part in rules.walk(schema.object_schema()["properties"]["spec"], "pd.spec"):
         if path.count(".") == 2 and not path.endswith(("[]", "{}")):  # the parts of a spec, as people ask for them
             words = " ".join(kubectl("explain", path).split())
             assert " ".join(part["description"].split())[:60] in words, path

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +15,14 @@ from taktline_local.kubectl import Kubectl, wait_until
 from taktline_operator import schema
 from taktline_protocol.errors import TaktlineError
 
+from tests.operator import test_operator_chart as chart
+
 Json = dict[str, Any]
-UNIT_TESTS = Path(__file__).resolve().parents[2] / "operator" / "test_operator_chart.py"
 CRD = "policydeployments.taktline.dev"
 
 
 def tenant(namespace: str, *values: str) -> list[Json]:
     """The chart's objects for one tenant."""
-    spec = importlib.util.spec_from_file_location("operator_chart", UNIT_TESTS)
-    assert spec is not None
-    assert spec.loader is not None
-    chart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chart)
     helm = chart.find_helm()
     if helm is None:
         pytest.skip("there is no helm here: run tools/install-helm")
