@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +28,7 @@ from websockets.exceptions import ConnectionClosedError
 
 from tests.client.cut_proxy import CutProxy
 from tests.client.test_robot import OneShotServer, _http
+from tests.gateway.conftest import Stack
 from tests.waiting import until
 
 FRAME = np.zeros((8, 8, 3), dtype=np.uint8)
@@ -40,14 +39,7 @@ BUDGET_MS = 20_000.0
 
 @pytest.fixture
 def bare(tmp_path):
-    spec = importlib.util.spec_from_file_location(
-        "taktline_test_stack", Path(__file__).parents[1] / "gateway" / "conftest.py"
-    )
-    module = sys.modules.get(spec.name)
-    if module is None:
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    made = module.Stack(tmp_path)
+    made = Stack(tmp_path)
     yield made
     made.stop()
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 import pytest
 from taktline_protocol.measurements import GatewayMeasurements, Trial
 from taktline_protocol.stream import Ack
 
+from tests.gateway.conftest import Stack
 from tests.gateway.stream_robot import StreamRobot
 from tests.waiting import until
 
-_spec = importlib.util.spec_from_file_location("gateway_stack", Path(__file__).with_name("conftest.py"))
-_conftest = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_conftest)
-Stack = _conftest.Stack
 _numbers = itertools.count()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +19,7 @@ from taktline_worker.planning.search import Plan, Problem, search
 from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.timely import TimelySearch
 
-_SPEC = importlib.util.spec_from_file_location("point_world", Path(__file__).with_name("point_world.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-point_world = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(point_world)
+from tests.planner import point_world
 
 SETTINGS = SearchSettings(candidates=64, elites=8, rounds=6, horizon=2)
 LIMIT_S = 60.0
