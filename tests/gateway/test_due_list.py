@@ -103,15 +103,20 @@ def test_a_long_queue_that_drains_from_its_head_keeps_its_blocks_whole():
     st.floats(0.0, 400.0),
     st.integers(0, 50),
     st.sampled_from([0.0, 50.0, 250.0]),
+    st.sampled_from([0.0, 1.0, 8.0]),
 )
-def test_what_is_skipped_could_not_have_been_chosen(deadlines, rate_hz, beyond, price_hz):
+def test_what_is_skipped_could_not_have_been_chosen(deadlines, rate_hz, beyond, price_hz, patience_hz):
     deadlines, times = sorted(deadlines), service_times()
-    chosen = weigh_batch(deadlines, 0.0, times, 8, rate_hz, beyond, price_hz)
+
+    def choose():
+        return weigh_batch(deadlines, 0.0, times, 8, rate_hz, beyond, price_hz, patience_hz=patience_hz)
+
+    chosen = choose()
     before, batching._least_cost = batching._least_cost, lambda *_: float("-inf")
     try:
-        assert weigh_batch(deadlines, 0.0, times, 8, rate_hz, beyond, price_hz) == chosen
+        assert choose() == chosen
         # Who follows might take no time at all: hardly a candidate is skipped.
         with mock.patch.object(ServiceTimes, "best_rate", 1e9):
-            assert weigh_batch(deadlines, 0.0, times, 8, rate_hz, beyond, price_hz) == chosen
+            assert choose() == chosen
     finally:
         batching._least_cost = before

@@ -17,6 +17,10 @@ RHYTHMS = 256
 """Robots whose rhythm is remembered, those that came last."""
 RHYTHM_MEMORY_S = 20.0
 """A robot that sent nothing for so long has no rhythm any more."""
+PATIENCE = 0.4
+"""Tickets that it is worth, at most, if one waits for the whole of the usual budget while a batch runs."""
+DIFFER_FROM, DIFFER_FULL = 0.3, 0.6
+"""Budgets differ where they are off the usual one by more than this share of it on average, and fully at the second."""
 TIGHT_MEMORY_S = 2.0
 """The tightest budget is remembered for one to two times so long."""
 
@@ -66,6 +70,18 @@ class Arrivals:
     def rate_hz(self, now: float) -> float:
         """Arrivals a second, forgetting with a time constant of RATE_MEMORY_S."""
         return 0.0 if self._last is None else self._rate * math.exp((self._last - now) / RATE_MEMORY_S)
+
+    def patience_hz(self) -> float:
+        """What a second is worth that a ticket waits while others run, in tickets; 0 where budgets are alike.
+
+        Where budgets differ, who waits and who comes meanwhile share the next batch, the tight with the loose. Where
+        they are alike, all that wait become urgent together.
+        """
+        usual_s = self.usual_budget_s
+        differ = self.budget_spread_s - DIFFER_FROM * usual_s
+        if differ <= 0.0:
+            return 0.0
+        return PATIENCE / usual_s * min(1.0, differ / ((DIFFER_FULL - DIFFER_FROM) * usual_s))
 
     def active_robots(self, now: float) -> int:
         """Robots that sent something within ACTIVE_ROBOT_S."""

@@ -25,10 +25,11 @@ def choose_batch(
     beyond: int = 0,
     price_hz: float = 0.0,
     *,
+    patience_hz: float = 0.0,
     bold: bool = True,
 ) -> tuple[int, int]:
     """(start, size) of the slice of `deadlines` to launch now on a worker with these times; see `weigh_batch`."""
-    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, price_hz, bold=bold)[:2]
+    return weigh_batch(deadlines, now, times, limit, rate_hz, beyond, price_hz, patience_hz=patience_hz, bold=bold)[:2]
 
 
 def weigh_batch(
@@ -40,12 +41,14 @@ def weigh_batch(
     beyond: int,
     price_hz: float,
     *,
+    patience_hz: float = 0.0,
     bold: bool = True,
 ) -> tuple[int, int, float]:
     """(start, size, on_time): the slice of `deadlines` to launch now, and how many in sight would be on time then.
 
     `deadlines` are those of the tickets in sight, ascending; `rate_hz` is the arrival rate, `beyond` counts the
-    tickets out of sight, `price_hz` is what a second of the worker is worth in tickets (`overload`).
+    tickets out of sight, `price_hz` is what a second of the worker is worth in tickets (`overload`), `patience_hz` what
+    a second is worth that a ticket waits while the batch runs (`arrivals`).
 
     Candidates begin at the head, with every bucket that keeps the most urgent member on time by the tail, and behind as
     many heads as stand in the way of a larger bucket; where `bold`, also those that fit by the median only. Each is
@@ -90,17 +93,23 @@ def weigh_batch(
     best_worth, best_cost = -math.inf, 0.0
     everybody = round(count / GRAIN)
     follower = max(0.0, 1.0 - price_hz / times.best_rate)
+    full = times.max_batch
+    if count + beyond > 2 * full:  # the next batch is full anyway
+        patience_hz = 0.0
+    plain = not price_hz and not patience_hz
     # The largest first: where the load is deep it serves everybody soonest, and shows the others to be hopeless.
     for start, less in sorted(candidates):
         size = -less
         # The heads that it begins behind are lost to it; who follows takes the time of the best throughput at least.
-        most_worth = size - price_hz * median[size] + (count - start - size) * follower
+        waiting = count - start - size
+        gain = patience_hz * median[size] * (waiting if waiting < full else full)
+        most_worth = size - price_hz * median[size] + waiting * follower + gain
         if most_worth / GRAIN < best_worth - 0.5:
             continue
-        if not price_hz and best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
+        if plain and best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
             continue  # nobody is lost to either, and its end cannot be sooner than this
         on_time, elapsed, waited, value = _follow(start, size, deadlines, now, times, limit, price_hz)
-        worth = round(value / GRAIN)
+        worth = round((value + gain) / GRAIN)
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
         # then for its own batch, which is about as long again where the load is high.
         cost = elapsed if beyond else waited + rate_hz * elapsed * elapsed

@@ -44,6 +44,7 @@ def compose(
     *,
     rate_hz: float,
     price_hz: float,
+    patience_hz: float,
     tightest_s: float,
     worth_waiting: Callable[[list[float], int, int], float | None],
 ) -> Composition:
@@ -74,11 +75,16 @@ def compose(
             return Composition(wait_until=wait_until)
     beyond = len(queue) - len(dues)
     bold = rank >= 2 * Priority.PRODUCTION  # with safety's deadlines no chances are taken
-    start, size, on_time = weigh_batch(dues, now, times, limit, rate_hz, beyond, price_hz, bold=bold)
+    patient = patience_hz if bold and not low else 0.0
+
+    def weighed(level: int) -> tuple[int, int, float]:
+        return weigh_batch(dues, now, levels[level], limit, rate_hz, beyond, price_hz, patience_hz=patient, bold=bold)
+
+    start, size, on_time = weighed(0)
     level = 0
     if on_time <= len(dues) - LOSS and len(levels) > 1 and not low:
         for cheaper in range(1, len(levels)):
-            found = weigh_batch(dues, now, levels[cheaper], limit, rate_hz, beyond, price_hz, bold=bold)
+            found = weighed(cheaper)
             if found[2] >= on_time + LOSS:
                 (start, size, on_time), level = found, cheaper
             if on_time > len(dues) - LOSS:

@@ -329,6 +329,7 @@ class Scheduler:
                 worker.times,
                 limit,
             ),
+            patience_hz=self.arrivals.patience_hz(),
             tightest_s=self.arrivals.tightest_s(now),
             worth_waiting=lambda dues, rank, position: self._worth_waiting(dues, rank, position, worker.times, now),
         )
