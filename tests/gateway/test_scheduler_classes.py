@@ -14,6 +14,7 @@ from taktline_gateway.ageing import AGED_AFTER_S, AGED_SHARE
 from taktline_gateway.deadline_queue import Priority
 from taktline_gateway.fairness import ROBOT_BURST, Shares
 from taktline_gateway.priorities import priority_of
+from taktline_gateway.scheduler import Scheduler
 from taktline_protocol import Observation
 from taktline_protocol.deployment import Route
 
@@ -234,6 +235,42 @@ def test_a_fast_robot_is_not_held_back_while_there_is_enough_for_everybody():
     assert served(simulation).total() >= 0.99 * (len(fast) + len(slow))
 
 
+@pytest.mark.parametrize(("refused", "over"), [(0, False), (1, False), (2, True), (8, True)])
+def test_a_robot_is_over_its_share_only_while_others_are_refused(refused, over):
+    """As long as all can be served, whoever asks for more than the others has it at nobody's cost."""
+    shares = Shares()
+    shares.arrive(ticket("waiting", 1.0), 0.0)
+    shares.enter()
+    for robot in range(4):
+        shares.arrive(ticket(robot, 1.0), 0.0)
+    flood = ticket("flood", 1.0)
+    for _ in range(100):
+        shares.arrive(flood, 0.0)
+        shares.enter()
+        shares.serve([flood])
+    for _ in range(refused):
+        shares.turn_away()
+    assert shares.arrive(flood, 0.0) is over
+    for _ in range(400):  # and nobody is refused any more
+        shares.enter()
+        shares.serve([flood])
+    assert not shares.arrive(flood, 0.0)
+
+
+def test_one_fast_robot_among_slow_ones_loses_no_deadline_where_all_can_be_served():
+    """A robot of 50 actions a second that replans every ten asks five times as often as its neighbours: 90% load."""
+    made = Scheduler(max_batch=8, max_wait_s=0.0)
+    made.add_worker("w", service_times({1: 22.0, 2: 32.0, 4: 51.0, 8: 90.0}, 8))
+    arrivals = [ticket("fast", 0.2 * n + 0.5, at=0.2 * n) for n in range(150)]
+    for robot in range(75):
+        arrivals += [ticket(f"r{robot}", at + 0.8, at=at) for at in (0.0133 * robot + n for n in range(30))]
+    simulation = Simulation(made)
+    simulation.run(sorted(arrivals, key=lambda one: one.arrived_at))
+    late = Counter(one.robot == "fast" for one, end in simulation.done.items() if end > one.deadline + 1e-9)
+    assert len(simulation.done) == len(arrivals)
+    assert not late
+
+
 def test_a_robot_that_stops_flooding_is_soon_like_the_others():
     shares = Shares()
     flood, others = ticket("flood", 1.0), [ticket(robot, 1.0) for robot in range(4)]
@@ -246,6 +283,7 @@ def test_a_robot_that_stops_flooding_is_soon_like_the_others():
     def serve(one):
         over = shares.arrive(one, 0.0)
         shares.enter()
+        shares.turn_away()  # somebody is refused for each that is served
         shares.serve([one])
         return over
 

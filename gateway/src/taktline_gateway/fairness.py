@@ -14,6 +14,10 @@ DEMANDING = 1.5
 """A robot that asks for so many times the average, by weight, may be over its share; among equals deadlines decide."""
 WINDOW_S = 2.0
 """Asking is counted over one to two times so long."""
+LOSS_WEIGHT = 1 / 64
+"""Weight of the newest ticket in the running share of those that a class lost."""
+LOSS_FROM = 0.02
+"""As long as a class loses no more, all can be served: to hold one back would lose deadlines for nobody's sake."""
 WANTS_S = 1.0
 """Whoever asked within this time, served or not, counts as one to share with; later it starts anew."""
 
@@ -109,17 +113,21 @@ class Shares:
     def __init__(self) -> None:
         self._waiting = 0
         self._turned_away = False
+        self._lost = 0.0
         self._epoch = 0
         self._tenants = Level(TENANT_BURST)
 
     def arrive(self, ticket: Ticket, now: float) -> bool:
-        """A ticket comes; whether its tenant, or its robot within the tenant, has had more than its share."""
+        """A ticket comes; whether its tenant, or its robot within the tenant, has had more than its share.
+
+        As long as hardly anybody is refused, nobody has had it at another's cost.
+        """
         tenant = self._tenants.ask(ticket.tenant, ticket.tenant_weight, now)
         if tenant.robots is None:
             tenant.robots = Level(ROBOT_BURST, tenant)
         account = ticket.account = tenant.robots.ask(ticket.robot, ticket.robot_weight, now)
         ticket.charged = -1
-        return account.over(self._epoch) or tenant.over(self._epoch)
+        return self._lost > LOSS_FROM and (account.over(self._epoch) or tenant.over(self._epoch))
 
     def enter(self) -> None:
         """A ticket is queued."""
@@ -132,10 +140,12 @@ class Shares:
     def turn_away(self) -> None:
         """A ticket is refused."""
         self._turned_away = True
+        self._lost += LOSS_WEIGHT * (1.0 - self._lost)
 
     def serve(self, tickets: Sequence[Ticket]) -> None:
         """These go to a worker; one that has been there before (it failed, or fell silent) has been charged for it."""
         self._waiting -= len(tickets)
+        self._lost *= (1.0 - LOSS_WEIGHT) ** len(tickets)
         if not self._waiting and not self._turned_away:
             self._epoch += 1
             return
