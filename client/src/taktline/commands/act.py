@@ -19,7 +19,7 @@ def act(
         list[str] | None, typer.Option(help="NAME=FILE, a JPEG or PNG; once for each camera.", metavar="NAME=FILE")
     ] = None,
     state: Annotated[str, typer.Option(help="State vector: numbers separated by commas.")] = "",
-    budget_ms: Annotated[float, typer.Option(help="Time left until the hand-off deadline.")] = 1000.0,
+    budget_ms: Annotated[float, typer.Option(min=0.0, help="Time left until the hand-off deadline.")] = 1000.0,
     seed: Annotated[int | None, typer.Option(help="Fixes the sampler's noise.")] = None,
     imagine: Annotated[
         Path | None, typer.Option(help="Ask a world-action model for its imagined video, and write it as MP4.")

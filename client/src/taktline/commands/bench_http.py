@@ -24,7 +24,7 @@ def bench_http(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Requests a second over all robots; closed loop where absent.")
     ] = None,
-    budget_ms: Annotated[float, typer.Option(help="Control budget of each request.")] = 1000.0,
+    budget_ms: Annotated[float, typer.Option(min=0.0, help="Control budget of each request.")] = 1000.0,
     image: Annotated[Path | None, typer.Option(help="JPEG or PNG for every camera; raw noise where absent.")] = None,
     side: Annotated[int, typer.Option(min=1, help="Pixels a side of the raw noise.")] = 224,
     stream: Annotated[
