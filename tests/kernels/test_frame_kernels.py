@@ -99,6 +99,40 @@ def test_rotation() -> None:
     assert torch.equal(ours[:, values], qkv[:, values])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+@pytest.mark.parametrize("rows", [1, 7, 5000])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, ops.FP8])
+def test_norm_on_hopper(rows: int, count: int, dtype: torch.dtype) -> None:
+    """Rows of large numbers and small ones; in one an infinity, which stays one where the sum is kept."""
+    hopper = importlib.import_module("taktline_kernels.cuda.frame_norm").norm
+    stream = 3.0 * rand(rows, 1024) * (10.0 ** torch.linspace(-2, 3, rows))[:, None].to(DEVICE)
+    stream[rows // 2, 3] = torch.inf if rows > 1 else 0.0
+    given = tuple(rand(rows, 1024, dtype=torch.bfloat16) for _ in range(count)), rand(1024), rand(1024), rand(1024)
+    finite = torch.arange(rows, device=DEVICE) != (rows // 2 if rows > 1 else -1)
+    for keeps in (False, True):
+        ours, theirs = ops.split(stream), ops.split(stream)
+        found = hopper(ours, *given, 1e-6, dtype, ours if keeps else None, config={})
+        expected = REGISTRY["frame_norm"].reference(theirs, *given, 1e-6, dtype, theirs if keeps else None)
+        if dtype == ops.FP8:
+            same_quantised((found[0][finite], found[1][finite]), (expected[0][finite], expected[1][finite]))
+        else:
+            close(found[0][finite], expected[0][finite])
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+def test_norm_on_hopper_refuses_what_it_is_not_for() -> None:
+    hopper = importlib.import_module("taktline_kernels.cuda.frame_norm").norm
+    stream, vector = ops.split(rand(4, 1024)), rand(1024)
+    for given in ((stream, (), vector), (rand(4, 1024), (rand(4, 1024, dtype=torch.bfloat16),), vector)):
+        with pytest.raises(ValueError, match="24 bits"):
+            hopper(*given, vector, vector, 1e-6, torch.bfloat16, None, config={})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("count", "patches", "heads"), [(1, 16, 2), (2, 64, 1), (3, 32, 2)])
 def test_attention(count: int, patches: int, heads: int, dtype: torch.dtype) -> None:

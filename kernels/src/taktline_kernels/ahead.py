@@ -184,6 +184,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
     patch_attention = importlib.import_module("taktline_kernels.cuda.patch_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
+    frame_norm = importlib.import_module("taktline_kernels.cuda.frame_norm")
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
     fp8_attention = importlib.import_module("taktline_kernels.cuda.fp8_attention")
     suffix_attention = importlib.import_module("taktline_kernels.cuda.suffix_attention")
@@ -247,6 +248,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         image_attention,
         patch_attention,
         frame_attention,
+        frame_norm,
         cached_attention,
         product,
         wide_product,

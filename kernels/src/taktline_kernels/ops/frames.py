@@ -19,6 +19,7 @@ FP8_MAX = 448.0
 _TRITON = "taktline_kernels.triton_impl.frames"
 _ATTEND = "taktline_kernels.triton_impl.frame_attention"
 _ATTEND_ON_HOPPER = "taktline_kernels.cuda.frame_attention"
+_NORM_ON_HOPPER = "taktline_kernels.cuda.frame_norm"
 
 Stream = Tensor | tuple[Tensor, Tensor]
 """A residual stream (rows, width): fp32, or its upper 24 bits, int16 as in bf16 and uint8 for what follows."""
@@ -125,7 +126,7 @@ def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int
     return (latents.view(candidates, -1, out.shape[-1]) - goal).abs().flatten(1).mean(dim=1)
 
 
-_NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm"})
+_NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm", "cuda": f"{_NORM_ON_HOPPER}:norm"})
 _ROTATE = register("frame_rotate", rotate_reference, {"triton": f"{_TRITON}:rotate"})
 _ATTENTION = register(
     "frame_attention",

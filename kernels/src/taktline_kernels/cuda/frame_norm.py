@@ -1,0 +1,79 @@
+"""A world model's norms as one Hopper kernel (frame_norm.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from taktline_kernels.cuda import nvrtc
+from taktline_kernels.cuda.nvrtc import CudaKernel
+from taktline_kernels.ops.frames import FP8, Stream
+
+WIDTH = 1024
+_WARPS, _BLOCKS = 4, 3
+"""Of a block, and blocks of a processor: a thread holds 32 numbers with their weights and biases, and the next ones."""
+
+
+@functools.cache
+def _kernel(updates: int, keep: bool, eight: bool) -> CudaKernel:
+    return CudaKernel(
+        "frame_norm.cu",
+        "frame_norm",
+        {"UPDATES": updates, "KEEP": int(keep), "EIGHT": int(eight)},
+        threads=32 * _WARPS,
+        shared_bytes=0,
+        prologue='#include "hopper.cuh"\n',
+    )
+
+
+def norm(
+    stream: Stream,
+    updates: tuple[Tensor, ...],
+    offset: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    keep: Stream | None,
+    config: Mapping[str, int],
+) -> tuple[Tensor, Tensor | None]:
+    """Run `ops.frames.frame_norm` for streams in 24 bits, 1,024 numbers wide, with bf16 updates; bf16 or e4m3.
+
+    Raises:
+        ValueError: for any other call; the table's rule is too wide.
+    """
+    del config
+    whole = isinstance(stream, Tensor) or isinstance(keep, Tensor)
+    if whole or not updates or offset is None or weight is None or bias is None or dtype not in (torch.bfloat16, FP8):
+        raise ValueError("this norm is of a stream in 24 bits with updates, an offset, a weight and a bias")
+    upper, lower = stream
+    kept_upper, kept_lower = stream if keep is None else keep
+    rows, width = upper.shape
+    if width != WIDTH or any(update.dtype != torch.bfloat16 for update in updates):
+        raise ValueError(f"this norm takes bf16 updates of {WIDTH} numbers, not {updates[0].dtype} of {width}")
+    eight = dtype == FP8
+    out = torch.empty(rows, width, dtype=dtype, device=upper.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=upper.device) if eight else None
+    _kernel(len(updates), keep is not None, eight).launch(
+        (min(_BLOCKS * nvrtc.processors(upper.device), -(-rows // _WARPS)), 1, 1),
+        [
+            upper,
+            lower,
+            kept_upper,
+            kept_lower,
+            *(*updates, updates[0])[:2],
+            offset,
+            weight,
+            bias,
+            out,
+            weight if scales is None else scales,
+            ctypes.c_int(rows),
+            ctypes.c_float(eps),
+        ],
+        overlap=True,
+    )
+    return out, scales
