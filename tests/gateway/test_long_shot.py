@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from taktline_gateway.arrivals import RHYTHMS, Arrivals
+from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.deadline_queue import Priority
 from taktline_gateway.long_shot import chance
+from taktline_gateway.rhythms import RHYTHMS
 from taktline_gateway.scheduler import Refusal
 
 from tests.gateway.simulated_clock import Simulation, running, scheduler, ticket

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 from taktline_gateway.fairness import Shares
-from taktline_gateway.fleet import SILENT_FACTOR, SILENT_FLOOR_S
 from taktline_gateway.scheduler import Refusal
 from taktline_gateway.service_times import MIN_SAMPLES
+from taktline_gateway.worker_state import SILENT_FACTOR, SILENT_FLOOR_S
 
 from tests.gateway.simulated_clock import running, scheduler, ticket
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from taktline_gateway.fleet import SILENT_FACTOR, SILENT_FLOOR_S
 from taktline_gateway.scheduler import Refusal, Scheduler
 from taktline_gateway.service_times import MIN_SAMPLES
+from taktline_gateway.worker_state import SILENT_FACTOR, SILENT_FLOOR_S
 
 from tests.gateway.simulated_clock import Simulation, running, scheduler, service_times, ticket
 

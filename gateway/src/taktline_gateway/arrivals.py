@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
+from taktline_gateway.rhythms import Rhythms
+
 ACTIVE_ROBOT_S = 2.0
 """A robot that sent nothing for so long is not waited for."""
 RATE_MEMORY_S = 1.0
@@ -13,10 +15,6 @@ COMPANY_WEIGHT = 1 / 32
 """Weight of the newest gap in the running share of arrivals that follow another within the wait."""
 BUDGET_WEIGHT = 1 / 64
 """Weight of the newest budget in their running mean, and in their running distance from it."""
-RHYTHMS = 256
-"""Robots whose rhythm is remembered, those that came last."""
-RHYTHM_MEMORY_S = 20.0
-"""A robot that sent nothing for so long has no rhythm any more."""
 PATIENCE = 0.4
 """Tickets that it is worth, at most, if one waits for the whole of the usual budget while a batch runs."""
 DIFFER_FROM, DIFFER_FULL = 0.3, 0.6
@@ -26,7 +24,7 @@ TIGHT_MEMORY_S = 2.0
 
 
 class Arrivals:
-    """Running statistics of one queue's arrivals; every operation takes amortised constant time."""
+    """Running statistics of one queue's arrivals; every operation takes amortised constant time, but for rhythms."""
 
     def __init__(self) -> None:
         self.company = 0.0
@@ -35,7 +33,7 @@ class Arrivals:
         self._last: float | None = None
         self._rate = 0.0
         self._robots: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._rhythms: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()  # (came last, period or 0)
+        self._rhythms = Rhythms()
         self._tight = self._tight_before = math.inf
         self._tight_since = 0.0
 
@@ -50,10 +48,7 @@ class Arrivals:
         self._robots[source] = now
         self._robots.move_to_end(source)
         self._forget(now)
-        before = self._rhythms.pop(source, None)
-        self._rhythms[source] = (now, 0.0 if before is None else now - before[0])
-        if len(self._rhythms) > RHYTHMS:
-            self._rhythms.popitem(last=False)
+        self._rhythms.note(source, now)
 
     def note_budget(self, budget_s: float, now: float) -> None:
         """A ticket with a real deadline came with so much time left."""
@@ -93,19 +88,8 @@ class Arrivals:
 
         One that is overdue by less than half of its period may come or not.
         """
-        while self._rhythms and now - next(iter(self._rhythms.values()))[0] > RHYTHM_MEMORY_S:
-            self._rhythms.popitem(last=False)
-        if not self._rhythms:
-            return 0.0
-        expected, strange = 0.0, 0
-        for last, period in self._rhythms.values():
-            if not period:
-                strange += 1
-            elif now < last + period <= now + seconds:
-                expected += 1.0
-            elif last + period <= now < last + 1.5 * period:
-                expected += 0.5
-        return expected + self.rate_hz(now) * seconds * strange / len(self._rhythms)
+        expected, strangers = self._rhythms.expected_within(seconds, now)
+        return expected + self.rate_hz(now) * seconds * strangers
 
     def tightest_s(self, now: float) -> float:
         """The smallest budget that came lately; infinite where none did."""

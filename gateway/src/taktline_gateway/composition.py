@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import LOOKAHEAD, weigh_batch
 from taktline_gateway.deadline_queue import RANKS, DeadlineQueue, Priority, Ticket
 from taktline_gateway.service_times import ServiceTimes
@@ -42,11 +43,11 @@ def compose(
     now: float,
     limit: int,
     *,
-    rate_hz: float,
+    arrivals: Arrivals,
+    workers: int,
+    asked_at: float,
     price_hz: float,
-    patience_hz: float,
-    tightest_s: float,
-    worth_waiting: Callable[[list[float], int, int], float | None],
+    company_until: Callable[[list[float], int, int], float | None],
 ) -> Composition:
     """The batch to launch now on a worker with these times.
 
@@ -57,7 +58,14 @@ def compose(
     still on time.
 
     Quality is lowered, level by level, only where a ticket in sight would otherwise be lost more likely than not.
+
+    Args:
+        now: when the worker can begin; `asked_at` is the instant of the decision, which is earlier behind a batch.
+        arrivals: what came lately to all `workers`.
+        price_hz: what a second of this one is worth (`overload`).
+        company_until: until when tickets may wait for company, by their deadlines, rank and position (`company`).
     """
+    tightest_s = arrivals.tightest_s(asked_at)
     for rank in range(RANKS):
         if queue.count(rank):
             position, dues = queue.sight(rank, now + levels[-1].median[1], LOOKAHEAD)
@@ -70,15 +78,18 @@ def compose(
     if low:
         limit = min(limit, _unobtrusive(times, tightest_s, limit))
     elif len(queue) == len(dues):  # who waits while others are there waits for nothing
-        wait_until = worth_waiting(dues, rank, position)
+        wait_until = company_until(dues, rank, position)
         if wait_until is not None:
             return Composition(wait_until=wait_until)
     beyond = len(queue) - len(dues)
     bold = rank >= 2 * Priority.PRODUCTION  # with safety's deadlines no chances are taken
-    patient = patience_hz if bold and not low else 0.0
+    rate_hz = arrivals.rate_hz(asked_at) / workers
+    patience_hz = arrivals.patience_hz() if bold and not low else 0.0
 
     def weighed(level: int) -> tuple[int, int, float]:
-        return weigh_batch(dues, now, levels[level], limit, rate_hz, beyond, price_hz, patience_hz=patient, bold=bold)
+        return weigh_batch(
+            dues, now, levels[level], limit, rate_hz, beyond, price_hz, patience_hz=patience_hz, bold=bold
+        )
 
     start, size, on_time = weighed(0)
     level = 0

@@ -6,7 +6,7 @@ import dataclasses
 from enum import Enum
 
 from taktline_gateway.deadline_queue import Ticket
-from taktline_gateway.fleet import Batch
+from taktline_gateway.worker_state import Batch
 
 
 class Refusal(Enum):

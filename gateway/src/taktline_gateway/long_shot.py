@@ -8,7 +8,8 @@ from collections.abc import Callable
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import TAIL_QUANTILE
 from taktline_gateway.deadline_queue import Priority, Ticket
-from taktline_gateway.fleet import Fleet, WorkerState
+from taktline_gateway.fleet import Fleet
+from taktline_gateway.worker_state import WorkerState
 
 LEAST_CHANCE = 0.01
 """A ticket with less is not worth a batch, whatever else the worker could do."""
@@ -17,7 +18,7 @@ WHO_COMES = 0.3
 
 
 class LongShot:
-    """Holds one ticket at most; all its operations take O(w) for w workers, `worker` O(w r) with r rhythms remembered.
+    """Holds one ticket at most; its operations take O(w) for w workers, `worker` O(w log r) with r rhythms remembered.
 
     Only of production: whoever asks for safety is told at once, and low classes are never in a hurry. None that
     `goes_elsewhere` when it is refused.

@@ -15,9 +15,9 @@ from taktline_protocol.messages import Array, Degraded, Image, ImaginedVideo, Pl
 from taktline_protocol.rpc import from_error, from_imagined, from_plan, from_rtc, from_tensor
 
 from taktline_gateway.deadline_queue import Ticket
-from taktline_gateway.fleet import Batch
 from taktline_gateway.refusals import worker_failed
 from taktline_gateway.tracing.requests import RequestTrace
+from taktline_gateway.worker_state import Batch
 
 RETRY_S = 0.25
 """When a robot whose worker sent no usable result is told to try again."""

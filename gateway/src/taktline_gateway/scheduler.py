@@ -11,14 +11,17 @@ import math
 from collections.abc import Callable, Iterable
 
 from taktline_gateway.arrivals import Arrivals
+from taktline_gateway.company import company_until
 from taktline_gateway.composition import compose
 from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
 from taktline_gateway.decisions import Plan, Refusal, Refused
-from taktline_gateway.fleet import TRIAL_AFTER_S, Batch, Fleet, WorkerState
+from taktline_gateway.fleet import TRIAL_AFTER_S, Fleet
 from taktline_gateway.long_shot import LongShot
 from taktline_gateway.overload import price_hz
 from taktline_gateway.queue_books import QueueBooks
 from taktline_gateway.service_times import ServiceTimes
+from taktline_gateway.table_trial import TableTrial
+from taktline_gateway.worker_state import Batch, WorkerState
 
 __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
 
@@ -48,7 +51,7 @@ class Scheduler:
         self.arrivals = Arrivals()
         self._books = QueueBooks(self.queue)
         self._in_flight = 0
-        self._trial: Ticket | None = None
+        self._trial = TableTrial(self.fleet)
         self._long = LongShot(self.fleet, self.arrivals, goes_elsewhere)
 
     # ----- workers
@@ -114,18 +117,12 @@ class Scheduler:
         released = self.fleet.release(batch, batch.sent_at + seconds)
         if released is not None:
             worker, flight = released
-            times = flight.times
             if waited_s is None:
                 waited_s = flight.began - batch.sent_at
             worker.busyness.note(flight.began, seconds - waited_s)
             worker.probation = False
-            if measured and not any(ticket.extra for ticket in batch.tickets):
-                if worker.trial and seconds < times.median[1]:
-                    times.rescale(seconds)
-                if inference_s is not None:
-                    times.note_network(seconds - inference_s)
-                times.record(len(batch.tickets), seconds - waited_s)
-                worker.times.note_outside(len(batch.tickets), outside_s)
+            if measured:
+                worker.learn(flight, seconds, inference_s, outside_s, waited_s)
             worker.trial = False
         self._books.settle()
         if released is not None and not released[0].flights and not len(self.queue):
@@ -148,10 +145,8 @@ class Scheduler:
 
         A ticket is refused only where no worker could meet its deadline, by the median times, if it served no more than
         `AHEAD_SERVED` of those ahead of it first; whoever is admitted and fails to get a slot is refused by `poll` when
-        its last start passes.
-        One in `TRIAL_AFTER_S` is admitted against the table where a worker sits idle: a table that refuses everything
-        is never measured again, and may be wrong (calibrated on a busy machine, say). It is launched by the next
-        `poll`; until then a newer one of the same robot takes its place like any other's.
+        its last start passes. Beside the queue one is kept against the table (`table_trial`), and one that may be quick
+        for once (`long_shot`).
 
         Returns:
             (refusal or None, the older ticket of the same robot that this one supersedes or None).
@@ -167,13 +162,10 @@ class Scheduler:
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
         completion = self.fleet.predicted_completion(AHEAD_SERVED * ahead, now)
-        tried = self._trial if self._trial is not None and self._trial.source == ticket.source else None
         if completion > ticket.deadline:
-            open_to_trial = self._trial is None or tried is not None
-            if open_to_trial and not len(self.queue) and self.fleet.rusty(now) is not None:
-                self._trial = ticket
-                return None, tried or (self._long.drop() if self._long.of(ticket.source) is not None else None)
-            chanced = self._long.of(ticket.source)
+            tried, chanced = self._trial.of(ticket.source), self._long.of(ticket.source)
+            if not len(self.queue) and self._trial.take(ticket, now):
+                return None, tried or (self._long.drop() if chanced is not None else None)
             # Those who wait go before it: behind more than a batch of them it has no chance worth keeping it for.
             near = older is None and tried is None and len(self.queue) < self.max_batch * len(self.fleet)
             behind_s = completion - self.fleet.predicted_completion(0, now) if near and len(self.queue) else 0.0
@@ -214,9 +206,7 @@ class Scheduler:
 
     def waits(self, source: tuple[str, str]) -> Ticket | None:
         """What waits of a robot."""
-        if self._trial is not None and self._trial.source == source:
-            return self._trial
-        return self.queue.queued(source) or self._long.of(source)
+        return self._trial.of(source) or self.queue.queued(source) or self._long.of(source)
 
     def _newer(self, ticket: Ticket) -> Ticket | None:
         waits = self.waits(ticket.source)
@@ -229,22 +219,20 @@ class Scheduler:
 
     def cancel(self, ticket: Ticket) -> bool:
         """Takes a ticket out of the queue; False where it is not queued (in flight or done)."""
-        if ticket is self._trial:
-            self._trial = None
-            return True
-        if ticket is self._long.ticket:
-            self._long.drop()
-            return True
+        for held in (self._trial, self._long):
+            if ticket is held.ticket:
+                held.drop()
+                return True
         return self._books.remove(ticket)
 
     @property
     def depth(self) -> int:
         """How many tickets have been admitted and are on no worker."""
-        return len(self.queue) + (self._trial is not None) + (self._long.ticket is not None)
+        return len(self.queue) + (self._trial.ticket is not None) + (self._long.ticket is not None)
 
     def waiting(self) -> list[Ticket]:
         """Those tickets, in service order."""
-        return [*(ticket for ticket in (self._trial, self._long.ticket) if ticket is not None), *self.queue]
+        return [*(ticket for ticket in (self._trial.ticket, self._long.ticket) if ticket is not None), *self.queue]
 
     def predicted_completion(self, ahead: int, now: float) -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it."""
@@ -286,16 +274,13 @@ class Scheduler:
         return Plan(tuple(batches), tuple(refused), wake, tuple(silent), tuple(recalled), tuple(expired))
 
     def _launch_trial(self, now: float) -> list[Batch]:
-        ticket, self._trial = self._trial, None
-        if ticket is None:
-            return []
-        worker = self.fleet.rusty(now)
-        if worker is None:  # its worker left within this turn: it queues like any other
+        batch = self._trial.launch(now)
+        if batch is not None:
+            self._in_flight += 1
+            return [batch]
+        if (ticket := self._trial.drop()) is not None:  # its worker left within this turn: it queues like any other
             self._books.add(ticket, self._books.rank(ticket, now))
-            return []
-        worker.trial = True
-        self._in_flight += 1
-        return [worker.launch((ticket,), 0, now)]
+        return []
 
     def _try(self, now: float) -> list[Batch]:
         """The ticket that nobody is expected to make goes to a worker that has nothing else to do."""
@@ -314,13 +299,14 @@ class Scheduler:
         begins = max(now, worker.flights[0].end - worker.times.hidden_s(limit)) if worker.flights else now
         if self.fleet.sooner_elsewhere(worker, len(self.queue), begins):
             return None, None
-        workers = max(1, len(self.fleet))
         choice = compose(
             self.queue,
             worker.levels,
             begins,
             limit,
-            rate_hz=self.arrivals.rate_hz(now) / workers,
+            arrivals=self.arrivals,
+            workers=max(1, len(self.fleet)),
+            asked_at=now,
             price_hz=price_hz(
                 self._books.lost,
                 worker.busyness.share(now),
@@ -329,9 +315,16 @@ class Scheduler:
                 worker.times,
                 limit,
             ),
-            patience_hz=self.arrivals.patience_hz(),
-            tightest_s=self.arrivals.tightest_s(now),
-            worth_waiting=lambda dues, rank, position: self._worth_waiting(dues, rank, position, worker.times, now),
+            company_until=lambda dues, rank, position: company_until(
+                self.queue.members(rank, position, len(dues)),
+                dues,
+                worker.times,
+                self.max_batch,
+                self.arrivals,
+                self._in_flight,
+                self.max_wait_s,
+                now,
+            ),
         )
         if choice.wait_until is not None:
             return None, choice.wait_until
@@ -340,25 +333,6 @@ class Scheduler:
         self._books.take(choice.slices, choice.tickets)
         self._in_flight += len(choice.tickets)
         return worker.launch(choice.tickets, choice.level, now), None
-
-    def _worth_waiting(
-        self, dues: list[float], rank: int, position: int, times: ServiceTimes, now: float
-    ) -> float | None:
-        """Until when these tickets may wait for company; None to launch now.
-
-        They wait only for robots that may still come, only where arrivals have been following one another within the
-        wait, only if one batch could take them all and one more, never beyond the oldest one's wait, and never so long
-        that one more member would make any of them late.
-        """
-        size = len(dues)
-        if not self.max_wait_s or size >= min(self.max_batch, times.max_batch) or self.arrivals.company < 0.5:
-            return None
-        if self.arrivals.active_robots(now) <= size + self._in_flight:
-            return None
-        latest = dues[0] - times.tail[size + 1]
-        oldest = min(ticket.arrived_at for ticket in self.queue.members(rank, position, size))
-        until = min(oldest + self.max_wait_s, latest)
-        return until if until > now else None
 
     def _drop_unreachable(self, now: float) -> list[Refused]:
         """Refuses tickets whose last possible start has passed, earliest first."""
