@@ -49,7 +49,7 @@ class Collector:
     def of_trace(self, trace_id: str) -> dict[str, list]:
         """Spans of one trace by `service name`."""
         found: dict[str, list] = {}
-        for service, span in self.spans.values():
+        for service, span in list(self.spans.values()):  # more may come meanwhile
             if span.trace_id.hex() == trace_id:
                 found.setdefault(f"{service} {span.name}", []).append(span)
         return found
