@@ -104,6 +104,28 @@ def bound() -> str:
     )
 
 
+def recorded() -> str:
+    """On-time shares on the recordings; the last column is the offline bound of the windows where there is one."""
+    rows = rows_of("gateway-recorded.json", "gateway-scheduling-recorded")
+    bounds = {
+        (row["policy"], row["trace"], row["load"]): f"{100 * row['on_time']:.2f} of {100 * row['bound']:.2f}"
+        for row in rows_of("gateway-recorded.json", "gateway-scheduling-recorded-bound")
+    }
+    names = list(dict.fromkeys(row["scheduler"] for row in rows))
+    cells: dict[tuple[str, str, float], dict[str, str]] = {}
+    for row in rows:
+        key = (row["policy"], row["trace"], row["load"])
+        cells.setdefault(key, {})[row["scheduler"]] = f"{100 * row['on_time']:.2f}"
+        cells[key]["load"] = f"{row['load']:g}{' (its own)' if row['own_pace'] else ''}"
+    return markdown(
+        ("engine", "recording", "load", *names, "ours of the bound"),
+        (
+            (policy, trace, found["load"], *(found[name] for name in names), bounds.get((policy, trace, load), ""))
+            for (policy, trace, load), found in cells.items()
+        ),
+    )
+
+
 def overload() -> str:
     """Goodput at three times the capacity."""
     rows = [row for row in rows_of("gateway-scheduling.json", "gateway-overload") if row["load"] == 3.0]
