@@ -18,9 +18,9 @@ from benchmarks.gateway.traces import HELD_OUT_SEEDS, Trace
 
 LOADS = (0.7, 0.9, 1.5)
 NAMES = ("pi05", "pi05-h200")
-WINDOW_S = 3.0
+WINDOW_S = 2.0
 WINDOWS = 3
-"""Three seconds each, evenly over the recording, against the best schedule that knows all arrivals beforehand."""
+"""Two seconds each, evenly over the recording, against the best schedule that knows all arrivals beforehand."""
 
 
 def compare(names: Sequence[str] | None, seeds: int, output: Path | None, command: str) -> None:

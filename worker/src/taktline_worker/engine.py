@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_worker.adapter import Adapter, Answer, CheaperAdapter, Closable, LaunchingAdapter, Level, RunningBatch
+from taktline_worker.adapter import (
+    Adapter,
+    Answer,
+    BorrowingAdapter,
+    CheaperAdapter,
+    Closable,
+    LaunchingAdapter,
+    Level,
+    RunningBatch,
+)
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
@@ -303,6 +312,8 @@ class Engine:
         for index, answer in zip(part.indices, answers, strict=True):
             outcomes[index] = answer
         part.post_s = time.monotonic() - began
+        if isinstance(part.adapter, BorrowingAdapter):
+            part.adapter.give_back(part.rows)
 
 
 def _calibrate_bucket(adapter: Adapter, bucket: int, row: Any) -> BucketTiming:

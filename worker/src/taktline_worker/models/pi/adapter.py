@@ -26,7 +26,8 @@ from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions, resolve
 from taktline_worker.models.pi.folder import PiFolder, open_folder
-from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow, frame_memory
+from taktline_worker.models.pi.frame_memory import new_frame
+from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
 from taktline_worker.models.pi.profile import PiProfile
 from taktline_worker.models.pi.resize import pillow_fit
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
@@ -180,6 +181,11 @@ class PiAdapter:
                 results.append(chunk if prepared.row.rtc is None else self._guided_chunk(chunk, prepared.row.rtc.plan))
         return results
 
+    def give_back(self, rows: Sequence[PreparedRow]) -> None:
+        """Memory of the rows' frames, for other frames: nothing reads them any more."""
+        for prepared in rows:
+            self.processor.frames.give(prepared.borrowed)
+
     def _guided_chunk(self, actions: NDArray[np.float32], plan: RtcPlan) -> GuidedChunk:
         settings = self.processor.rtc
         assert settings is not None  # rows get a tail only where there are settings
@@ -240,14 +246,13 @@ class PiAdapter:
     def _largest(self, *, raw: bool) -> PreparedRow:
         a, c = self.processor.architecture, self.processor.conventions
         cameras = sum(1 for slot in c.slots if slot.names)
-        frame = frame_memory(USUAL_FRAME)
-        frame.fill(0)
+        frame = new_frame(USUAL_FRAME).zero_()
         row = PiRow(
             pixels=torch.empty(cameras, 0) if raw else torch.zeros(cameras, 3, a.image_size, a.image_size),
             tokens=np.full(c.prompt_tokens, BOS_ID, np.int64),
             noise=self.processor.noise(0),
             state=torch.zeros(a.action_width) if a.family == "pi0" else None,
-            raw=(torch.from_numpy(frame),) * cameras if raw else None,
+            raw=(frame,) * cameras if raw else None,
         )
         return PreparedRow(row, np.zeros(c.state_dim))
 

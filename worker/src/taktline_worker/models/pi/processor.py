@@ -18,6 +18,7 @@ from torch import Tensor
 from taktline_worker.frames import FrameCache, frame_key
 from taktline_worker.models.pi import aloha
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions
+from taktline_worker.models.pi.frame_memory import FrameMemory, Shape
 from taktline_worker.models.pi.normalise import state_bins
 from taktline_worker.models.pi.resize import to_model_input
 from taktline_worker.models.pi.rtc import RtcRow, read_row
@@ -29,16 +30,18 @@ from taktline_worker.rtc import RtcSettings, cut_to
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
-PINNED_FRAME_BYTES = 1920 * 1080 * 3
-"""The largest frame that is decoded into pinned memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """A network row, and the state that its actions may be relative to: (D,), in the policy's joint space."""
+    """A network row, and the state that its actions may be relative to: (D,), in the policy's joint space.
+
+    `borrowed` are frames of the row whose memory is to be given back once the network has read them.
+    """
 
     row: PiRow
     state: NDArray[np.float64]
+    borrowed: tuple[Tensor, ...] = ()
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class PendingPiRow:
     state: NDArray[np.float64]
     rtc: RtcRow | None
     raw: bool = False
+    borrowed: bool = False
     _own: dict[int, Future[tuple[Tensor, bytes]]] = field(default_factory=dict)
     _said: tuple[NDArray[np.int64], Tensor] | None = None
 
@@ -79,7 +83,7 @@ class PendingPiRow:
             frames=tuple(key for _, key in frames if key),
             raw=images if self.raw else None,
         )
-        return PreparedRow(row, self.state)
+        return PreparedRow(row, self.state, images if self.borrowed else ())
 
     def _tokens_and_noise(self) -> tuple[NDArray[np.int64], Tensor]:
         """Behind a frame that this thread decodes: without the interpreter's lock, which tokenising holds and without
@@ -113,6 +117,7 @@ class PiProcessor:
 
     Attributes:
         raw: leave the resizing to the runner, for rows without a tail. Set before the first observation.
+        frames: memory of the frames that the runner resizes.
         unnormalise: network outputs on the CPU to robot units.
 
     Raises:
@@ -135,6 +140,7 @@ class PiProcessor:
         self.raw = False
         self._shortened = False
         self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
+        self.frames = FrameMemory()
         self._tokenizer = tokenizer
         self.unnormalise = Unnormaliser(conventions.action_normaliser, conventions.action_dim, torch.device("cpu"))
         self._max_pixels = max_pixels
@@ -172,7 +178,8 @@ class PiProcessor:
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
-        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw)
+        borrowed = raw and not self.seen.limit_bytes  # what is kept for later stays where it is
+        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw, borrowed)
 
     def shortened(self, horizon: int) -> PiProcessor:
         """The same for chunks of `horizon` actions, fewer than robots know of; it shares the frames seen before.
@@ -199,13 +206,25 @@ class PiProcessor:
         pixels = self.seen.get(kept) if key else None
         if pixels is None:
             if raw:
-                pixels = torch.from_numpy(decode_image(name, image, self._max_pixels, frame_memory))
+                pixels = self._decoded(name, image)
             else:
                 frame = decode_image(name, image, self._max_pixels)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
             if key:
                 self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
         return pixels, key
+
+    def _decoded(self, name: str, image: EncodedImage) -> Tensor:
+        """A frame, uint8 (H, W, 3), in memory of `frames`."""
+        taken: list[Tensor] = []
+
+        def memory(shape: Shape) -> NDArray[np.uint8]:
+            taken.append(self.frames.take(shape))
+            pixels: NDArray[np.uint8] = taken[-1].numpy()
+            return pixels
+
+        decode_image(name, image, self._max_pixels, memory)
+        return taken[-1]
 
     def noise(self, seed: int) -> Tensor:
         """fp32 (H, action width): drawn on the CPU by a generator of its own, so no batch neighbour can change it."""
@@ -317,19 +336,6 @@ class PiProcessor:
                 f"entries {np.flatnonzero(~np.isfinite(values)).tolist()} are NaN or infinite", "check the sensors"
             )
         return values
-
-
-def frame_memory(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Memory that a GPU copies from by itself, where there is one; PyTorch keeps it for the next frame.
-
-    Only for frames up to `PINNED_FRAME_BYTES`: whoever sends larger ones shall not fill the host with locked pages.
-    """
-    pinned = _has_gpu() and shape[0] * shape[1] * shape[2] <= PINNED_FRAME_BYTES
-    pixels: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).numpy()
-    return pixels
-
-
-_has_gpu = functools.cache(torch.cuda.is_available)  # it asks the driver anew each time, for milliseconds
 
 
 def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -> dict[str, CameraSlot]:

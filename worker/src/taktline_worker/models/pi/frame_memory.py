@@ -1,0 +1,59 @@
+"""Memory for camera frames that a GPU copies from by itself, used again for the next ones."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+PINNED_FRAME_BYTES = 1920 * 1080 * 3
+"""The largest frame that is decoded into pinned memory: larger ones shall not fill the host with locked pages."""
+KEPT_BYTES = 256 << 20
+"""Most memory that waits for frames of its shape."""
+
+Shape = tuple[int, int, int]
+
+
+class FrameMemory:
+    """Frames' memory, by shape. Safe to share between threads.
+
+    PyTorch keeps pinned memory, too, but asking it for some takes a thread that has rested half as long as decoding a
+    small frame, with the interpreter's lock held, so that no other frame of the row is begun meanwhile.
+    """
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._free: dict[Shape, list[Tensor]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, shape: Shape) -> Tensor:
+        """uint8 of `shape` (H, W, 3), contiguous, with any content; nobody else has it."""
+        with self._lock:
+            free = self._free.get(shape)
+            if free:
+                found = free.pop()
+                self._bytes -= found.numel()
+                return found
+        return new_frame(shape)
+
+    def give(self, frames: Iterable[Tensor]) -> None:
+        """Takes back frames that `take` gave, each once; nothing reads them any more, on the device either."""
+        with self._lock:
+            for frame in frames:
+                if self._bytes + frame.numel() > self._kept_bytes:  # sizes come and go: start over with those of now
+                    self._free, self._bytes = {}, 0
+                self._free.setdefault((frame.shape[0], frame.shape[1], frame.shape[2]), []).append(frame)
+                self._bytes += frame.numel()
+
+
+def new_frame(shape: Shape) -> Tensor:
+    """uint8 of `shape` that nobody else has, pinned where there is a GPU and it is no larger than most."""
+    pinned = _has_gpu() and shape[0] * shape[1] * shape[2] <= PINNED_FRAME_BYTES
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+
+
+_has_gpu = functools.cache(torch.cuda.is_available)  # it asks the driver anew each time, for milliseconds
