@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,3 +257,23 @@ def test_phases_of_captured_graphs_add_up(golden: Path, network: Any) -> None:
     names = {call.name for call in record(subject, 2)}
     assert "attention_cached" in names
     assert all(call.again is not None for call in record(subject, 2) if call.name != "expert")
+
+
+def test_threads_are_told_to_wait_as_a_workers_do_before_torch_is_loaded() -> None:
+    """With threads that spin, a shared machine's figures are twenty times what a worker takes there."""
+    lines = (
+        "import os, sys",
+        "from taktline_protocol import TaktlineError",
+        "from taktline_worker.commands import bench, kernels, profile",
+        "assert 'torch' not in sys.modules",
+        "try:",
+        "    profile.open_profile('nowhere', (1,), 'cpu', '', 0, 0, 0, 0)",
+        "except TaktlineError:",
+        "    print(os.environ['OMP_WAIT_POLICY'])",
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for said in ("", "ACTIVE"):
+        told = environment | ({"OMP_WAIT_POLICY": said} if said else {})
+        command = [sys.executable, "-c", "\n".join(lines)]
+        done = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == (said or "PASSIVE"), done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker import group, logs
+from taktline_worker.idle_threads import let_others_run
 from taktline_worker.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.configure(options.log_level)
     # gRPC's C core writes plain text to stderr; what it would say reaches the log as an error of ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Threads that spin while they wait make every step tens of times slower where others share the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_others_run()
     from taktline_worker.replicas.front import ReplicaRefusedError
 
     try:

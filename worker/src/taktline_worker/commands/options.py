@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from taktline_worker.idle_threads import let_others_run
+
 if TYPE_CHECKING:
     from taktline_worker.adapter import Profile
 
@@ -75,6 +77,7 @@ def open_profile(
         raise typer.BadParameter(
             f"{quantisation!r} is no format of weights; write fp8 or int8", param_hint="--quantisation"
         )
+    let_others_run()  # as a worker does: what is measured here is what it will take
     from taktline_worker.profiling.subject import Request, check_batches, open_subject
 
     return open_subject(
