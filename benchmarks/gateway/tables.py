@@ -186,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scheduling": scheduling,
     "best-of": best_of,
     "bound": bound,
+    "recorded": recorded,
     "overload": overload,
     "robots": robots,
     "hints": hints,
