@@ -23,6 +23,8 @@ from taktline_local.pki import Authority
 Object = dict[str, Any]
 STOP_GRACE_S = 10.0
 HOST = "127.0.0.1"
+# KubeRay's kinds are 4 MB of YAML: half a minute in Python, a second in C, which some builds of PyYAML are without.
+_LOADER: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Controller(ABC):
@@ -116,7 +118,7 @@ class Controller(ABC):
     def documents(self) -> list[Object]:
         """The objects of its manifests."""
         files = sorted((self._programs / f"{self.name}-manifests").glob("*.yaml"))
-        return [found for file in files for found in yaml.safe_load_all(file.read_text()) if found]
+        return [found for file in files for found in yaml.load_all(file.read_text(), _LOADER) if found]
 
     def install(self, objects: list[Object]) -> None:
         """Apply these; `__exit__` takes away those without a namespace, and with a namespace all that is in it."""
