@@ -87,9 +87,10 @@ def test_a_stream_in_fp32_goes_on_in_24_bits() -> None:
     assert torch.equal(ops.joined(ops.split(stream)).isfinite(), stream.isfinite())
 
 
-def test_rotation() -> None:
-    candidates, patches, heads, width = 3, 16, 2, 32
-    qkv = rand(candidates * (patches + 2), 3 * heads * width, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("candidates", "others"), [(3, 6), (1, 8)])
+def test_rotation(candidates: int, others: int) -> None:
+    patches, heads, width = 16, 2, 32
+    qkv = rand(candidates * patches + others, 3 * heads * width, dtype=torch.bfloat16)
     angles = rand(patches + 2, width)
     ours, theirs = qkv.clone(), qkv.clone()
     kernels.rotate(ours, angles.cos(), angles.sin(), candidates, config={})

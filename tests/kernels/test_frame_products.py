@@ -87,10 +87,10 @@ def test_a_product_and_gelu(kind: str) -> None:
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("candidates", [1, 3, 100])
-def test_a_product_that_turns_on_hopper(kind: str, candidates: int) -> None:
+@pytest.mark.parametrize(("candidates", "others"), [(1, 2), (3, 6), (100, 200), (1, 200)])
+def test_a_product_that_turns_on_hopper(kind: str, candidates: int, others: int) -> None:
     kernel = importlib.import_module("taktline_kernels.cuda.wide_product").turned_product
-    case, angles = Case(kind, candidates * 258, 3072, 1024), factored_angles()
+    case, angles = Case(kind, candidates * 256 + others, 3072, 1024), factored_angles()
     found, again = (torch.empty(len(case.product), 3072, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     for out in (found, again):
         kernel(case.rows, case.weights.in_pairs(), angles, candidates, out, config={})

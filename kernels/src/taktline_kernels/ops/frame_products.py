@@ -131,13 +131,13 @@ def frame_turned_product(rows: Rows, weights: Weights, angles: Tensor, candidate
     """Queries, keys and values of one frame's rows; the first two turn as in `frame_rotate`, before they are rounded.
 
     Args:
-        rows: m (T + 2) of them, k a multiple of 64 (e4m3: 128).
+        rows: m T and others, usually 2 m, k a multiple of 64 (e4m3: 128).
         weights: `in_pairs`, 3 heads d outputs, a multiple of 256 for each of q, k and v.
         angles: (2, T, d) fp32, cosine and signed sine of the frame's patches; conditioning tokens lie in row 0 and
             column 0. The fused kernel, for d = 64 and 16 x 16 patches, takes elements 0..19 to turn by the frame,
             20..39 by the row, 40..59 by the column, and the others not at all.
         candidates: m.
-        out: (m (T + 2), 3 heads d) bf16, overwritten.
+        out: (m T + others, 3 heads d) bf16, overwritten.
     """
     shape = {"rows": out.shape[0], "width": out.shape[1], "patches": angles.shape[1], "head_dim": angles.shape[2]}
     _TURNED.run(shape, rows.values, rows, weights, angles, candidates, out)

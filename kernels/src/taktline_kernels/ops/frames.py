@@ -77,7 +77,7 @@ def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> 
     token = torch.cat(
         (
             torch.arange(patches).repeat(candidates),
-            patches + torch.arange(CONDITIONING).repeat(candidates),
+            patches + torch.arange(len(qkv) - candidates * patches) % CONDITIONING,
         )
     ).to(qkv.device)
     both = (
@@ -175,7 +175,7 @@ def frame_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None
     """Turns queries and keys in place; partners are neighbours, `sin` carries the sign.
 
     Args:
-        qkv: (m (T + 2), 3 heads d): query, key and value columns, each head-major.
+        qkv: (m T + others, 3 heads d): query, key and value columns, each head-major; usually 2 m others.
         cos: (T + 2, d) fp32, patches first.
         sin: likewise.
         candidates: m.

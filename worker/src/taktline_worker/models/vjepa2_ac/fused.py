@@ -233,29 +233,18 @@ class FusedPredictor:
         The stream is written once a block: its second norm adds the attention's output for itself alone.
         """
         m, heads = self._candidates, self.architecture.heads
-        cos, sin = self._tables[step]
         stream: ops.Stream = self._stream
         updates: tuple[Tensor, ...] = ()
         offset: Tensor | None = None
         for index, layer in enumerate(self._layers):
             block = layer.block
-            x, scales = ops.frame_norm(
-                stream,
-                updates,
-                offset,
-                block.norm1_weight,
-                block.norm1_bias,
-                BLOCK_NORM_EPS,
-                layer.qkv.input_dtype,
-                keep=self._kept if updates else None,
-            )
-            stream = self._kept if updates else stream
             frames = self._frames[index, : step + 1]
-            if layer.turned is not None:
-                products.frame_turned_product(Rows(x, scales), layer.turned, self._angles[step], m, frames[step])
+            if step == 0 and index == 0:
+                self._project_present(layer, frames[0])
             else:
-                layer.qkv.times(x, scales, bias=block.qkv_bias, out=frames[step])
-                ops.frame_rotate(frames[step], cos, sin, m)
+                keep = self._kept if updates else None
+                self._project(layer, stream, updates, offset, keep, step, m, frames[step])
+                stream = self._kept if updates else stream
             attended = ops.frame_attention(frames, m, heads, layer.unit)
             attended = layer.out.times(attended, self._ones)
             x, scales = ops.frame_norm(
@@ -271,6 +260,42 @@ class FusedPredictor:
             update = layer.fc2.times(hidden, self._ones if scales is None else scales)
             updates, offset = (attended, update), layer.both_biases
         return stream, updates, offset
+
+    def _project(
+        self,
+        layer: _Layer,
+        stream: ops.Stream,
+        updates: tuple[Tensor, ...],
+        offset: Tensor | None,
+        keep: ops.Stream | None,
+        step: int,
+        candidates: int,
+        out: Tensor,
+    ) -> None:
+        """Writes q, k and v of a frame's rows to `out`, after the block's first norm.
+
+        Args:
+            candidates: whose patches are among the rows; all other rows are conditioning tokens.
+        """
+        block = layer.block
+        weight, bias = block.norm1_weight, block.norm1_bias
+        x, scales = ops.frame_norm(
+            stream, updates, offset, weight, bias, BLOCK_NORM_EPS, layer.qkv.input_dtype, keep=keep
+        )
+        if layer.turned is not None:
+            products.frame_turned_product(Rows(x, scales), layer.turned, self._angles[step], candidates, out)
+        else:
+            layer.qkv.times(x, scales, bias=block.qkv_bias, out=out)
+            ops.frame_rotate(out, *self._tables[step], candidates)
+
+    def _project_present(self, layer: _Layer, out: Tensor) -> None:
+        """The first block's q, k and v of the present, whose patches all candidates share: once for all of them."""
+        patches, boundary = self.architecture.tokens, self._patch_rows
+        stream = torch.cat((self._stream[:patches], self._stream[boundary:]))
+        own = torch.empty(len(stream), out.shape[1], device=out.device, dtype=out.dtype)
+        self._project(layer, stream, (), None, None, 0, 1, own)
+        out[:boundary].view(self._candidates, patches, -1).copy_(own[:patches])
+        out[boundary:].copy_(own[patches:])
 
 
 def _top(stream: ops.Stream, rows: int) -> ops.Stream:
