@@ -48,6 +48,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
         ("expert.cu", {"N": 32, "KB": 1024, "SPLIT": 1, "EPILOGUE": 3, "PAUSE": 0}),
         ("expert.cu", {"KEYS": 128}),
         ("expert.cu", {"KEYS": 96}),
+        ("expert.cu", {"KEYS": 80}),
         ("expert.cu", {"KEYS": 112}),
         ("expert.cu", {"KEYS": 128, "FACTORS": 32}),
         *(
@@ -353,6 +354,12 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     again = noise.clone()
     chain.solve(again, robot if state else None, lengths, keys, values, cos, sin)
     assert torch.equal(again, actions)
+    # Beside other work, which it follows layer by layer, its windows are narrower.
+    seen: list[int] = []
+    beside = noise.clone()
+    chain.solve(beside, robot if state else None, lengths, keys, values, cos, sin, before_layer=seen.append)
+    assert seen == list(range(depth))
+    assert relative(beside, plain()) < 6e-3
 
 
 @pytest.mark.gpu

@@ -570,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
 
-  // A quarter has tiles of eight keys, the last one fewer where they do not come out even.
+  // A quarter has tiles of eight keys. Where they do not come out even, the last quarter's end is in the values, and hidden.
   constexpr int TILES = (KEYS / 8 + 3) / 4;
   const int own_keys = quarter * TILES * 8;
 #define HAS(j) (KEYS % 32 == 0 || own_keys + (j) * 8 < KEYS)
@@ -582,7 +582,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
     const uint4 low = received[(row_group * 16 + b * 2) * 32 + lane], high = received[(row_group * 16 + b * 2 + 1) * 32 + lane];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
-      if (!HAS(j)) continue;
       const int key = own_keys + j * 8 + g;
       const uint4 w = *reinterpret_cast<const uint4*>(shared + key_offset(key, b * 4 + t));
       mma(s[j], low.x, high.x, low.y, high.y, w.x, w.y);

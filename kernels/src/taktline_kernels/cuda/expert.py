@@ -233,6 +233,7 @@ class ExpertChain:
             rows,
             gate_up,
             first_alone=first_alone,
+            narrow=not overlap,  # the prefix runs beside
             squares=squares if started else None,
         )
         residual: dict[str, Any] = {

@@ -112,12 +112,13 @@ class ExpertKernels:
         blocks = outputs // product.columns * product.split
         self._products[product].launch((blocks, 1, 1), [arguments], overlap=overlap)
 
-    def _attention(self, rows: int, factors: bool) -> CudaKernel:
+    def _attention(self, rows: int, factors: bool, narrow: bool) -> CudaKernel:
         """The attention over a cache of so many rows: eight windows hold all, of a multiple of 16 keys each.
 
-        Windows of fewer than 96 would let two blocks share a processor while others idle.
+        Windows of fewer than 96 let two blocks share a processor: a gain where other work has most of them (`narrow`),
+        a loss where others idle.
         """
-        window = max(96, -(-rows // (16 * _WINDOWS)) * 16)
+        window = max(80 if narrow else 96, -(-rows // (16 * _WINDOWS)) * 16)
         if (window, factors) not in self._attentions:
             defines = {"KEYS": window} | ({"FACTORS": SQUARES} if factors else {})
             shared = window * 1024 + _PARTS_BYTES
@@ -137,6 +138,7 @@ class ExpertKernels:
         ahead: Tensor,
         *,
         first_alone: bool,
+        narrow: bool,
         squares: Tensor | None,
     ) -> None:
         """Attend from `rows` tokens over length + rows cache rows, and ask for the weights `ahead` into L2.
@@ -150,9 +152,10 @@ class ExpertKernels:
             rows: tokens.
             ahead: any tensor.
             first_alone: the first token sees the prefix and itself only.
+            narrow: other work has most of the processors.
             squares: parts of the tokens' sums of squares, where queries, keys and values lack the factor of their norm.
         """
-        self._attention(keys.shape[0], squares is not None).launch(
+        self._attention(keys.shape[0], squares is not None, narrow).launch(
             (-(-rows * HEADS // 32) * _WINDOWS, 1, 1),
             [
                 query,
