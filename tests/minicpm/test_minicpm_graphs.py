@@ -13,9 +13,11 @@ import torch
 from taktline_protocol import TaktlineError
 from taktline_worker.bucket_graphs import TEXT_ROOM
 from taktline_worker.models.minicpm_robot import synthetic
+from taktline_worker.models.minicpm_robot.batch import lay_out
 from taktline_worker.models.minicpm_robot.config import expected_shapes
 from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
+from taktline_worker.models.minicpm_robot.weights import pack_weights
 from taktline_worker.models.minicpm_robot.work import phase_work
 from taktline_worker.profiling import report
 from taktline_worker.profiling.subject import Request, open_subject
@@ -122,8 +124,6 @@ def test_replays_equal_the_eager_answer_and_allocate_nothing() -> None:
     """At the published size, where every width is what the kernels are made for."""
     a, device = synthetic.PUBLISHED, torch.device("cuda")
     tensors = synthetic.random_tensors(a, device)
-    from taktline_worker.models.minicpm_robot.weights import pack_weights
-
     eager = MiniCpmRunner(pack_weights(tensors, a, [0], torch.bfloat16, device), a, synthetic.IMAGE_TOKEN)
     graphs = MiniCpmGraphs(eager, synthetic.random_row(a, 2, 28), (1, 4))
     graphs.capture()
@@ -136,3 +136,30 @@ def test_replays_equal_the_eager_answer_and_allocate_nothing() -> None:
     assert all(torch.equal(first, other) for other in again)
     exact = alone(MiniCpmRunner(pack_weights(tensors, a, [0], torch.float32, device), a, synthetic.IMAGE_TOKEN), rows)
     assert float((first - exact).norm() / exact.norm()) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("views", [1, 2, 3])
+def test_the_heads_chain_answers_as_its_layers_do(views: int) -> None:
+    """At the published size, from the same features: as near to fp32 as the layers one by one, and bit by bit again."""
+    a, device = synthetic.PUBLISHED, torch.device("cuda")
+    tensors = synthetic.random_tensors(a, device)
+    exact, narrow = (
+        MiniCpmRunner(pack_weights(tensors, a, [0], dtype, device), a, synthetic.IMAGE_TOKEN)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    rows = [synthetic.random_row(a, views, 28, seed=seed) for seed in range(2)]
+    batch, both = (lay_out(some, synthetic.IMAGE_TOKEN, device) for some in (rows[:1], rows))
+    generator = torch.Generator().manual_seed(views)
+    features = torch.randn(1, batch.tokens.shape[1], a.text.width, generator=generator).bfloat16().to(device)
+    assert exact._chain is None
+    assert narrow._chain is not None
+    assert (narrow._chain.covers(batch.valid), narrow._chain.covers(both.valid)) == (True, False)
+    expected = exact.solve(batch, features.float())
+    chain, again = (narrow.solve(batch, features) for _ in range(2))
+    assert torch.equal(chain, again)
+    narrow._chain = None
+    layers = narrow.solve(batch, features)
+    apart = [float((found - expected).norm() / expected.norm()) for found in (chain, layers)]
+    assert apart[0] < 1.25 * apart[1] < 0.02

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from taktline_kernels import ops
@@ -36,6 +36,9 @@ from taktline_worker.models.groot.weights import (
     TextWeights,
     VisionWeights,
 )
+
+if TYPE_CHECKING:
+    from taktline_worker.models.groot.chain import HeadChain
 
 _FEW_PATCHES = 2048
 """So many leave multiprocessors idle: a merger then runs beside the blocks behind it."""
@@ -290,6 +293,7 @@ def velocity(
     x: Tensor,
     step: int,
     seen: list[tuple[Tensor, Tensor, Tensor] | None],
+    chain: HeadChain | None = None,
 ) -> Tensor:
     """The velocity of one solver step.
 
@@ -298,6 +302,7 @@ def velocity(
         state: (B, width), embedded.
         x: (B, H, action width).
         seen: for each block what `action_block` takes.
+        chain: runs the blocks of batches that it takes.
 
     Returns:
         (B, H, action width).
@@ -305,10 +310,13 @@ def velocity(
     head = weights.head
     h = by_rows(projectors, x, lambda projector, own: embed_actions(projector, own, step))
     h = torch.cat((state[:, None], h), dim=1)
-    norms = [*(block.norms[step] for block in head.blocks), head.tail_norms[step]]
-    n = norms[0](h)
-    for block, following, its in zip(head.blocks, norms[1:], seen, strict=True):
-        h, n = action_block(block, head, a.head.heads, h, n, following, its)
+    if chain is not None and chain.takes(h, seen):
+        n = chain(h, step, seen)
+    else:
+        norms = [*(block.norms[step] for block in head.blocks), head.tail_norms[step]]
+        n = norms[0](h)
+        for block, following, its in zip(head.blocks, norms[1:], seen, strict=True):
+            h, n = action_block(block, head, a.head.heads, h, n, following, its)
     return by_rows(projectors, n[:, 1:], decode_actions)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +13,13 @@ from torch import Tensor
 from taktline_worker.branches import Branch
 from taktline_worker.models.groot import modules
 from taktline_worker.models.groot.batch import Grid, GrootBatch, GrootRow, lay_out
-from taktline_worker.models.groot.config import GrootArchitecture
-from taktline_worker.models.groot.weights import GrootWeights, Projector, reads_text
+from taktline_worker.models.groot.config import GrootArchitecture, HeadConfig
+from taktline_worker.models.groot.weights import GrootWeights, HeadWeights, Projector, reads_text
 
+if TYPE_CHECKING:
+    from taktline_worker.models.groot.chain import HeadChain
+
+_HOPPER = 9
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, x before it, velocity), for tests that compare step by step."""
 
@@ -45,6 +50,7 @@ class GrootRunner:
         frequencies, axes = modules.text_frequencies(architecture.text)
         self._frequencies, self._axes = frequencies.to(self.device), axes.to(self.device)
         self._tables: dict[Grid, tuple[Tensor, Tensor, Tensor]] = {}
+        self._chain = _head_chain(weights.head, architecture.head)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[GrootRow], observer: StepObserver | None = None) -> Tensor:
@@ -108,7 +114,7 @@ class GrootRunner:
         x, strength = batch.start.to(weights.dtype), batch.strength.to(weights.dtype)
         dt = 1.0 / a.head.solver_steps
         for step in range(a.head.solver_steps):
-            velocity = modules.velocity(weights, a, projectors, state, x, step, seen)
+            velocity = modules.velocity(weights, a, projectors, state, x, step, seen, self._chain)
             if observer is not None:
                 observer(step, x, velocity)
             x = torch.addcmul(x, velocity, strength, value=dt)
@@ -156,3 +162,15 @@ class GrootRunner:
             place = reads_text(head, index)
             found.append((*next(made[place]), places[place].valid) if block.attention.crosses else None)
         return found
+
+
+def _head_chain(head: HeadWeights, h: HeadConfig) -> HeadChain | None:
+    """The head's blocks as a chain of kernels, where this GPU and the head's dimensions have one."""
+    weight = head.blocks[0].fc1.weight
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return None
+    if torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:
+        return None
+    from taktline_worker.models.groot.chain import HeadChain  # only a machine with a GPU has what it imports
+
+    return HeadChain(head) if HeadChain.suits(h, weight.shape[0]) else None

@@ -25,12 +25,10 @@ from torch.nn import functional
 from taktline_worker.fp8_layers import Fp8Linear, gated
 from taktline_worker.layers import Linear, Norm
 from taktline_worker.models.minicpm_robot.config import HeadConfig, TextConfig, VisionConfig
+from taktline_worker.models.minicpm_robot.head_weights import ActionBlock, Bank, HeadWeights
 from taktline_worker.models.minicpm_robot.weights import (
-    ActionBlock,
-    Bank,
     DeltaNet,
     FullAttention,
-    HeadWeights,
     TextLayer,
     TextWeights,
     VisionBlock,
@@ -162,27 +160,33 @@ def memories(weights: HeadWeights, h: HeadConfig, features: Tensor) -> list[Memo
 
 Tokens = tuple[Tensor, Tensor]
 """The head's stream (B, F + H, width), and its norm for the first block."""
+Banks = list[tuple[Tensor | slice, Bank]]
+"""(rows of the batch, bank) by embodiment."""
 
 
-def begin(
-    weights: HeadWeights,
-    h: HeadConfig,
-    banks: list[tuple[Tensor | slice, Bank]],
-    states: list[Tensor],
-    x: Tensor,
-    step: int,
-) -> Tokens:
+def encode_actions(bank: Bank, state: Tensor, x: Tensor, step: int) -> Tensor:
+    """What the third layer of the action encoder reads, (B, H, width).
+
+    Args:
+        bank: the rows' own.
+        state: (B, H, width), the state's part of the first layer in each action row.
+        x: (B, H, action width), noisy, in the head's dtype.
+        step: of the solver.
+    """
+    hidden = ops.linear(x, bank.action.weight, bank.action.bias, residual=state)
+    return ops.linear(hidden, bank.second.weight, bank.time[step], activation="silu")
+
+
+def begin(weights: HeadWeights, h: HeadConfig, banks: Banks, states: list[Tensor], x: Tensor, step: int) -> Tokens:
     """The tokens that the head's first block reads at a solver step.
 
     Args:
-        banks: (rows of the batch, bank) by embodiment.
-        states: for each of them (its rows, 1, width), the state's part of the first projection.
+        states: for each bank `encode_actions`'s.
         x: (B, H, action width), noisy, in the head's dtype.
     """
     norm, found = weights.blocks[0].norms[step], []
     for (rows, bank), state in zip(banks, states, strict=True):
-        hidden = ops.linear(x[rows], bank.action.weight, bank.action.bias, residual=state.expand(-1, h.horizon, -1))
-        hidden = ops.linear(hidden, bank.second.weight, bank.time[step], activation="silu")
+        hidden = encode_actions(bank, state, x[rows], step)
         found.append(ops.linear_on_rows(hidden, bank.third.weight, bank.rows, norm.weight, norm.bias, norm.eps))
     if len(banks) == 1:
         return found[0]
@@ -193,26 +197,13 @@ def begin(
     return stream, n
 
 
-def predict(
-    weights: HeadWeights,
-    h: HeadConfig,
-    banks: list[tuple[Tensor | slice, Bank]],
-    tokens: Tokens,
-    noise: Tensor,
-    step: int,
-    share: float,
-    seen: list[Memory | None],
-    valid: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The clean actions that the head expects behind a solver step's noisy ones, and what the next step reads.
-
-    Shapes are (B, H, action width); clean actions are fp32, x and what the next step reads in the head's dtype.
+def transform(
+    weights: HeadWeights, h: HeadConfig, tokens: Tokens, step: int, seen: list[Memory | None], valid: Tensor
+) -> Tensor:
+    """What the decoder reads, (B, H, n), behind the blocks of a solver step.
 
     Args:
-        banks: (rows of the batch, bank) by embodiment.
         tokens: what `begin` made of the noisy actions.
-        noise: fp32.
-        share: of the noise at the next step.
         seen: for each block what `memories` gave.
         valid: bool (B, S), which features are a row's own.
     """
@@ -221,7 +212,19 @@ def predict(
     for index, (block, memory, norm) in enumerate(zip(weights.blocks, seen, following, strict=True)):
         first = h.future if index == len(weights.blocks) - 1 else 0  # the last one's future tokens are never read
         stream, n = _action_block(block, weights.plain, norm, h.heads, stream, n, first, memory, valid)
-    n = weights.tail(n)
+    return weights.tail(n)
+
+
+def decode(banks: Banks, n: Tensor, noise: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The clean actions that the head expects, and what the next solver step reads.
+
+    Shapes are (B, H, action width); clean actions are fp32, what the next step reads is in the head's dtype.
+
+    Args:
+        n: what `transform` gave.
+        noise: fp32.
+        share: of the noise at the next step.
+    """
     found = [
         clean_actions(bank.decode1.relu(n[rows]), bank.decode2.weight, bank.decode2.bias, noise[rows], share)
         for rows, bank in banks

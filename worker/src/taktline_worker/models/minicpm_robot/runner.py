@@ -13,7 +13,9 @@ from taktline_worker.branches import Branch
 from taktline_worker.models.minicpm_robot import modules
 from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
 from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture
-from taktline_worker.models.minicpm_robot.weights import Bank, MiniCpmWeights, steps
+from taktline_worker.models.minicpm_robot.head_chain import HeadChain, make_chain
+from taktline_worker.models.minicpm_robot.head_weights import steps
+from taktline_worker.models.minicpm_robot.weights import MiniCpmWeights
 
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, noisy input, prediction), for tests that compare step by step."""
@@ -21,12 +23,16 @@ StepObserver = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What the head knows before the backbone has answered: banks and states by embodiment, its first step's tokens."""
+    """What the head knows before the backbone has answered: banks and states by embodiment, its first step's tokens.
 
-    banks: list[tuple[Tensor | slice, Bank]]
+    With a chain, the tokens lie in it.
+    """
+
+    banks: modules.Banks
     states: list[Tensor]
     x: Tensor
-    tokens: modules.Tokens
+    tokens: modules.Tokens | None
+    chain: HeadChain | None
 
 
 class MiniCpmRunner:
@@ -41,6 +47,7 @@ class MiniCpmRunner:
         self.device = weights.text.embedding.device
         self.image_token = image_token
         self._tables = self._rope(0)
+        self._chain = make_chain(weights.head, architecture.head)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[MiniCpmRow], observer: StepObserver | None = None) -> Tensor:
@@ -95,29 +102,45 @@ class MiniCpmRunner:
         seen = modules.memories(head, h, features.to(self.weights.dtype))
         valid = batch.valid[:, 0, 0]
         begun = self._begin(batch) if branch is None else branch.join()
-        found, x, tokens = batch.noise, begun.x, begun.tokens
+        found, x, tokens, chain = batch.noise, begun.x, begun.tokens, begun.chain
         shares = [share for share, _ in steps()[1:]] + [0.0]
         for step, share in enumerate(shares):
             noisy = x
             if step:
-                tokens = modules.begin(head, h, begun.banks, begun.states, noisy, step)
-            found, x = modules.predict(head, h, begun.banks, tokens, batch.noise, step, share, seen, valid)
+                tokens = self._tokens(begun.banks, begun.states, noisy, step, chain)
+            if chain is not None:
+                n = chain.run(step, seen, valid)
+            elif tokens is not None:
+                n = modules.transform(head, h, tokens, step, seen, valid)
+            found, x = modules.decode(begun.banks, n, batch.noise, share)
             if observer is not None:
                 observer(step, noisy, found)
         return found
 
     def _begin(self, batch: MiniCpmBatch) -> _Begun:
         banks = self._banks(batch)
-        states = [bank.state(batch.state[rows])[:, None] for rows, bank in banks]
+        horizon = self.architecture.head.horizon
+        # Whole rows, once a request: a kernel that adds them would else copy them in every step.
+        states = [bank.state(batch.state[rows])[:, None].repeat(1, horizon, 1) for rows, bank in banks]
         x = batch.noise.to(self.weights.dtype)
-        tokens = modules.begin(self.weights.head, self.architecture.head, banks, states, x, 0)
-        return _Begun(banks, states, x, tokens)
+        chain = self._chain if self._chain is not None and self._chain.covers(batch.valid) else None
+        return _Begun(banks, states, x, self._tokens(banks, states, x, 0, chain), chain)
+
+    def _tokens(
+        self, banks: modules.Banks, states: list[Tensor], x: Tensor, step: int, chain: HeadChain | None
+    ) -> modules.Tokens | None:
+        """A step's tokens, or None where they lie in the chain."""
+        if chain is None:
+            return modules.begin(self.weights.head, self.architecture.head, banks, states, x, step)
+        ((_, bank),) = banks
+        chain.begin(bank, modules.encode_actions(bank, states[0], x, step), step)
+        return None
 
     def _rope(self, slots: int) -> tuple[Tensor, Tensor]:
         cos, sin = modules.rope_tables(self.architecture.text, slots)
         return cos.to(self.device), sin.to(self.device)
 
-    def _banks(self, batch: MiniCpmBatch) -> list[tuple[Tensor | slice, Bank]]:
+    def _banks(self, batch: MiniCpmBatch) -> modules.Banks:
         """The rows of each embodiment and its bank; all rows of one embodiment need no index."""
         own = self.weights.head.banks
         distinct = sorted(set(batch.embodiments))

@@ -1,0 +1,248 @@
+"""Products of a diffusion transformer's blocks for one sequence of at most 48 tokens on Hopper (few_tokens.cu).
+
+The residual stream goes from kernel to kernel with what the norm behind it needs: the stream times that norm's
+multiplier, and parts of each row's sum and sum of squares. A layer behind a norm of multiplier w and shift b reads
+those, and takes `first` = W w and `constant` = W b + bias, fp32 (n,).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taktline_kernels.cuda import nvrtc
+from taktline_kernels.cuda.geglu import wgmma_source
+from taktline_kernels.cuda.nvrtc import CudaKernel
+
+MAX_TOKENS = 48
+MAX_KEYS = 256
+"""Of a cross-attention; a multiple of 16."""
+WIDTH, HEADS, HIDDEN = 1536, 32, 6144
+_HEAD = WIDTH // HEADS
+_LOG2E = 1.4426950408889634
+_FINISHED, _STREAM, _ATTEND = 0, 2, 3
+_ROOM_FOR_TWO = 111 << 10
+"""Bytes of shared memory with which two blocks run on one processor."""
+
+
+class _Arguments(ctypes.Structure):
+    """As few_tokens.cu has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("bias", "out", "residual", "scaled", "scale", "sums_out", "sums")),
+        *((name, ctypes.c_void_p) for name in ("first", "constant")),
+        *((name, ctypes.c_float) for name in ("width", "eps")),
+        *((name, ctypes.c_int) for name in ("share", "rows", "channels", "blocks", "keys", "k_token")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "valid")),
+        ("logit_scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream.
+
+    Attributes:
+        x: bf16 (rows, WIDTH).
+        scaled: x times the multiplier of the norm that follows.
+        sums: fp32 (parts, 64, 2), parts of each row's sum and sum of squares of x.
+    """
+
+    x: Tensor
+    scaled: Tensor
+    sums: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What a block of few_tokens.cu computes.
+
+    Attributes:
+        channels: output channels.
+        peers: blocks of a cluster, which share the depth.
+        stages: of 64 numbers of depth.
+        mode: what becomes of the sums.
+        normed: parts in which the sums of a norm's input come, or 0: no norm before the product.
+        late: whether the next kernel is let start only when this one's weights are all on their way.
+        ahead: whether the weight beyond the stages is asked for into L2 before the kernel before has ended.
+        keys: of a cross-attention.
+    """
+
+    channels: int
+    peers: int
+    stages: int
+    mode: int
+    normed: int = 0
+    late: bool = False
+    ahead: bool = False
+    keys: int = 0
+
+    @property
+    def _stage_bytes(self) -> int:
+        return self.stages * (self.channels + MAX_TOKENS) * 128
+
+    @property
+    def _received_bytes(self) -> int:
+        """What a block's peers send it."""
+        groups = self.channels // 8
+        if self.mode == _FINISHED:
+            return (self.peers - 1) * -(-groups // self.peers) * (MAX_TOKENS // 16) * 512
+        return self.peers * groups * (1 if self.peers == 8 else 2) * 256
+
+    @property
+    def _apart(self) -> bool:
+        """Whether what peers send has memory of its own, and need not wait until the stages have been read."""
+        return self.mode != _ATTEND and self._stage_bytes + self._received_bytes <= _ROOM_FOR_TWO
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block; a key and its value take 224 bytes."""
+        return self._stage_bytes + self._apart * self._received_bytes + self.keys * 224
+
+    def defines(self) -> dict[str, int]:
+        """Preprocessor constants of few_tokens.cu."""
+        return {
+            "NC": self.channels,
+            "PEERS": self.peers,
+            "STAGES": self.stages,
+            "ROWS": MAX_TOKENS,
+            "MODE": self.mode,
+            "NORMED": self.normed,
+            "APART": int(self._apart),
+            "LATE": int(self.late),
+            "AHEAD": int(self.ahead),
+        }
+
+
+_FC2 = _Tile(96, 8, 5, _STREAM, late=True)
+_OUT = _Tile(48, 4, 6, _STREAM)
+_FC1 = _Tile(96, 2, 6, _FINISHED, WIDTH // _OUT.channels, late=True, ahead=True)
+_SELF = _Tile(3 * _HEAD, 4, 4, _ATTEND, WIDTH // _FC2.channels, late=True)
+
+
+def _cross(keys: int) -> _Tile:
+    tile = _Tile(_HEAD, 4, 5, _ATTEND, WIDTH // _FC2.channels, late=True, ahead=True, keys=keys)
+    return tile if tile.shared_bytes <= _ROOM_FOR_TWO else replace(tile, stages=4)
+
+
+def tiles() -> tuple[_Tile, ...]:
+    """All that a request can need."""
+    return (_FC1, _FC2, _OUT, _SELF, *(_cross(keys) for keys in (16, 64, MAX_KEYS)))
+
+
+def suits(*, width: int, heads: int, hidden: int) -> bool:
+    """Whether the tiles come out even."""
+    return (width, heads, hidden) == (WIDTH, HEADS, HIDDEN)
+
+
+@functools.cache
+def _kernel(tile: _Tile) -> CudaKernel:
+    """The compiled file.
+
+    Raises:
+        RuntimeError: it cannot be compiled or loaded here.
+    """
+    return CudaKernel(
+        "few_tokens.cu",
+        "few_tokens",
+        tile.defines(),
+        threads=160,
+        shared_bytes=tile.shared_bytes,
+        cluster=tile.peers,
+        prologue=wgmma_source(tile.channels),
+    )
+
+
+def _run(
+    tile: _Tile, x: Tensor, weight: Tensor, out: Tensor, *, pointers: Mapping[str, Tensor | None], **values: Any
+) -> None:
+    rows, depth = x.shape
+    channels = weight.shape[0]
+    if rows > MAX_TOKENS or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise ValueError(f"the kernels take up to {MAX_TOKENS} tokens in bf16")
+    box = min(tile.channels, _HEAD) if tile.mode == _ATTEND else tile.channels
+    _kernel(tile).launch(
+        (channels // tile.channels * tile.peers, 1, 1),
+        [
+            nvrtc.tensor_map(weight, (box, 64)),
+            nvrtc.tensor_map(x, (MAX_TOKENS, 64)),
+            _Arguments(
+                **{name: one.data_ptr() for name, one in pointers.items() if one is not None},
+                **values,
+                out=out.data_ptr(),
+                width=float(WIDTH),
+                share=depth // 64 // tile.peers,
+                rows=rows,
+                channels=channels,
+                blocks=depth // 64,
+            ),
+        ],
+        overlap=True,
+    )
+
+
+def begin(x: Tensor, multiplier: Tensor) -> Stream:
+    """The stream x bf16 (rows, WIDTH) before the first block, whose norm multiplies by `multiplier` fp32 (WIDTH,).
+
+    Kernels behind this one start when all that was written before it is there: those of a cross-attention read keys and
+    values before they wait for their predecessor.
+    """
+    from taktline_kernels.triton_impl.stream_rows import rows_and_sums
+
+    return Stream(x, *rows_and_sums(x, multiplier, _SELF.normed))
+
+
+def attend(
+    stream: Stream,
+    weight: Tensor,
+    first: Tensor,
+    constant: Tensor,
+    eps: float,
+    seen: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention of each head of 48 behind the norm of the stream, (rows, WIDTH).
+
+    Args:
+        weight: (3 * WIDTH, WIDTH), queries, keys and values of all heads; (WIDTH, WIDTH), queries, with `seen`.
+        seen: keys and values (1, keys, HEADS, 48), a multiple of 16 keys, at most MAX_KEYS, and bool (1, 1, 1, keys).
+    """
+    out = torch.empty_like(stream.x)
+    pointers: dict[str, Tensor | None] = {"sums": stream.sums, "first": first, "constant": constant}
+    values: dict[str, Any] = {"eps": eps, "logit_scale": _HEAD**-0.5 * _LOG2E}
+    tile = _SELF
+    if seen is not None:
+        k, v, valid = seen
+        tile = _cross(k.shape[1])
+        if k.shape[1] % 16 or k.shape[1] > MAX_KEYS or k.stride() != v.stride() or k.stride(2) != _HEAD:
+            raise ValueError("the kernel takes keys by 16, up to 256, heads side by side")
+        pointers |= {"k": k, "v": v, "valid": valid.contiguous()}
+        values |= {"keys": k.shape[1], "k_token": k.stride(1)}
+    _run(tile, stream.scaled, weight, out, pointers=pointers, **values)
+    return out
+
+
+def gelu(stream: Stream, weight: Tensor, first: Tensor, constant: Tensor, eps: float) -> Tensor:
+    """gelu (tanh form) of a layer (HIDDEN, WIDTH) behind the norm of the stream, whose sums `add` left for x itself."""
+    out = torch.empty((len(stream.x), weight.shape[0]), dtype=stream.x.dtype, device=stream.x.device)
+    pointers = {"sums": stream.sums, "first": first, "constant": constant}
+    _run(_FC1, stream.scaled, weight, out, pointers=pointers, eps=eps)
+    return out
+
+
+def add(x: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None) -> Stream:
+    """The stream x + given @ weight.T + bias, rounded, for the norm of this multiplier; none is ones."""
+    tile = _FC2 if given.shape[1] == HIDDEN else _OUT
+    out = torch.empty_like(x)
+    scaled = out if multiplier is None else torch.empty_like(x)
+    sums = torch.empty((WIDTH // tile.channels, 64, 2), dtype=torch.float32, device=x.device)
+    pointers = {"bias": bias, "residual": x, "sums_out": sums, "scale": multiplier}
+    if multiplier is not None:
+        pointers["scaled"] = scaled
+    _run(tile, given, weight, out, pointers=pointers)
+    return Stream(out, scaled, sums)

@@ -1,0 +1,141 @@
+"""The kernels of a diffusion transformer for one sequence (few_tokens.cu): they compile anywhere, agree on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+few = pytest.importorskip("taktline_kernels.cuda.few_tokens")
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+ROWS = (41, 48, 1)
+BAR = 6e-3
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("tile", few.tiles(), ids=str)
+def test_it_compiles_for_hopper_on_any_machine(tile: Any) -> None:
+    nvrtc = importlib.import_module("taktline_kernels.cuda.nvrtc")
+    geglu = importlib.import_module("taktline_kernels.cuda.geglu")
+    resources_of = importlib.import_module("taktline_kernels.ahead").resources_of
+    binary = nvrtc.compile_source(
+        "few_tokens.cu", tuple(sorted(tile.defines().items())), geglu.wgmma_source(tile.channels)
+    )
+    registers, stack = resources_of(binary)
+    assert stack == 0  # nothing is spilled
+    assert 2 * registers * 160 <= 65536  # two blocks a processor
+    assert 2 * (tile.shared_bytes + (4 << 10)) <= 228 << 10
+
+
+def rand(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype).cuda()
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+class Layer:
+    """A random layer (n, k) behind a random norm."""
+
+    def __init__(self, n: int, k: int, seed: int) -> None:
+        self.weight, self.bias = rand(n, k, seed=seed, scale=k**-0.5), rand(n, seed=seed + 1)
+        self.multiplier = 1.0 + rand(k, seed=seed + 2, scale=0.2, dtype=torch.float32)
+        self.shift = rand(k, seed=seed + 3, scale=0.2, dtype=torch.float32)
+        self.first = self.weight.float() @ self.multiplier
+        self.constant = self.weight.float() @ self.shift + self.bias.float()
+
+    def exact(self, x: Tensor) -> Tensor:
+        normed = functional.layer_norm(x.double(), x.shape[-1:], eps=EPS) * self.multiplier + self.shift
+        return normed @ self.weight.double().T + self.bias
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+    """(rows, WIDTH) of q (rows, WIDTH), k and v (keys, WIDTH)."""
+    q, k, v = (one.view(len(one), few.HEADS, -1).transpose(0, 1) for one in (q, k, v))
+    logits = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    if valid is not None:
+        logits = logits.masked_fill(~valid, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_of_the_stream_to_itself(rows: int) -> None:
+    x, layer = rand(rows, few.WIDTH, seed=1), Layer(3 * few.WIDTH, few.WIDTH, 2)
+    stream = few.begin(x, layer.multiplier)
+    found = few.attend(stream, layer.weight, layer.first, layer.constant, EPS, None)
+    assert distance(found, exact_attention(*layer.exact(x).chunk(3, dim=1), None)) < BAR
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("keys", [16, 32, 128, 256])
+def test_attention_to_keys_of_which_some_are_not_seen(keys: int) -> None:
+    x, layer = rand(41, few.WIDTH, seed=1) + 0.5, Layer(few.WIDTH, few.WIDTH, 2)
+    whole = rand(1, keys, 3, 2, few.HEADS, 48, seed=3)
+    k, v = whole[:, :, 1, 0], whole[:, :, 1, 1]
+    valid = torch.arange(keys, device="cuda") < keys - 5
+    stream = few.begin(x, layer.multiplier)
+    found = few.attend(stream, layer.weight, layer.first, layer.constant, EPS, (k, v, valid[None, None, None]))
+    expected = exact_attention(layer.exact(x), *(one[0].flatten(1).double() for one in (k, v)), valid)
+    assert distance(found, expected) < BAR
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_stream_goes_on_with_what_its_norm_needs(rows: int, scaled: bool) -> None:
+    x, behind = rand(rows, few.WIDTH, seed=1) + 0.5, Layer(few.HIDDEN, few.WIDTH, 9)
+    for depth in (few.WIDTH, few.HIDDEN):
+        given, layer = rand(rows, depth, seed=4), Layer(few.WIDTH, depth, 5)
+        multiplier = behind.multiplier if scaled else None
+        stream = few.add(x, given, layer.weight, layer.bias, multiplier)
+        exact = x.double() + given.double() @ layer.weight.double().T + layer.bias
+        assert distance(stream.x, exact) < BAR
+        expected = stream.x.float() if multiplier is None else stream.x.float() * multiplier
+        assert distance(stream.scaled, expected) < BAR
+        sums = stream.sums.sum(0)[:rows].double()
+        wide = stream.x.double()
+        assert torch.allclose(sums[:, 0], wide.sum(1), atol=1e-2)
+        assert torch.allclose(sums[:, 1], wide.square().sum(1), rtol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", ROWS)
+def test_gelu_behind_the_norm_without_a_multiplier(rows: int) -> None:
+    x, given = rand(rows, few.WIDTH, seed=1) + 0.5, rand(rows, few.WIDTH, seed=4)
+    layer, behind = Layer(few.WIDTH, few.WIDTH, 5), Layer(few.HIDDEN, few.WIDTH, 9)
+    behind.multiplier, behind.shift = torch.ones_like(behind.multiplier), torch.zeros_like(behind.shift)
+    stream = few.add(x, given, layer.weight, layer.bias, None)
+    found = few.gelu(stream, behind.weight, behind.weight.float().sum(1), behind.bias.float(), EPS)
+    expected = functional.gelu(behind.exact(stream.x), approximate="tanh")
+    assert distance(found, expected) < BAR
+    assert all(
+        torch.equal(found, few.gelu(stream, behind.weight, behind.weight.float().sum(1), behind.bias.float(), EPS))
+        for _ in range(5)
+    )
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_it_refuses_what_it_is_not_made_for() -> None:
+    layer = Layer(few.WIDTH, few.WIDTH, 5)
+    with pytest.raises(ValueError, match="48 tokens"):
+        few.add(rand(49, few.WIDTH, seed=1), rand(49, few.WIDTH, seed=2), layer.weight, layer.bias, None)
+    stream = few.begin(rand(41, few.WIDTH, seed=1), layer.multiplier)
+    k = rand(1, 24, few.HEADS, 48, seed=2)
+    with pytest.raises(ValueError, match="by 16"):
+        few.attend(
+            stream, layer.weight, layer.first, layer.constant, EPS, (k, k, torch.ones(1, 1, 1, 24).bool().cuda())
+        )

@@ -1,0 +1,78 @@
+"""The action head for one robot on Hopper: a solver step's blocks as a chain of overlapping kernels (few_tokens.cu).
+
+Four kernels a block: queries and the attention behind them, its output layer, both layers of the feed-forward. The
+layer norms are in the products: y = f (W s - m c1) + c2, where s is the stream times the norm's multiplier, f the
+norm's factor and m its mean, which come in parts of each row's sums; c1 = W multiplier and c2 = W shift + bias are
+made at load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taktline_kernels.cuda import few_tokens
+from taktline_kernels.cuda.few_tokens import MAX_KEYS, MAX_TOKENS, Stream
+from torch import Tensor
+
+from taktline_worker.layers import Linear, Norm
+from taktline_worker.models.groot.config import HeadConfig
+from taktline_worker.models.groot.weights import ActionBlock, HeadWeights
+
+Seen = tuple[Tensor, Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Folded:
+    """c1 and c2 of a layer behind a norm, fp32 (n,)."""
+
+    first: Tensor
+    constant: Tensor
+
+
+class HeadChain:
+    """What `modules.velocity` does between embedding and decoding, for one row."""
+
+    def __init__(self, head: HeadWeights) -> None:
+        self._head = head
+        steps = range(len(head.tail_norms))
+        self._attention = [[_folded(block.attention.qkv, block.norms[step]) for step in steps] for block in head.blocks]
+        self._fc1 = [_folded(block.fc1, head.plain) for block in head.blocks]
+
+    @staticmethod
+    def suits(h: HeadConfig, hidden: int) -> bool:
+        """Whether the kernels are made for this head, with `hidden` numbers between the feed-forward's layers."""
+        return few_tokens.suits(width=h.width, heads=h.heads, hidden=hidden)
+
+    @staticmethod
+    def takes(x: Tensor, seen: list[Seen]) -> bool:
+        """Whether it runs this stream (B, 1 + H, width) with what its blocks see."""
+        keys = [one[0].shape[1] for one in seen if one is not None]
+        return x.shape[0] == 1 and x.shape[1] <= MAX_TOKENS and all(k % 16 == 0 and k <= MAX_KEYS for k in keys)
+
+    def __call__(self, x: Tensor, step: int, seen: list[Seen]) -> Tensor:
+        """(1, 1 + H, width) embedded -> the same behind all blocks and the last norm."""
+        head = self._head
+        scales = [block.norms[step].weight for block in head.blocks[1:]]
+        stream = few_tokens.begin(x[0], head.blocks[0].norms[step].weight)
+        for index, (block, scale) in enumerate(zip(head.blocks, [*scales, None], strict=True)):
+            stream = self._block(index, block, step, stream, scale, seen[index])
+        tail: Tensor = head.tail_norms[step](stream.x[None])
+        return tail
+
+    def _block(
+        self, index: int, block: ActionBlock, step: int, stream: Stream, scale: Tensor | None, seen: Seen
+    ) -> Stream:
+        attention, plain = block.attention, self._head.plain
+        folded = self._attention[index][step]
+        eps = block.norms[step].eps
+        attended = few_tokens.attend(stream, attention.qkv.weight, folded.first, folded.constant, eps, seen)
+        stream = few_tokens.add(stream.x, attended, attention.out.weight, attention.out.bias, None)
+        folded = self._fc1[index]
+        hidden = few_tokens.gelu(stream, block.fc1.weight, folded.first, folded.constant, plain.eps)
+        return few_tokens.add(stream.x, hidden, block.fc2.weight, block.fc2.bias, scale)
+
+
+def _folded(layer: Linear, norm: Norm) -> _Folded:
+    weight = layer.weight.float()
+    constant = weight @ norm.bias
+    return _Folded(weight @ norm.weight, constant if layer.bias is None else constant + layer.bias.float())
