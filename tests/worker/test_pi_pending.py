@@ -55,38 +55,41 @@ def test_whoever_waits_for_frames_that_no_thread_has_begun_decodes_them(
     assert torch.equal(row.row.noise, expected.row.noise)
 
 
-def test_the_prompt_is_tokenised_while_other_threads_decode(
+def test_the_prompt_is_tokenised_once_all_frames_are_being_decoded_and_before_they_are_there(
     adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind one frame of its own, without which none of them would get the interpreter's lock to begin."""
-    observation = observations.make()
-    order: list[str] = []
-    go_on, here = threading.Event(), threading.current_thread()
-    decode, tokens = pi_processor.decode_image, adapter.processor.tokens
+    monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(adapter.processor, "raw", True)
+    observation, go_on = observations.make(), threading.Event()
 
-    def decoded(name: str, *rest: Any) -> Any:
-        if threading.current_thread() is here:
-            order.append("frame")
-        else:
-            assert go_on.wait(LIMIT_S)
-        return decode(name, *rest)
+    def decode(name: str, image: Any, most: int, memory: Any) -> Any:
+        frame = memory((4, 4, 3))
+        assert go_on.wait(LIMIT_S)
+        return frame
 
-    def noted(*arguments: Any) -> Any:
-        order.append("prompt")
-        go_on.set()
-        return tokens(*arguments)
-
-    monkeypatch.setattr(pi_processor, "decode_image", decoded)
-    monkeypatch.setattr(adapter.processor, "tokens", noted)
-    with ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(pi_processor, "decode_image", decode)
+    with ThreadPoolExecutor(len(observation.images)) as pool:
         pending = adapter.begin(observation, pool)
-        _until(lambda: pending.pixels[0].running())
+        pending.let_frames_begin()
+        assert sorted(pending.begun) == sorted(observation.images)
         first = pending.without_frames()
-        assert order == ["frame", "prompt"]
+        assert not any(frame.done() for frame in pending.pixels)
+        go_on.set()
         row = pending.result().row
-    assert order.count("prompt") == 1
+    assert len(row.raw) == len(observation.images)
     assert row.tokens is first.tokens
     assert row.noise is first.noise
+
+
+def test_frames_that_no_thread_is_free_for_are_not_waited_for(adapter: PiAdapter, observations: Any) -> None:
+    occupied = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(occupied.wait, LIMIT_S)
+        pending = adapter.begin(observations.make(), pool)
+        pending.let_frames_begin()
+        assert not any(frame.running() for frame in pending.pixels)
+        pending.result()
+        occupied.set()
 
 
 def test_a_frame_that_is_refused_keeps_no_prompt_from_being_made(adapter: PiAdapter, observations: Any) -> None:

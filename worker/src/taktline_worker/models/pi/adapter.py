@@ -139,6 +139,7 @@ class PiAdapter:
         if not pending or tails or not isinstance(runner, Launching) or not all(one.raw for one in pending):
             return None
         try:
+            pending[0].let_frames_begin()
             batch = self._collate([one.without_frames() for one in pending])
         except TaktlineError:  # its row says the same
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from taktline_worker.rtc import RtcSettings, cut_to
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
+_BEGIN_LIMIT_S = 0.0005
+"""Where there are fewer processors than frames, the last ones begin only when the first have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,18 @@ class PendingPiRow:
     rtc: RtcRow | None
     raw: bool = False
     borrowed: bool = False
+    begun: list[str] = field(default_factory=list)
     _own: dict[int, Future[tuple[Tensor, bytes]]] = field(default_factory=dict)
     _said: tuple[NDArray[np.int64], Tensor] | None = None
+
+    def let_frames_begin(self) -> None:
+        """Leaves the interpreter's lock to the threads that decode, until all need it no more; a moment at most.
+
+        Waking to hear of it would take longer.
+        """
+        until = time.monotonic() + _BEGIN_LIMIT_S
+        while len(self.begun) < len(self.pixels) and time.monotonic() < until:
+            time.sleep(0)
 
     def without_frames(self) -> PiRow:
         """The row of a runner that resizes frames itself, but for these. Raises TaktlineError INSTRUCTION_INVALID."""
@@ -86,10 +99,7 @@ class PendingPiRow:
         return PreparedRow(row, self.state, images if self.borrowed else ())
 
     def _tokens_and_noise(self) -> tuple[NDArray[np.int64], Tensor]:
-        """Behind a frame that this thread decodes: without the interpreter's lock, which tokenising holds and without
-        which no other thread would begin with the others."""
         if self._said is None:
-            self._lend_a_hand()
             self._said = self.text()
         return self._said
 
@@ -166,7 +176,8 @@ class PiProcessor:
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
         # Now; who is refused above costs nobody a frame.
-        decode = tuple(functools.partial(self._pixels, name, image, raw) for name, image in frames)
+        begun: list[str] = []
+        decode = tuple(functools.partial(self._pixels, name, image, raw, begun) for name, image in frames)
         pixels = tuple(pool.submit(one) for one in decode)
         text = functools.partial(self._text, observation.instruction, normalised, observation.seed)
         rtc = None
@@ -179,7 +190,7 @@ class PiProcessor:
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
         borrowed = raw and not self.seen.limit_bytes  # what is kept for later stays where it is
-        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw, borrowed)
+        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw, borrowed, begun)
 
     def shortened(self, horizon: int) -> PiProcessor:
         """The same for chunks of `horizon` actions, fewer than robots know of; it shares the frames seen before.
@@ -199,14 +210,17 @@ class PiProcessor:
         """Tokens and noise of a row."""
         return self.tokens(instruction, normalised), self.noise(secrets.randbits(63) if seed is None else seed)
 
-    def _pixels(self, name: str, image: EncodedImage, raw: bool) -> tuple[Tensor, bytes]:
-        """A frame (`raw`) or its network input, and its key, empty where none is kept; the same bytes give the same."""
+    def _pixels(self, name: str, image: EncodedImage, raw: bool, begun: list[str]) -> tuple[Tensor, bytes]:
+        """A frame (`raw`) or its network input, and its key, empty where none is kept; the same bytes give the same.
+
+        It is noted in `begun` when what follows needs no lock.
+        """
         key = frame_key(image) if self.seen.limit_bytes else b""
         kept = key + b"raw" if raw else key
         pixels = self.seen.get(kept) if key else None
         if pixels is None:
             if raw:
-                pixels = self._decoded(name, image)
+                pixels = self._decoded(name, image, begun)
             else:
                 frame = decode_image(name, image, self._max_pixels)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
@@ -214,13 +228,14 @@ class PiProcessor:
                 self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
         return pixels, key
 
-    def _decoded(self, name: str, image: EncodedImage) -> Tensor:
+    def _decoded(self, name: str, image: EncodedImage, begun: list[str]) -> Tensor:
         """A frame, uint8 (H, W, 3), in memory of `frames`."""
         taken: list[Tensor] = []
 
         def memory(shape: Shape) -> NDArray[np.uint8]:
             taken.append(self.frames.take(shape))
             pixels: NDArray[np.uint8] = taken[-1].numpy()
+            begun.append(name)
             return pixels
 
         decode_image(name, image, self._max_pixels, memory)
