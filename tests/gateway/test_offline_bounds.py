@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taktline_gateway import arrivals
 
 from benchmarks.gateway import bounds as bounds_module
 from benchmarks.gateway.bounds import offline_bounds, optimum
@@ -65,6 +68,36 @@ def test_ours_is_never_above_the_optimum_and_at_most_two_below(jobs):
     best = optimum(jobs, ROUND)
     assert ours <= best
     assert ours >= best - 2
+
+
+class Patient(Ours):
+    """Ours after budgets that differ: it leaves those who can wait for the next batch."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        for turn in range(200):
+            self.scheduler.arrivals.note_budget(0.03 if turn % 2 else 0.27, 0.0)
+        assert self.scheduler.arrivals.patience_hz() > 2.0
+
+
+@settings(deadline=None, max_examples=100)
+@given(small_traces)
+def test_patience_is_never_above_the_optimum_and_at_most_two_below(jobs):
+    served = simulate(Trace("t", 0.0, tuple(jobs)), Patient(ROUND), ROUND).on_time
+    best = optimum(jobs, ROUND)
+    assert best - 2 <= served <= best
+
+
+def test_patience_serves_more_of_mixed_budgets():
+    """Paired over days that nothing was tuned on: what it was made for, and by the scheduler itself."""
+    gains = []
+    for seed in range(2001, 2013):
+        trace = poisson("mixed", 0.9, STEADY.capacity_hz, STEADY.pace.mixed, seed=seed, duration_s=10.0)
+        patient = simulate(trace, Ours(STEADY), STEADY).share
+        with mock.patch.object(arrivals, "PATIENCE", 0.0):
+            gains.append(patient - simulate(trace, Ours(STEADY), STEADY).share)
+    assert sum(gains) > 0.0
+    assert statistics.fmean(gains) > statistics.stdev(gains) / len(gains) ** 0.5
 
 
 def test_the_bounds_are_close_on_a_real_trace_and_above_ours():
