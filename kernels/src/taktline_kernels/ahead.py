@@ -182,6 +182,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     cublaslt = importlib.import_module("taktline_kernels.cuda.cublaslt")
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
+    action_block = importlib.import_module("taktline_kernels.cuda.action_block")
     patch_attention = importlib.import_module("taktline_kernels.cuda.patch_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     frame_norm = importlib.import_module("taktline_kernels.cuda.frame_norm")
@@ -246,6 +247,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     # Kernels that a process made before would not be seen, and these must not stay.
     others = (
         image_attention,
+        action_block,
         patch_attention,
         frame_attention,
         frame_norm,

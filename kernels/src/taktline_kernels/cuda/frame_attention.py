@@ -36,7 +36,7 @@ DEVICE void {name}(float (&d)[{count}], const u32* a, u64 b, int accumulate) {{
 """
 
 
-def _wgmma_shared(name: str, columns: int) -> str:
+def wgmma_shared(name: str, columns: int) -> str:
     """CUDA text of name(d, a, b, accumulate): 64 x `columns` += A (64 x 16) times B, both in shared memory."""
     count = columns // 2
     registers = ",".join(f"%{i}" for i in range(count))
@@ -54,8 +54,8 @@ DEVICE void {name}(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 def prologue() -> str:
     """What goes before the file: what Hopper's kernels share, and the matrix instructions it uses."""
     products = (
-        _wgmma_shared("wgmma_keys", 64),
-        _wgmma_shared("wgmma_few", 16),
+        wgmma_shared("wgmma_keys", 64),
+        wgmma_shared("wgmma_few", 16),
         wgmma_registers("wgmma_values", 64, True),
     )
     return '#include "hopper.cuh"\n' + "".join(products)

@@ -196,6 +196,11 @@ def _product(
     return out, split if parts else 0
 
 
+def parts_of(x: Tensor, weight: Tensor, config: Mapping[str, int]) -> Tensor:
+    """fp32 (parts, rows, n), whose sum is x @ weight.T; `config` as `linear` takes it."""
+    return _product(x, weight, None, "none", None, None, config, keep_parts=True)[0]
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
