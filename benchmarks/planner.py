@@ -25,7 +25,7 @@ from engine import Row, say
 from planner_agreement import agreement, energies_of, recorded_rounds
 from planner_fleet import fleet_times
 from planner_parts import parts
-from planner_peer import peer_rounds
+from planner_peer import Peer
 from planner_search import MICRO_BATCH, SETTINGS, make_world, plan_seconds, row, scene_of
 from power import PowerMeter
 from random_vjepa2 import random_checkpoint
@@ -49,6 +49,22 @@ def fleet_rows(world: VJepa2World, dtype: str, rounds: int, runs: int) -> list[R
         rows.append(row(dtype, list(one.seconds), settings, 1, **found))
         say(f"{dtype}: {one.robots} robots, {one.plans_per_s:.2f} plans a second")
     return rows
+
+
+def beside(rows: list[Row], peers: dict[str, float]) -> None:
+    """Puts the fastest peer, by the seconds of one round in each precision, into the rows of whole plans."""
+    fastest = min(peers, key=lambda name: peers[name])
+    for index, one in enumerate(rows):
+        if one.shape["rounds"] == SETTINGS.rounds and one.batch == 1:
+            best = peers[fastest] * SETTINGS.rounds * 1000
+            rows[index] = replace(
+                one,
+                peer=f"plain PyTorch, whole prefix, {fastest} (one round x 10)",
+                peer_median_ms=best,
+                ratio=best / one.median_ms,
+                details=one.details | {"peer_round_s": peers},
+            )
+            say(f"{one.dtype}: {rows[index].ratio:.2f} times as fast as the fastest peer, {fastest}")
 
 
 def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[list[Row]], None]) -> list[Row]:
@@ -100,22 +116,6 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
     del world
     gc.collect()
     torch.cuda.empty_cache()
-    if options.peer:
-        peers = peer_rounds(checkpoint, scene, recorded["round 1"], options.compiled)
-        for index, one in enumerate(rows):
-            if one.shape["rounds"] == SETTINGS.rounds and one.batch == 1:
-                best = min(peers.values()) * SETTINGS.rounds * 1000
-                rows[index] = replace(
-                    one,
-                    peer="plain PyTorch, whole prefix, "
-                    + min(peers, key=lambda name: peers[name])
-                    + " (one round x 10)",
-                    peer_median_ms=best,
-                    ratio=best / one.median_ms,
-                    details=one.details | {"peer_round_s": peers},
-                )
-                say(f"{one.dtype}: {rows[index].ratio:.2f} times as fast as the fastest peer")
-        save(rows)
     if options.fleet:
         for dtype in ("fp8", "bf16"):
             world = make_world(rounded, checkpoint, quantised=dtype == "fp8")
@@ -123,6 +123,15 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
             save(rows)
             del world
             gc.collect()
+            torch.cuda.empty_cache()
+    if options.peer:
+        peer = Peer(checkpoint, scene, recorded["round 1"])
+        found = peer.rounds()
+        beside(rows, found)
+        save(rows)
+        if options.compiled:
+            beside(rows, found | peer.compiled_round())
+            save(rows)
     return rows
 
 

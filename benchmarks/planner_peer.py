@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from engine import say
+from plain_vjepa2 import PlainPredictor, score
 from planner_search import SETTINGS
 from taktline_worker.models.vjepa2_ac.weights import CheckpointFile
 from taktline_worker.planning.world import Scene
 from torch import Tensor
 
 
-def peer_rounds(checkpoint: CheckpointFile, scene: Scene, actions: Tensor, compiled: bool) -> dict[str, float]:
-    """Seconds of one round of all candidates by the plain statement, in each precision."""
-    from plain_vjepa2 import PlainPredictor, score
+class Peer:
+    """The plain statement of one checkpoint, timed over a round of all candidates of one plan."""
 
-    model = PlainPredictor(checkpoint.architecture, checkpoint.predictor, SETTINGS.horizon)
+    def __init__(self, checkpoint: CheckpointFile, scene: Scene, actions: Tensor) -> None:
+        self._model = PlainPredictor(checkpoint.architecture, checkpoint.predictor, SETTINGS.horizon)
+        self._scene, self._actions = scene, actions
 
-    def timed(call: Callable[[], object]) -> float:
-        score(model, scene.latent, scene.goal, scene.pose, actions[:16])  # kernels load
+    def rounds(self) -> dict[str, float]:
+        """Seconds of a round in each precision."""
+        found = {"fp32": self._timed("fp32")}
+        torch.backends.cuda.matmul.allow_tf32 = True
+        found["tf32"] = self._timed("tf32")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        with torch.autocast("cuda", torch.bfloat16):
+            found["bf16"] = self._timed("bf16 autocast")
+        return found
+
+    def compiled_round(self) -> dict[str, float]:
+        """Seconds of a round in bf16 with the blocks through torch.compile; they stay so."""
+        for block in self._model.blocks:
+            block.compile(dynamic=False)
+        with torch.autocast("cuda", torch.bfloat16):
+            self._run(self._actions)  # compiles for the shapes that are timed
+            return {"bf16 compiled": self._timed("bf16 compiled", warm_up=False)}
+
+    def _timed(self, name: str, warm_up: bool = True) -> float:
+        if warm_up:
+            self._run(self._actions[:16])  # kernels load
         torch.cuda.synchronize()
         began = time.perf_counter()
-        call()
+        self._run(self._actions)
         torch.cuda.synchronize()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        say(f"peer {name}: {seconds:.2f} s a round")
+        return seconds
 
-    def run() -> object:
-        return score(model, scene.latent, scene.goal, scene.pose, actions)
-
-    found = {}
-    found["fp32"] = timed(run)
-    say(f"peer fp32: {found['fp32']:.2f} s a round")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    found["tf32"] = timed(run)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    say(f"peer tf32: {found['tf32']:.2f} s a round")
-    with torch.autocast("cuda", torch.bfloat16):
-        found["bf16"] = timed(run)
-        say(f"peer bf16 autocast: {found['bf16']:.2f} s a round")
-        if compiled:
-            for block in model.blocks:
-                block.compile(dynamic=False)
-            run()
-            found["bf16 compiled"] = timed(run)
-            say(f"peer bf16 compiled: {found['bf16 compiled']:.2f} s a round")
-    return found
+    def _run(self, actions: Tensor) -> None:
+        score(self._model, self._scene.latent, self._scene.goal, self._scene.pose, actions)
