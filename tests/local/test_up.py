@@ -251,3 +251,15 @@ def test_a_worker_of_several_pods_is_refused_with_what_to_leave_out(kind: str) -
     with pytest.raises(TaktlineError, match="is several pods") as caught:
         planned_pods([group], None)
     assert "gpusPerNode" in caught.value.next_step
+
+
+def test_logs_of_another_run_are_not_mixed_with_this_ones(policy_file: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "events.log").write_text("of yesterday")
+    command = [TAKTLINE, "up", str(policy_file), "--port", "0", "--logs", str(logs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "has the logs of another run" in done.stderr
+    assert "--logs" in done.stderr
+    assert "Traceback" not in done.stderr

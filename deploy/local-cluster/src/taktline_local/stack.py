@@ -31,6 +31,7 @@ Say = Callable[[str], None]
 ROUTES_CONFIG_MAP = "taktline-routes"
 ROUTES_FILE = "routes.json"
 GATEWAY = "gateway"
+EVENTS = "events.log"
 STOP_GRACE_S = 10.0
 READY_TIMEOUT_S = 300.0
 
@@ -260,7 +261,7 @@ class Stack:
 
     def _start(self, pod: Object) -> None:
         name = pod["metadata"]["name"]
-        events = self.options.folder / "events.log"
+        events = self.options.folder / EVENTS
 
         def event(reason: str, message: str, *, warning: bool = False) -> None:
             with events.open("a") as handle:

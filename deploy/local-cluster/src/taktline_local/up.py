@@ -77,7 +77,12 @@ async def run(
 ) -> int:
     """Start, wait for the robots (or for Ctrl-C where there are none), stop; returns the exit code."""
     # The process runner brings gRPC and HTTP libraries, which `--help` can do without.
-    from taktline_local.stack import Stack, StackOptions
+    from taktline_local.stack import EVENTS, Stack, StackOptions
+
+    if (folder / EVENTS).exists():
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID, f"{folder} has the logs of another run", "name another folder with --logs"
+        )
 
     console = Console(stderr=True, highlight=False)
     interrupted = asyncio.Event()
