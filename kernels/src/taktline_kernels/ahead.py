@@ -183,6 +183,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
     action_block = importlib.import_module("taktline_kernels.cuda.action_block")
+    few_tokens = importlib.import_module("taktline_kernels.cuda.few_tokens")
     patch_attention = importlib.import_module("taktline_kernels.cuda.patch_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     frame_norm = importlib.import_module("taktline_kernels.cuda.frame_norm")
@@ -248,6 +249,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     others = (
         image_attention,
         action_block,
+        few_tokens,
         patch_attention,
         frame_attention,
         frame_norm,
