@@ -132,12 +132,12 @@ def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same() -> None:
         connection._calls[7] = (done, CallContext(Call(7, 10.0, 0, [])))
 
         class Broken:
-            def rest(self, left: memoryview) -> None:
+            def rest(self) -> None:
                 raise OSError("no more room")
 
         connection._writing = Broken()  # type: ignore[assignment]
         with pytest.raises(OSError, match="no more room"):
-            connection._finish(7, memoryview(b"left"), said)
+            connection._finish(7, True, said)
         assert said.is_set()
         assert done.done()
         assert connection.running() == []

@@ -80,13 +80,12 @@ def test_nothing_overtakes_what_the_loop_has_to_write(pair: Any) -> None:
     assert not writing.now(b"first")
     assert pair[1].recv(10) == b"first"
     transport.queued = 5
-    left = writing.now(b"second")
-    assert bytes(left) == b"second"
+    assert writing.now(b"second")
     transport.queued = 0
-    third = writing.now(b"third")  # the loop has not been given the second yet
-    assert bytes(third) == b"third"
-    writing.rest(left)
-    writing.rest(third)
+    assert writing.now(b"third")  # the loop has not written the second yet
+    writing.rest()
+    assert transport.written == b"secondthird"
+    writing.rest()  # the turn of the third
     assert transport.written == b"secondthird"
     assert not writing.now(b"fourth")
     assert pair[1].recv(10) == b"fourth"
@@ -96,10 +95,36 @@ def test_nothing_overtakes_what_the_loop_has_to_write(pair: Any) -> None:
 def test_what_the_kernel_does_not_take_is_left_for_the_loop(pair: Any) -> None:
     transport = Transport(pair[0])
     writing = DirectWrite(transport)  # type: ignore[arg-type]
-    left = writing.now(bytes(LONG))
-    assert 0 < len(left) < LONG
-    assert bytes(writing.now(b"behind")) == b"behind"
+    assert writing.now(bytes(LONG))
+    assert writing.now(b"behind")
+    writing.rest()
+    assert transport.written.endswith(bytes(1) + b"behind")
+    assert 0 < len(transport.written) - len(b"behind") < LONG
     writing.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_what_the_loop_writes_of_its_own_falls_into_no_frame(loop: Any, pair: Any) -> None:
+    """The kernel takes a part of an answer, and the loop refuses a call before it hears of the rest."""
+
+    async def run() -> bytes:
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(asyncio.Protocol, sock=pair[0])
+        writing = DirectWrite(transport)
+        assert writing.now(b"A" * LONG)
+        writing.write(b"refused")
+        assert writing.now(b"B")
+        writing.rest()  # the turn of B, before that of A
+        writing.rest()
+        pair[1].setblocking(False)
+        came = b""
+        while len(came) < LONG + len(b"refusedB"):
+            came += await asyncio.get_running_loop().sock_recv(pair[1], 1 << 20)
+        writing.close()
+        transport.abort()
+        return came
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(run()) == b"A" * LONG + b"refusedB"
 
 
 def test_a_closed_connection_s_descriptor_is_never_written_to(pair: Any) -> None:
@@ -109,7 +134,7 @@ def test_a_closed_connection_s_descriptor_is_never_written_to(pair: Any) -> None
     writing.close()
     try:
         os.dup2(other.fileno(), number)  # the number is another connection's now
-        assert bytes(writing.now(b"late")) == b"late"
+        assert writing.now(b"late")
         its_end.setblocking(False)
         with pytest.raises(BlockingIOError):
             its_end.recv(1)

@@ -222,17 +222,17 @@ class BatchConnection(FrameProtocol):
         """In a thread. Where the loop has to write, it goes on when that is said: it would hold the interpreter's lock
         while the loop wakes."""
         said, data = threading.Event(), b"".join(pieces)
-        left = memoryview(data) if self._writing is None else self._writing.now(data)
+        left = self._writing is not None and self._writing.now(data)
         loop.call_soon_threadsafe(self._finish, number, left, said)
         if left:
             said.wait(SAY_LIMIT_S)
 
-    def _finish(self, number: int, left: memoryview, said: threading.Event) -> None:
+    def _finish(self, number: int, left: bool, said: threading.Event) -> None:
         """A thread has answered a call, but for what is left to be written."""
         found = self._calls.pop(number, None)
         try:
             if left and self._writing is not None:
-                self._writing.rest(left)
+                self._writing.rest()
         finally:  # whoever drains waits for the one, the thread for the other
             if found is not None:
                 found[0].set_result(None)
