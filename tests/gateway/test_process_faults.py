@@ -279,3 +279,18 @@ def test_a_closed_terminal_drains_as_sigterm_does(bare_stack, number):
         stack.gateway.send_signal(number)
         assert running.result()[0] == 200
     assert stack.gateway.wait(timeout=30) == 0
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(bare_stack):
+    stack = bare_stack
+    stack.write_routes(stack.start_worker(t_sync="1:20"))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; a child inherits it
+    try:
+        stack.start_gateway("--drain-settle-s", "0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    stack.wait_workers(1)
+    stack.gateway.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stack.gateway.wait(timeout=1)
+    assert stack.act(robot="a")[0] == 200

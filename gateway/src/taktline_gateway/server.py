@@ -38,7 +38,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings, host: str, port: int) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP has been drained.
+    """Serves until SIGTERM, SIGINT or SIGHUP has been drained; under nohup no SIGHUP ends it.
 
     Raises:
         TaktlineError: `config_invalid` on a bad routing table.
@@ -69,8 +69,10 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # whose default would lose what is unanswered
+    for number in (signal.SIGTERM, signal.SIGINT):  # whose default would lose what is unanswered
         loop.add_signal_handler(number, stop.set)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it, for who wants it to outlive a shell
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, _census, gateway)
     drainer = asyncio.create_task(_drain_on(stop, gateway, server))
     async with following(gateway.tls, gateway.worker_tls):
