@@ -76,6 +76,37 @@ def test_a_crowd_is_served_cheaply_rather_than_shed():
     assert (len(batch.tickets), batch.level) == (8, 1)
 
 
+STEPS = {1: 50.0, 8: 180.0}
+SHORT = {1: 100.0, 8: 120.0}
+"""Fewer actions save more of a full batch, fewer steps more of a batch of one."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("levels", [(STEPS,), (STEPS, SHORT)])
+def test_a_level_more_takes_nothing_from_what_another_makes(levels, workers):
+    made = scheduler(levels, workers)
+    assert made.submit(ticket("a", 0.075), 0.0) == (None, None)
+    (batch,) = made.poll(0.0).batches
+    assert batch.level == 1
+    assert made.predicted_completion(0, 0.0) == pytest.approx(0.050 if workers == 2 else 0.100)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_work_ahead_drains_at_the_level_of_the_best_throughput(workers):
+    """Eight take 120 ms with shorter chunks, whichever level is the quickest with one."""
+    for levels in ((STEPS, SHORT), (SHORT, STEPS)):
+        assert scheduler(levels, workers).predicted_completion(7, 0.0) == pytest.approx(0.120 / workers)
+
+
+def test_the_ticket_that_needs_luck_is_tried_at_the_level_that_is_quickest_with_one():
+    made = Scheduler(max_batch=8, max_wait_s=0.0)
+    levels = tuple(service_times(table, tail=1.2) for table in (FULL, STEPS, SHORT))
+    made.add_worker("w", levels[0], 0.0, levels[1:])
+    assert made.submit(ticket("a", 0.048), 0.0) == (None, None)
+    assert [batch.level for batch in made.poll(0.0).batches] == [1]
+    assert made.submit(ticket("b", 0.041, at=0.0), 0.0)[0] is not None, "by far too little time at every level"
+
+
 def test_rollouts_are_never_degraded():
     """They have no deadline to lose."""
     from taktline_gateway.deadline_queue import Priority

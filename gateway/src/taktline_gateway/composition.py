@@ -66,9 +66,10 @@ def compose(
         company_until: until when tickets may wait for company, by their deadlines, rank and position (`company`).
     """
     tightest_s = arrivals.tightest_s(asked_at)
+    soonest_s = min(times.median[1] for times in levels)
     for rank in range(RANKS):
         if queue.count(rank):
-            position, dues = queue.sight(rank, now + levels[-1].median[1], LOOKAHEAD)
+            position, dues = queue.sight(rank, now + soonest_s, LOOKAHEAD)
             if dues:
                 break
     else:

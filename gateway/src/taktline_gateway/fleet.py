@@ -62,11 +62,12 @@ class Fleet:
 
     def fastest_s(self) -> float:
         """Median duration of the shortest batch that any worker runs."""
-        return min((worker.levels[-1].median[1] for worker in self._workers.values()), default=0.0)
+        return min((w.levels[w.quickest].median[1] for w in self._workers.values()), default=0.0)
 
     def luckiest_s(self) -> float:
         """What the shortest batch that any worker runs takes at least, but for one in a hundred."""
-        return min((w.cheapest.median[1] ** 2 / w.cheapest.tail[1] for w in self._workers.values()), default=0.0)
+        quickest = [worker.levels[worker.quickest] for worker in self._workers.values()]
+        return min((times.median[1] ** 2 / times.tail[1] for times in quickest), default=0.0)
 
     def luckiest_completion(self, now: float) -> float:
         """Before when no ticket that comes now can be done, by far: what is ahead of it and itself are `LUCK` quick.
@@ -75,7 +76,7 @@ class Fleet:
         """
         found = math.inf
         for worker in self._workers.values():
-            times = worker.cheapest
+            times = worker.levels[worker.quickest]
             if not worker.flights:
                 found = min(found, worker.free_at(now) + times.median[1] ** 2 / times.tail[1])
                 continue
@@ -143,32 +144,33 @@ class Fleet:
     def predicted_completion(self, ahead: float, now: float, without: str = "") -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it.
 
-        The work ahead drains at every worker's best throughput from the moment it is free; no ticket is done before
-        some worker has run a batch of one. Infinite where no worker is left. O(w log w) for w workers.
+        The work ahead drains at every worker's best throughput, at whichever quality, from the moment it is free; no
+        ticket is done before some worker has run a batch of one. Infinite where no worker is left. O(w log w) for w
+        workers.
         """
         if len(self._workers) == 1:
             (worker,) = self._workers.values()
             if worker.name == without:
                 return math.inf
-            at, times = worker.free_at(now), worker.cheapest
-            return at + max(times.median[1], (ahead + 1) / times.best_rate if ahead else 0.0)
+            alone_s = worker.levels[worker.quickest].median[1]
+            return worker.free_at(now) + max(alone_s, (ahead + 1) / worker.best_rate if ahead else 0.0)
         free = sorted(
-            ((worker.free_at(now), worker.cheapest) for worker in self._workers.values() if worker.name != without),
+            ((worker.free_at(now), worker) for worker in self._workers.values() if worker.name != without),
             key=lambda pair: pair[0],
         )
         if not free:
             return math.inf
-        alone = min(at + times.median[1] for at, times in free)
+        alone = min(at + worker.levels[worker.quickest].median[1] for at, worker in free)
         if not ahead:
             return alone
         work = float(ahead + 1)
         rate = 0.0
         drained = free[0][0]
-        for at, times in free:
+        for at, worker in free:
             done = rate * (at - drained)
             if done >= work:
                 break
             work -= done
             drained = at
-            rate += times.best_rate
+            rate += worker.best_rate
         return max(alone, drained + work / rate)

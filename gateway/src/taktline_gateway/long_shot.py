@@ -61,7 +61,7 @@ class LongShot:
         if ticket is None:
             return None
         for worker in self._fleet.idle(now):
-            times = worker.cheapest
+            times = worker.levels[worker.quickest]
             if worker.flights or worker.probation:
                 continue
             comes = self._arrivals.expected_within(times.median[1], now) / len(self._fleet)

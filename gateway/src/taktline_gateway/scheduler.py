@@ -289,7 +289,7 @@ class Scheduler:
         if worker is None or ticket is None:
             return []
         self._in_flight += 1
-        return [worker.launch((ticket,), len(worker.levels) - 1, now)]
+        return [worker.launch((ticket,), worker.quickest, now)]
 
     def _batch_for(self, worker: WorkerState, idle: int, now: float) -> tuple[Batch | None, float | None]:
         # Idle workers share what waits: two small batches in parallel beat one large one.

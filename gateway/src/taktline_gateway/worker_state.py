@@ -106,9 +106,23 @@ class WorkerState:
         return self.levels[0]
 
     @property
-    def cheapest(self) -> ServiceTimes:
-        """Its times at the cheapest level."""
-        return self.levels[-1]
+    def quickest(self) -> int:
+        """The level that a batch of one ends soonest at, the mildest of equals.
+
+        Not always the last: fewer actions may save more of a full batch, and fewer steps more of a batch of one.
+        """
+        found = 0
+        for level, times in enumerate(self.levels):
+            if times.median[1] < self.levels[found].median[1]:
+                found = level
+        return found
+
+    @property
+    def best_rate(self) -> float:
+        """Its highest throughput at any level, in observations a second."""
+        if len(self.levels) == 1:
+            return self.levels[0].best_rate
+        return max(times.best_rate for times in self.levels)
 
     @property
     def batch(self) -> Batch | None:
