@@ -154,6 +154,42 @@ def test_rtc_sends_the_rows_not_executed_yet(buffer):
     assert buffer.rtc().delay == 1
 
 
+def test_beyond_a_shorter_chunk_the_older_one_goes_on(buffer):
+    buffer.add(chunk(range(10)), buffer.mark())
+    assert executed(buffer, 2) == [0, 1]
+    buffer.add(chunk([102, 103, 104]), buffer.mark())
+    assert buffer.rows_left == 8
+    assert buffer.rtc().tail.to_numpy()[:, 0].tolist() == [102, 103, 104, 5, 6, 7, 8, 9]
+    assert executed(buffer, 4) == [102, 103, 104, 5]
+    assert buffer.rtc().tail.to_numpy()[:, 0].tolist() == [6, 7, 8, 9]
+    buffer.add(chunk(range(206, 210)), buffer.mark())
+    assert executed(buffer, 5) == [206, 207, 208, 209, None], "one that reaches as far leaves nothing of it"
+
+
+def test_one_shorter_chunk_does_not_run_a_buffer_dry_that_had_more():
+    """Every second chunk has 10 rows and takes 8 steps: alone it would leave 2 for the 8 that the next one takes."""
+    loop = Loop(replan_rows=10)
+    asked_at: list[float] = []
+    for _ in range(200):
+        for index, future in enumerate(loop.robot.futures):
+            if not future.done() and loop.now - asked_at[index] >= 8 * DT_S - 1e-9:
+                future.set_result(shorter(range(10)) if index % 2 else chunk(range(50)))
+        loop.tick()
+        asked_at += [loop.now - DT_S] * (len(loop.robot.asked) - len(asked_at))
+    assert len(asked_at) > 10
+    assert loop.player.metrics()["dry_events"] == 0
+
+
+def test_the_tail_of_an_ensemble_lasts_as_long_as_its_longest_chunk():
+    buffer = ActionBuffer(DT_S, ensemble=0.1)
+    buffer.add(chunk(range(10)), buffer.mark())
+    executed(buffer, 2)
+    buffer.add(chunk([102, 103]), buffer.mark())
+    assert buffer.rtc().tail.to_numpy()[:, 0].tolist() == [102, 103, 4, 5, 6, 7, 8, 9]
+    executed(buffer, 3)
+    assert buffer.rtc().tail.to_numpy()[:, 0].tolist() == [5, 6, 7, 8, 9], "what has ended is no tail"
+
+
 def test_temporal_ensembling_weighs_the_oldest_most():
     buffer = ActionBuffer(DT_S, ensemble=0.5)
     buffer.add(chunk([0, 0, 0, 0]), buffer.mark())
@@ -176,6 +212,7 @@ def test_temporal_ensembling_weighs_the_oldest_most():
 def test_each_step_executes_the_row_that_was_meant_for_it(turns):
     """Chunks whose row for step s is s itself: whatever the lengths and delays, what is executed is the step."""
     buffer = ActionBuffer(DT_S)
+    furthest = 0
     done: list[tuple[int, float]] = []
 
     def run(steps):
@@ -189,7 +226,8 @@ def test_each_step_executes_the_row_that_was_meant_for_it(turns):
         run(delay)
         start = buffer.step if mark.standing else mark.step
         buffer.add(chunk(range(start, start + length)), mark)
-        assert buffer.rows_left >= 0
+        furthest = max(furthest, start + length)
+        assert buffer.rows_left == max(0, furthest - buffer.step), "no chunk takes rows from another"
         run(pause)
     assert all(step == value for step, value in done)
 

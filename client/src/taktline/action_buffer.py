@@ -42,13 +42,14 @@ class ActionBuffer:
 
     A chunk's row i is meant for the control step i after the one at which its observation was made, so the rows that
     were due while it was being made are dropped at the hand-off. An observation made while nothing moved is the
-    exception: its chunk starts whenever it comes.
+    exception: its chunk starts whenever it comes. Where a newer chunk ends sooner, as one that the gateway made shorter
+    may, the older one fills the steps beyond it.
 
     Args:
         dt_s: control period.
         ensemble: temporal ensembling: each step takes the mean of what all chunks that reach it say, with weights
             exp(-ensemble * k) for the k-th oldest (Zhao et al., arXiv 2304.13705, section IV.C, their m); 0 weighs all
-            alike. None takes the newest chunk only.
+            alike. None takes the newest chunk that reaches the step.
     """
 
     def __init__(self, dt_s: float, *, ensemble: float | None = None) -> None:
@@ -103,11 +104,18 @@ class ActionBuffer:
         return Mark(self._step, self.rows_left == 0, self._episode)
 
     def rtc(self, *, execution_horizon: int | None = None) -> Rtc | None:
-        """What real-time chunking needs of this instant: the unexecuted rows and the expected delay; None where dry."""
+        """What real-time chunking needs of this instant: the unexecuted rows and the expected delay; None where dry.
+
+        Each row of the tail is of the newest chunk that reaches its step.
+        """
         if not self.rows_left:
             return None
-        newest = self._chunks[-1]
-        tail = newest.actions[max(0, self._step - newest.start) :]
+        parts, reached = [], self._step
+        for held in reversed(self._chunks):
+            if held.end > reached:
+                parts.append(held.actions[reached - held.start :])
+                reached = held.end
+        tail = np.concatenate(parts)
         delay = self.expected_delay
         return Rtc(
             tail=Array.from_numpy(tail),
@@ -137,7 +145,7 @@ class ActionBuffer:
             return True
         before = self._due()
         if self._ensemble is None:
-            self._chunks.clear()
+            self._chunks = deque(older for older in self._chunks if older.end > held.end)
         self._chunks.append(held)
         after = self._due()
         if before is not None and after is not None:

@@ -246,8 +246,9 @@ class DegradeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         min_solver_steps: the fewest solver steps that are still good enough; 0 keeps the policy's own.
-        min_action_horizon: the shortest chunk that is still good enough, no shorter than what any robot executes of
-            one; 0 keeps the policy's own.
+        min_action_horizon: the shortest chunk that is still good enough: no fewer actions than any robot executes of
+            one, with those that pass while it is made and those that must be left when the next is asked for; 0 keeps
+            the policy's own.
         fallback_policy: a smaller policy of the same gateway with the same robot interface, which takes an observation
             that this policy's workers cannot serve in time.
     """
