@@ -1,6 +1,7 @@
 // Linear layers of some hundred rows on Hopper, one tile a block: one thread feeds shared memory through the bulk tensor
 // copy engine, one or two warpgroups compute. The product is transposed: weights are the rows of a tile, tokens its
 // columns. Before the kernel before has ended, the first stages of the weight are read, and the others asked for into L2.
+// LATE: the next kernel starts, and reads its weight, only when all of this one's reads are on their way.
 // GROUPS warpgroups share the tile's weights, 64 channels, and have BN tokens each (TOGETHER), or have 64 channels each of
 // the same BN tokens.
 // MODE 0: bias, and gelu by tanh where `activation` is 1. 1: silu(gate) * up, of 64 gates in the first warpgroup and their
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTING + 32, MINIMUM)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (!LATE || count <= STAGES) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   __syncthreads();
   const u32 base = smem_address(shared);
 
@@ -80,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTING + 32, MINIMUM)
         copy_weights(target, &weights, (first + i) * 64, weight, channels, bar);
         copy_tile(target + WEIGHT_STAGE, &tokens, (first + i) * 64, token * TOKENS, bar);
         if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (LATE && i + 1 == count) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       }
     }
     return;

@@ -31,6 +31,7 @@ class Tile:
         groups: warpgroups, 1 or 2.
         together: they share 64 output channels, and have tokens of their own; else they share the tokens.
         ahead: whether the weight beyond the stages is asked for into L2 before the kernel before has ended.
+        late: whether the kernel behind may start only when all that this one reads is on its way.
     """
 
     columns: int
@@ -38,12 +39,13 @@ class Tile:
     groups: int
     together: bool
     ahead: bool = True
+    late: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, int]) -> Tile:
-        """Read `columns`, `stages`, `groups`, `together` and `ahead` of a table's rule."""
-        together, ahead = bool(config.get("together", 0)), bool(config.get("ahead", 1))
-        return cls(config.get("columns", 64), config.get("stages", 4), config.get("groups", 2), together, ahead)
+        """Read `columns`, `stages`, `groups`, `together`, `ahead` and `late` of a table's rule."""
+        together, ahead, late = (bool(config.get(*one)) for one in (("together", 0), ("ahead", 1), ("late", 0)))
+        return cls(config.get("columns", 64), config.get("stages", 4), config.get("groups", 2), together, ahead, late)
 
     @property
     def channels(self) -> int:
@@ -69,6 +71,7 @@ class Tile:
             "GROUPS": self.groups,
             "TOGETHER": int(self.together),
             "AHEAD": int(self.ahead),
+            "LATE": int(self.late),
             "MODE": mode,
             "MINIMUM": 1 + two,
         }
