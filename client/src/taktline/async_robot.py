@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.image_fit import pillow
-from taktline_protocol.messages import Image, Imagine, Observation, PolicyInfo, PriorityName, Rtc, Search
+from taktline_protocol.messages import Image, ImageFit, Imagine, Observation, PolicyInfo, PriorityName, Rtc, Search
 
 from taktline.access import Access
 from taktline.address import gateway_url
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 Transport = Literal["auto", "stream", "http"]
 ANSWER_TIMEOUT_S = 30.0
+RELEARN_S = 10.0
+"""Between questions how frames are fitted for a revision that the gateway tells nothing of, such as a candidate."""
 _logger = logging.getLogger("taktline")
 
 
@@ -46,7 +49,9 @@ class AsyncRobot:
             `url`, which is logged and shown in `metrics.fallback`.
         jpeg_quality: uint8 arrays are sent as JPEG of this quality (needs the extra `jpeg`); as raw pixels where None.
         fit_frames: uint8 arrays are brought to the policy's image size here, exactly as its worker would do it (needs
-            the extra `fit`). Refused of policies that state no `image_fit`.
+            the extra `fit`). With `jpeg_quality`, what is fitted is then compressed: near to what the worker makes of
+            the JPEG of a whole frame, but not equal to the bit. Refused, before the first chunk, of policies that state
+            no `image_fit`; where a later revision states none, or none is known of it, frames are sent whole.
     """
 
     def __init__(
@@ -82,8 +87,14 @@ class AsyncRobot:
         if fit_frames:
             pillow()
         self._fits = fit_frames
-        self._fit_of: str | None = None
-        """The revision whose rule the encoder follows."""
+        self._fit_of: dict[str, ImageFit | None] = {}
+        """Revision -> how frames are fitted for it, as far as the gateway has told."""
+        self._answering: str | None = None
+        """The revision that answered last."""
+        self._learning: asyncio.Task[None] | None = None
+        self._learn_at = -math.inf
+        self._sent_whole: set[str] = set()
+        """Revisions of which it was said that their frames are."""
         self._stream: StreamClient | None = None
         self._http: HttpClient | None = None
         self._turn = asyncio.Lock()
@@ -125,8 +136,8 @@ class AsyncRobot:
         self.metrics.observations += 1
         try:
             async with self._turn:  # numbered in the order of asking, however long each one's frames take
-                if self._fits and self._fit_of is None:
-                    await self._learn_fit()
+                if self._fits and not self._fit_of and self._answering is None:
+                    await self._learn_first_fit()
                 frames = await self._encoder.encode_async(images)
                 observation = self._sender.observe(
                     {camera: frame.image for camera, frame in frames.items()},
@@ -146,8 +157,8 @@ class AsyncRobot:
         except TaktlineError as error:
             self.metrics.errors[error.code.value] += 1
             raise
-        if chunk.revision != self._fit_of:
-            self._fit_of = None  # a rollout: the next observation asks first whether frames are still fitted so
+        if self._fits:
+            self._follow(chunk)
         self.metrics.chunks += 1
         self.metrics.late += chunk.margin_ms < 0
         self.metrics.margins_ms.append(chunk.margin_ms)
@@ -205,6 +216,8 @@ class AsyncRobot:
 
     async def close(self) -> None:
         """Ends the session; the robot id is free at once."""
+        if self._learning is not None:
+            self._learning.cancel()
         if self._stream is not None:
             await self._stream.close()
         if self._http is not None:
@@ -234,20 +247,54 @@ class AsyncRobot:
         self._note(round_trip_ms, unseen_ms)
         return chunk
 
-    async def _learn_fit(self) -> None:
-        """How the policy of now fits frames. Raises TaktlineError where it says no rule, or nothing answers."""
-        info = await self.info()
-        if not info.cameras and not info.optional_cameras:
-            return  # no worker has told yet, and none is there to look at a frame either
-        if info.image_fit is None:
+    async def _learn_first_fit(self) -> None:
+        """How the policy fits frames. Raises TaktlineError where it says no rule, or nothing answers."""
+        info = await self._learn_fit()
+        if info is not None and info.image_fit is None:
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID,
                 f"frames for {self.policy!r} cannot be fitted on the robot: this {info.family} resizes them otherwise"
                 " than in whole 8-bit pixels",
                 "leave fit_frames out: the worker fits them",
             )
-        self._encoder.fit = info.image_fit
-        self._fit_of = info.revision
+        self._encoder.fit = None if info is None else info.image_fit
+
+    async def _learn_fit(self) -> PolicyInfo | None:
+        """Enters how the policy of now fits frames; None where no worker has told yet: none looks at a frame either."""
+        info = await self.info()
+        if not info.cameras and not info.optional_cameras:
+            return None
+        self._fit_of[info.revision] = info.image_fit
+        return info
+
+    def _follow(self, chunk: Chunk) -> None:
+        """Fits the next frames for the revision that answers; they are sent whole until its rule is known."""
+        if chunk.degraded is not None and chunk.degraded.policy:
+            return  # only what fits frames alike stands in for the policy
+        self._answering = chunk.revision
+        self._encoder.fit = self._fit_of.get(chunk.revision)
+        if chunk.revision in self._fit_of or time.monotonic() < self._learn_at:
+            return
+        if self._learning is None or self._learning.done():
+            self._learning = asyncio.get_running_loop().create_task(self._learn_later())
+
+    async def _learn_later(self) -> None:
+        """After a rollout or for a candidate, beside the observations: those wait for nothing."""
+        try:
+            await self._learn_fit()
+        except TaktlineError as error:
+            _logger.debug("how frames are fitted was not told: %s", error)
+        self._learn_at = time.monotonic() + RELEARN_S
+        revision = self._answering
+        if revision is None:
+            return
+        self._encoder.fit = self._fit_of.get(revision)
+        if self._encoder.fit is None and revision not in self._sent_whole:
+            self._sent_whole.add(revision)
+            why = (
+                "resizes them otherwise than in whole 8-bit pixels" if revision in self._fit_of else "tells no rule yet"
+            )
+            _logger.warning("robot %s sends whole frames: revision %r %s", self.robot_id, revision, why)
 
     def _note(self, round_trip_ms: float, outside_ms: float) -> None:
         self.metrics.round_trips_ms.append(round_trip_ms)
