@@ -23,7 +23,8 @@ import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.batch_frames import VERSION
-from taktline_protocol.rpc import SERVER_OPTIONS, to_tensor
+from taktline_protocol.messages import ImageFit
+from taktline_protocol.rpc import SERVER_OPTIONS, to_image_fit, to_tensor
 from taktline_worker.batch_port import listen
 from taktline_worker.tls import TlsFiles, server_context, server_credentials
 
@@ -34,6 +35,10 @@ def table(text):
 
 def bucket_times(times):
     return [worker_pb2.BucketTime(batch=int(b), median_ms=ms, p99_ms=ms * 1.2) for b, ms in times]
+
+
+def square(side):
+    return ImageFit(height=int(side), width=int(side), filter="bilinear", letterbox=True)
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -65,6 +70,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             replicas=self.arguments.replicas,
             rtc=self.arguments.rtc,
             rtc_max_delay=self.arguments.rtc_max_delay,
+            image_fit=to_image_fit(self.arguments.image_fit),
             t_sync=bucket_times(self.times),
             cheaper=[
                 worker_pb2.CheaperLevel(solver_steps=steps, action_horizon=horizon, t_sync=bucket_times(times))
@@ -170,6 +176,7 @@ async def main() -> None:
     parser.add_argument("--replicas", type=int, default=1, help="batches that run at a time")
     parser.add_argument("--rtc", default="", help="guided or trained: observations with a tail are served")
     parser.add_argument("--rtc-max-delay", type=int, default=0)
+    parser.add_argument("--image-fit", type=square, help="side of the images that frames may be fitted to")
     parser.add_argument("--t-sync", default="1:10,2:12,4:16,8:24")
     parser.add_argument("--cheaper", action="append", default=[], help="STEPS[xHORIZON]=TABLE of a cheaper level")
     parser.add_argument("--record")

@@ -15,7 +15,7 @@ from taktline_gateway.degrade import levels_of, stands_in
 from taktline_gateway.scheduler import Refusal, Scheduler
 from taktline_gateway.telemetry import Telemetry
 from taktline_protocol.deployment import DegradeOptions, Route
-from taktline_protocol.messages import Array, BucketTime, CheaperLevel, Degraded, Observation, PolicyInfo
+from taktline_protocol.messages import Array, BucketTime, CheaperLevel, Degraded, ImageFit, Observation, PolicyInfo
 
 from tests.gateway.simulated_clock import Simulation, service_times, ticket
 
@@ -226,10 +226,13 @@ def test_steps_and_chunks_are_allowed_each_by_its_own_and_ordered_by_what_a_full
         ({"dt_s": 0.1}, False),
         ({"ready": False}, False),
         ({"horizon": 3}, True),
+        ({"image_fit": ImageFit(height=224, width=224, filter="bilinear", letterbox=True)}, False),
     ],
 )
 def test_a_stand_in_has_the_same_robot_interface(changes, expected):
     assert stands_in(info(), info(policy="other", **changes)) is expected
+    rule = {"image_fit": ImageFit(height=224, width=224, filter="bicubic", letterbox=True)}
+    assert stands_in(info(**rule), info(policy="other", **{**rule, **changes})) is expected
 
 
 # ----- through the gateway

@@ -161,6 +161,27 @@ def test_an_answer_that_was_made_cheaper_is_held_against_no_candidate(bare_stack
     assert (found.agreed, found.reshaped, found.outcomes.on_time) == (1, 0, 4)
 
 
+def test_a_candidate_that_fits_frames_otherwise_is_not_compared(bare_stack):
+    """A robot may have fitted its frames to the serving revision: the candidate saw others than it would."""
+    stack = bare_stack
+    serving = stack.start_worker(revision="r1", image_fit=224)
+    far = stack.start_worker(revision="r2", image_fit=112, offset=1.0)
+    alike = candidate(stack.start_worker(revision="r2", image_fit=224), mirror=100)
+    stack.write_routes(serving, candidate=candidate(far, mirror=100))
+    stack.start_gateway()
+    stack.wait_workers(1)
+    trial_up(stack)
+    for _ in range(3):
+        assert stack.act()[0] == 200
+    until(lambda: trial(stack).shadow.outcomes.on_time == 3, "the candidate's answers")
+    assert trial(stack).shadow.compared == 0
+    stack.write_routes(serving, candidate=alike)
+    trial_up(stack, id=alike["id"])
+    assert stack.act()[0] == 200
+    until(lambda: trial(stack).shadow.compared == 1, "the comparison with one that fits alike")
+    assert trial(stack).shadow.agreed == 1
+
+
 def test_both_revisions_draw_the_same_noise_for_a_mirrored_observation(stack, serving):
     other = stack.start_worker(revision="r2")
     stack.write_routes(serving, candidate=candidate(other, mirror=100))

@@ -205,6 +205,8 @@ class Canary:
         served = serving.result.result()
         if served.degraded != offered.degraded:
             return  # one of them was made cheaper: how far they lie apart says nothing of the revision
+        if not self._fit_alike():
+            return  # the robot may have fitted its frames to the serving revision: the candidate saw others
         found = shadow.difference(served.actions.to_numpy(), offered.actions.to_numpy(), candidate)
         shadow.note(trial.shadow, found)
         if found is None or found[0] > 1.0:
@@ -218,6 +220,10 @@ class Canary:
                 revision=offered.revision,
                 tolerances=None if found is None else round(found[0], 3),
             )
+
+    def _fit_alike(self) -> bool:
+        stable = self._stable()
+        return stable is not None and stable.info().image_fit == self.lane.info().image_fit
 
 
 class StableTrack:

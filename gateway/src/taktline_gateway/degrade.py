@@ -60,9 +60,13 @@ def degraded(level: CheaperLevel | None, policy: str) -> Degraded | None:
 
 
 def stands_in(asked: PolicyInfo, other: PolicyInfo) -> bool:
-    """Whether `other` reads what was sent for `asked` and answers in the same units: the same robot interface."""
+    """Whether `other` reads what was sent for `asked` and answers in the same units: the same robot interface.
+
+    A robot may have fitted its frames to `asked` already: only a policy that would fit them alike sees what it should.
+    """
     return (
         other.ready
         and set(other.cameras) <= set(asked.cameras) <= {*other.cameras, *other.optional_cameras}
         and (other.state_dim, other.action_dim, other.dt_s) == (asked.state_dim, asked.action_dim, asked.dt_s)
+        and other.image_fit == asked.image_fit
     )
