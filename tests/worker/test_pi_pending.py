@@ -81,6 +81,26 @@ def test_the_prompt_is_tokenised_once_all_frames_are_being_decoded_and_before_th
     assert row.noise is first.noise
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_frames_that_were_seen_before_or_are_refused_are_not_waited_for(
+    folders: Any, config_of: Any, observations: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    adapter = load(config_of(folders.lerobot(tmp_path / "policy", "pi05")))
+    monkeypatch.setattr(adapter.processor, "raw", True)
+    observation = observations.make()
+    if broken:
+        images = {name: pi_processor.EncodedImage("jpeg", b"nothing") for name in observation.images}
+        observation = observations.make(images=images)
+    with ThreadPoolExecutor(2) as pool:
+        if not broken:
+            adapter.begin(observation, pool).result()
+        monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", 2.0)
+        pending, began = adapter.begin(observation, pool), time.monotonic()
+        pending.let_frames_begin()
+        assert time.monotonic() - began < 2.0
+        assert pending.begun == set(observation.images)
+
+
 def test_frames_that_no_thread_is_free_for_are_not_waited_for(adapter: PiAdapter, observations: Any) -> None:
     occupied = threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.image_fit import fitted_size
 from torch import Tensor
 
 from taktline_worker.frames import FrameCache, frame_key
@@ -62,7 +63,7 @@ class PendingPiRow:
     rtc: RtcRow | None
     raw: bool = False
     borrowed: bool = False
-    begun: list[str] = field(default_factory=list)
+    begun: set[str] = field(default_factory=set)
     _own: dict[int, Future[tuple[Tensor, bytes]]] = field(default_factory=dict)
     _said: tuple[NDArray[np.int64], Tensor] | None = None
 
@@ -176,7 +177,7 @@ class PiProcessor:
         if not np.isfinite(normalised.astype(np.float32)).all():
             raise _state_error("it is out of all proportion to the checkpoint's statistics", "check the state's units")
         # Now; who is refused above costs nobody a frame.
-        begun: list[str] = []
+        begun: set[str] = set()
         decode = tuple(functools.partial(self._pixels, name, image, raw, begun) for name, image in frames)
         pixels = tuple(pool.submit(one) for one in decode)
         text = functools.partial(self._text, observation.instruction, normalised, observation.seed)
@@ -210,36 +211,49 @@ class PiProcessor:
         """Tokens and noise of a row."""
         return self.tokens(instruction, normalised), self.noise(secrets.randbits(63) if seed is None else seed)
 
-    def _pixels(self, name: str, image: EncodedImage, raw: bool, begun: list[str]) -> tuple[Tensor, bytes]:
+    def _pixels(self, name: str, image: EncodedImage, raw: bool, begun: set[str]) -> tuple[Tensor, bytes]:
         """A frame (`raw`) or its network input, and its key, empty where none is kept; the same bytes give the same.
 
-        It is noted in `begun` when what follows needs no lock.
+        It is noted in `begun` when what follows needs no lock, or nothing does.
         """
-        key = frame_key(image) if self.seen.limit_bytes else b""
-        kept = key + b"raw" if raw else key
-        pixels = self.seen.get(kept) if key else None
-        if pixels is None:
-            if raw:
-                pixels = self._decoded(name, image, begun)
-            else:
-                frame = decode_image(name, image, self._max_pixels)
-                pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
-            if key:
-                self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
-        return pixels, key
+        try:
+            key = frame_key(image) if self.seen.limit_bytes else b""
+            kept = key + b"raw" if raw else key
+            if not key or (pixels := self.seen.get(kept)) is None:
+                if raw:
+                    pixels = self._decoded(name, image, begun)
+                else:
+                    frame = decode_image(name, image, self._max_pixels)
+                    self._check_fitted(name, frame.shape)
+                    pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
+                if key:
+                    self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
+            return pixels, key
+        finally:
+            begun.add(name)
 
-    def _decoded(self, name: str, image: EncodedImage, begun: list[str]) -> Tensor:
+    def _decoded(self, name: str, image: EncodedImage, begun: set[str]) -> Tensor:
         """A frame, uint8 (H, W, 3), in memory of `frames`."""
         taken: list[Tensor] = []
 
         def memory(shape: Shape) -> NDArray[np.uint8]:
+            self._check_fitted(name, shape)  # here: the runner resizes a whole batch
             taken.append(self.frames.take(shape))
-            pixels: NDArray[np.uint8] = taken[-1].numpy()
-            begun.append(name)
-            return pixels
+            begun.add(name)
+            return np.asarray(taken[-1])
 
         decode_image(name, image, self._max_pixels, memory)
         return taken[-1]
+
+    def _check_fitted(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises TaktlineError IMAGE_CORRUPT for a frame so long that nothing is left of its other side."""
+        size = self.architecture.image_size
+        if min(fitted_size(shape[0], shape[1], size, size)) < 1:
+            raise TaktlineError(
+                ErrorCode.IMAGE_CORRUPT,
+                f"camera {name!r}: a frame of {shape[1]} x {shape[0]} has no pixel left at {size} x {size}",
+                "send what the camera sees, not a strip of it",
+            )
 
     def noise(self, seed: int) -> Tensor:
         """fp32 (H, action width): drawn on the CPU by a generator of its own, so no batch neighbour can change it."""
