@@ -14,8 +14,9 @@ from test_operator_groups import planner, sets_of
 
 Json = dict[str, Any]
 START = datetime(2026, 3, 1, 8, 0, tzinfo=UTC)
-STEP_S, ENDS_S, LOADS_S = 10, 30, 120
-"""Of the simulation: a step, how long a pod takes to end, and how long a group that has all its nodes loads."""
+STEP_S, ENDS_S, LOADS_S, JOINS_S = 10, 30, 120, 900
+"""Of the simulation: a step, how long a pod takes to end, how long a group that has all its nodes loads, and how long a
+worker waits for its peers until it starts anew."""
 INSUFFICIENT = "0/9 nodes are available: 9 Insufficient nvidia.com/gpu."
 
 
@@ -30,8 +31,8 @@ class Site:
     order that leaves the most groups half placed.
     """
 
-    def __init__(self, make: Any, nodes: int, **wanted: int) -> None:
-        self.make, self.nodes, self.now = make, nodes, 0.0
+    def __init__(self, make: Any, nodes: int, pool: Json | None = None, **wanted: int) -> None:
+        self.make, self.nodes, self.now, self.pool = make, nodes, 0.0, pool or {}
         self.stolen = False  # whether others take each node that becomes free
         self.policies = {name: self._policy(name, count, 1) for name, count in wanted.items()}
         self.images = dict.fromkeys(wanted, 1)
@@ -42,9 +43,8 @@ class Site:
         self.seen: dict[str, tuple[str, float]] = {}  # what the operator saw last, and when it looks again anyway
 
     def _policy(self, name: str, count: int, image: int) -> Any:
-        found = planner(
-            self.make, pool={"gpusPerNode": 8, "minReplicas": count, "image": f"registry.example/worker:{image}"}
-        )
+        pool = {"gpusPerNode": 8, "minReplicas": count, "image": f"registry.example/worker:{image}"}
+        found = planner(self.make, pool=pool | self.pool)
         return msgspec.structs.replace(found, name=name, uid=f"uid-{name}")
 
     def scale(self, name: str, count: int) -> None:
@@ -68,6 +68,11 @@ class Site:
         return next(c["message"] for c in self.status[name]["conditions"] if c["type"] == "Progressing")
 
     # ----- what happens
+
+    def lose(self, pod: Json) -> None:
+        """The node of a pod is gone for good, and the pod with it."""
+        del self.pods[pod["metadata"]["name"]]
+        self.nodes -= 1
 
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / STEP_S)):
@@ -138,7 +143,13 @@ class Site:
         free = 0 if self.stolen else self.nodes - (len(self.pods) - len(waiting))
         for pod in order:
             since = pod["status"].get("conditions", [{}])[0].get("lastTransitionTime", at(self.now))
-            told = {"type": "PodScheduled", "status": "False", "message": INSUFFICIENT, "lastTransitionTime": since}
+            told = {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": INSUFFICIENT,
+                "lastTransitionTime": since,
+            }
             pod["status"]["conditions"] = [told]
             if free > 0:
                 free -= 1
@@ -158,6 +169,8 @@ class Site:
         for unit in group_pods.units(self.pods.values()).values():
             leaves = any("deletionTimestamp" in pod["metadata"] for pod in unit)
             placed = len(unit) == 2 and all("nodeName" in pod["spec"] for pod in unit)
+            if not group_pods.is_whole(unit):
+                self._start_anew(unit)
             if leaves or not placed or group_pods.is_whole(unit):
                 continue
             if max(pod["status"]["startTime"] for pod in unit) <= at(self.now - LOADS_S):
@@ -165,6 +178,17 @@ class Site:
                     ready = {"type": "Ready", "status": "True", "lastTransitionTime": at(self.now)}
                     pod["status"]["conditions"] = [ready]
                     pod["status"]["containerStatuses"][0] |= {"started": True, "ready": True}
+
+    def _start_anew(self, unit: list[Json]) -> None:
+        """Workers that have lost a peer start again at once, and those that nobody joins after a while."""
+        for pod in unit:
+            for container in pod["status"].get("containerStatuses", []):
+                since = container["state"]["running"]["startedAt"]
+                if container.pop("ready", False) or since <= at(self.now - JOINS_S):
+                    container.pop("started", None)
+                    container["state"] = {"running": {"startedAt": at(self.now)}}
+                    told = {"type": "Ready", "status": "False", "lastTransitionTime": at(self.now)}
+                    pod["status"]["conditions"] = [told]
 
 
 @pytest.mark.parametrize(("wanted", "nodes"), [(2, 3), (3, 4), (3, 5), (4, 4), (4, 7), (5, 4)])
@@ -243,3 +267,168 @@ def test_a_group_that_is_half_placed_is_let_go_ever_more_seldom(make: Any) -> No
     span = datetime.fromisoformat(second) - datetime.fromisoformat(first)
     assert stuck.HALF_S <= span.total_seconds() <= 1.5 * stuck.HALF_S + 2 * ENDS_S
     assert 2 <= len(more) <= 4, "of ten thousand seconds"
+
+
+def nobody_is_let_go(site: Site, seconds: float) -> None:
+    for _ in range(int(seconds / STEP_S)):
+        site.step()
+        assert not any("deletionTimestamp" in pod["metadata"] for pod in site.pods.values())
+
+
+@pytest.mark.parametrize("startup_s", [120, 300, None])
+@pytest.mark.parametrize("age_s", [0, 3600, 86400])
+def test_groups_that_lose_half_of_their_nodes_do_not_wait_for_ever(
+    make: Any, age_s: float, startup_s: int | None
+) -> None:
+    """However long they have served, and however often their workers start anew meanwhile."""
+    site = Site(make, 4, {"startupSeconds": startup_s} if startup_s else None, reach=1, other=1)
+    site.run(600)
+    assert (site.serving("reach"), site.serving("other")) == (1, 1)
+    site.now += age_s
+    for name in ("reach", "other"):
+        site.lose(site.own(name)[1])
+    nobody_is_let_go(site, stuck.HALF_S - STEP_S)
+    site.run(stuck.HALF_S / 2 + 300)
+    assert sorted([site.serving("reach"), site.serving("other")]) == [0, 1]
+
+
+def test_a_group_that_has_loaded_for_long_keeps_its_time_where_it_is_half_placed_only_now(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "LOADS_S", 1200)
+    monkeypatch.setitem(globals(), "JOINS_S", 3600)
+    site = Site(make, 2, reach=1)
+    nobody_is_let_go(site, 1000)  # all have their nodes
+    site.lose(site.own("reach")[1])
+    nobody_is_let_go(site, stuck.HALF_S - STEP_S)
+    assert sorted(pod["spec"].get("nodeName", "") for pod in site.own("reach")) == ["", "some"]
+
+
+def test_a_group_in_halves_is_known_by_any_reason_for_which_a_pod_finds_no_node(make: Any) -> None:
+    site = Site(make, 2, reach=1)
+    site.run(600)
+    site.lose(site.own("reach")[1])
+    site.step()
+    now = at(site.now + 2 * stuck.HALF_S)
+    (placed,) = [pod for pod in site.own("reach") if "nodeName" in pod["spec"]]
+    (short,) = [pod for pod in site.own("reach") if "nodeName" not in pod["spec"]]
+
+    def removed() -> set[str]:
+        found = stuck.look([placed, short], site.policies["reach"].spec.pools, {}, {}, now, ())
+        return {removal.pod for removal in found.removals}
+
+    both = {placed["metadata"]["name"], short["metadata"]["name"]}
+    short["status"]["conditions"][0]["message"] = "0/9 nodes are available: 9 node(s) had untolerated taint."
+    assert removed() == both
+    placed["status"]["containerStatuses"] = [{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}]
+    assert removed() == both, "its node holds a place, whatever its container does"
+    short["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    assert removed() == set(), "a queue admits it as a whole"
+    del short["spec"]["schedulingGates"]
+    placed["metadata"]["deletionTimestamp"] = now
+    assert removed() == set(), "nothing is held any longer"
+
+
+def test_how_often_a_group_was_let_go_is_kept_until_it_serves(make: Any) -> None:
+    site = Site(make, 1, reach=1)
+    site.run(2000)
+    ((kept,),) = [pool["halfPlaced"] for pool in site.status["reach"]["pools"]]
+    assert kept["count"] == 2
+    assert stuck.half_s(kept["group"], 1) == 2 * stuck.half_s(kept["group"], 0)
+    assert stuck.half_s(kept["group"], 50) <= stuck.LONGEST_S
+    site.nodes = 2
+    site.run(600)
+    assert site.serving("reach") == 1
+    assert all("halfPlaced" not in pool for pool in site.status["reach"]["pools"])
+
+
+def served_of(site: Site) -> set[str | None]:
+    return {
+        found["metadata"]["annotations"].get(naming.ANNOTATION_SERVED) for found in sets_of(site.sets["reach"].values())
+    }
+
+
+def test_further_edits_cost_no_further_group_where_none_finds_nodes(make: Any) -> None:
+    site = Site(make, 8, reach=4)
+    site.run(900)
+    site.stolen = True
+    for _ in range(3):
+        site.roll("reach", 4)
+        site.run(1200)
+        assert site.serving("reach") == 3
+
+
+def test_what_served_is_told_for_as_long_as_a_rollout_lasts(make: Any) -> None:
+    site = Site(make, 8, reach=4)
+    site.run(900)
+    assert served_of(site) == {None}
+    site.roll("reach", 4)
+    site.run(60)
+    assert "4" in served_of(site)
+    site.run(2500)
+    assert site.serving("reach", current=True) == 4
+    assert served_of(site) == {None}
+    for unit in list(group_pods.units(site.own("reach")).values())[:2]:
+        for pod in unit:
+            site.lose(pod)
+    site.run(900)
+    site.roll("reach", 4)
+    while site.serving("reach", current=True) != 1:
+        site.step()
+    site.images["reach"] = 2
+    site.scale("reach", 4)  # taken back half-way
+    site.run(3600)
+    assert site.serving("reach", current=True) == 2, "of two groups that there are nodes for"
+
+
+def test_a_rollout_that_an_earlier_operator_began_costs_no_further_group(make: Any) -> None:
+    site = Site(make, 6, reach=3)
+    site.run(900)
+    site.stolen = True
+    site.roll("reach", 3)
+    site.run(1200)
+    assert site.serving("reach") == 2
+    for found in sets_of(site.sets["reach"].values()):
+        found["metadata"]["annotations"].pop(naming.ANNOTATION_SERVED, None)
+    site.run(1200)
+    assert site.serving("reach") == 2
+
+
+def test_a_number_that_nobody_can_have_counted_is_not_believed(make: Any) -> None:
+    site = Site(make, 4, reach=3)
+    site.run(900)
+    site.roll("reach", 3)
+    site.run(20)
+    for found in sets_of(site.sets["reach"].values()):
+        if naming.ANNOTATION_SERVED in found["metadata"]["annotations"]:
+            found["metadata"]["annotations"][naming.ANNOTATION_SERVED] = "9"
+    site.run(30)
+    assert served_of(site) <= {None, "2", "3"}
+
+
+def test_a_rollout_that_waits_for_a_node_that_was_lost_says_so_and_goes_on_with_fewer_replicas(make: Any) -> None:
+    site = Site(make, 6, reach=3)
+    site.run(900)
+    site.roll("reach", 3)
+    site.run(60)
+    old = [unit for unit in group_pods.units(site.own("reach")).values() if group_pods.is_whole(unit)]
+    site.lose(old[0][0])
+    site.run(3600)
+    assert (site.serving("reach", current=True), site.serving("reach")) == (1, 2)
+    said = "the rollout waits, as 2 workers serve and 3 did when it began: with `replicas` of 2 it would go on"
+    assert said in site.said("reach")
+    site.scale("reach", 2)
+    for _ in range(180):
+        site.step()
+        assert site.serving("reach") >= 1
+    assert site.serving("reach", current=True) == 2, site.said("reach")
+
+
+def test_a_first_pod_that_is_shown_as_on_no_node_names_the_one_that_is(make: Any) -> None:
+    site = Site(make, 1, reach=1)
+    site.run(60)
+    (leader,) = group_pods.leaders(site.own("reach"))
+    (short,) = [pod for pod in site.own("reach") if "nodeName" not in pod["spec"]]
+    (told,) = [found for found in leader["status"]["conditions"] if found["type"] == "PodScheduled"]
+    assert told["message"] == f"{short['metadata']['name']}: {INSUFFICIENT}"
+    assert short["status"]["conditions"][0]["message"] == INSUFFICIENT

@@ -286,10 +286,13 @@ def test_a_group_that_is_half_placed_lets_go_of_the_accelerators_it_holds(make: 
     desired = make.plan(policy, make.Observed(live=make.body(), now=make.now), make.settings).desired
     (group,) = [found for found in desired if found["kind"] == "StatefulSet"]
     message = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
-    starved = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
 
     def removed(since: str) -> set[str]:
+        starved = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+        starved["lastTransitionTime"] = since
         placed = starting(make, policy, since)
+        placed["spec"]["nodeName"] = "node-1"
+        placed["status"]["startTime"] = since
         waits = make.pod("w", owner=policy, pool="line", ready=False, phase="Pending", podIP="", conditions=[starved])
         for index, pod in enumerate((placed, waits)):
             labels = group["spec"]["template"]["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(index)}

@@ -28,6 +28,7 @@ class Gang(NamedTuple):
         again_s: when a new group will have been ready for long enough, while an old one waits for that, or when an old
             one that falters has had its time.
         yields: whether an old group leaves before each new one comes, as there is no room beside them.
+        began: groups that served as the rollout began, where it waits since fewer do; 0 where it does not.
     """
 
     template: Json
@@ -39,6 +40,7 @@ class Gang(NamedTuple):
     serving: int = 0
     again_s: float | None = None
     yields: bool = False
+    began: int = 0
 
 
 def of(
@@ -104,17 +106,26 @@ def of(
         if name not in new and _group_label(unit[0]) not in leaving:
             (serving_old if name in whole else unready).append(unit)
     pressing = surge.pressing(new.values(), serving_old, now, unready) if admits else []
-    served = max((_served(child) for child in sets if child["metadata"]["name"] in current_sets), default=0)
+    starved = any(surge.is_without_room(pod) for unit in new.values() for pod in unit)
+    coming = (
+        any(surge.leaves(pod, now) for pod in own)
+        or any(_group_label(pod) in leaving and not pod["metadata"].get("deletionTimestamp") for pod in own)
+        or any(name not in whole and surge.is_starting(unit) for name, unit in new.items())
+    )
+    served = 0
+    if old_sets or others:  # told by the groups themselves: an operator that starts anew knows of it
+        serve = sum(current_sets.values()) + sum(old_sets.values()) + max(0, elsewhere)
+        served = min(max(map(_served, sets), default=0), len(sets) + max(0, elsewhere))
+        if not served and current_sets and old_sets and starved and serve < line.replicas:
+            served = serve + 1  # begun by an earlier version, which told nothing: one may have left in vain already
     chosen = roll(
         line.replicas,
         {numbers[name]: is_ready for name, is_ready in current_sets.items()},
         old_sets,
         elsewhere,
-        any(surge.is_without_room(pod) for unit in new.values() for pod in unit),
+        starved,
         held=bool(pressing),
-        coming=any(surge.leaves(pod, now) for pod in own)
-        or any(_group_label(pod) in leaving and not pod["metadata"].get("deletionTimestamp") for pod in own)
-        or any(name not in whole and surge.is_starting(unit) for name, unit in new.items()),
+        coming=coming,
         waited_s=surge.waited_s(pressing, now),
         faltering=faltering,
         served=served,
@@ -129,8 +140,8 @@ def of(
     removed += [(kind, name) for name in current_sets if name not in wanted]
     serving = sum(current_sets[name] for name in wanted if name in current_sets)
     removed += [_ref(child) for child in others if serving >= line.replicas]
-    if old_sets or others:  # told by the groups themselves: an operator that starts anew knows of it
-        served = max(served, min(line.replicas, serving + sum(old_sets.values()) + max(0, elsewhere)))
+    if old_sets or others:
+        served = max(served, min(line.replicas, serve))
     waits = [settling[name] for name in current_sets if settling.get(name)] if old_sets or others else []
     waits += [left_s for name, left_s in faltering.items() if name in chosen.kept]
     return Gang(
@@ -143,15 +154,24 @@ def of(
         removed=tuple(sorted(removed)),
         again_s=min(waits, default=None),
         yields=chosen.yields,
+        began=min(served, line.replicas) if chosen.fruitless and not coming else 0,
     )
 
 
 class Chosen(NamedTuple):
-    """Numbers of the new groups to have, names of the old ones to keep, and whether those make room for the new."""
+    """Which groups to have.
+
+    Attributes:
+        numbers: of the new ones.
+        kept: names of the old ones.
+        yields: whether those make room for the new.
+        fruitless: whether they do not as fewer serve than did: another one that leaves would bring nobody either.
+    """
 
     numbers: tuple[int, ...]
     kept: frozenset[str]
     yields: bool = False
+    fruitless: bool = False
 
 
 def roll(
@@ -188,7 +208,7 @@ def roll(
         coming: whether room is about to be found: a group leaves, or a new one has its room and starts.
         waited_s: how long the last to come of the new groups that find no room has waited; each that leaves brings one.
         faltering: old groups that do not serve at this moment and have only just ceased to.
-        served: most groups that have served at a time since the new template came.
+        served: most groups that have served at a time since the rollout began; another edit begins none.
         placed: numbers of new groups that have all their room.
     """
     serving = sum(current.values())
@@ -210,7 +230,9 @@ def roll(
     ranked = sorted(current, key=lambda number: (not current[number], number not in placed, number))
     staying = sorted(ranked[:count])
     free = (number for number in range(wanted + len(current) + 1) if number not in current)
-    return Chosen(tuple(sorted([*staying, *(next(free) for _ in range(count - len(staying)))])), kept, yields)
+    return Chosen(
+        tuple(sorted([*staying, *(next(free) for _ in range(count - len(staying)))])), kept, yields, fruitless
+    )
 
 
 def superseded(line: Line, children: Sequence[Json], serving: int) -> tuple[tuple[str, str], ...]:

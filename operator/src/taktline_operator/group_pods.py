@@ -94,7 +94,7 @@ def leaders(pods: Sequence[Json], ray_clusters: Collection[str] = ()) -> list[Js
     """Pods that stand for workers, in the order given: those of one pod, and the first of each group.
 
     A first pod whose group is not whole is shown as not ready: nobody may be sent there. Where one of the group is on
-    no node, it is shown as on none.
+    no node, it is shown as on none, in words that begin with that one's name.
 
     Args:
         ray_clusters: Ray clusters whose application runs; the head of another one is ready for KubeRay, not for robots.
@@ -120,8 +120,12 @@ def with_followers(workers: Iterable[Json], pods: Sequence[Json]) -> list[Json]:
 
 def _not_ready(pod: Json, members: Sequence[Json]) -> Json:
     status = pod.get("status", {})
-    told = (condition for member in members for condition in member.get("status", {}).get("conditions", []))
-    waits = [found for found in told if found["type"] == "PodScheduled" and found["status"] == "False"][:1]
+    waits = [
+        found if member is pod else found | {"message": f"{member['metadata']['name']}: {found.get('message', '')}"}
+        for member in members
+        for found in member.get("status", {}).get("conditions", [])
+        if found["type"] == "PodScheduled" and found["status"] == "False"
+    ][:1]
     conditions = [
         condition | {"status": "False"} if condition["type"] == "Ready" else condition
         for condition in status.get("conditions", [])

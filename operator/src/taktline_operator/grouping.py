@@ -63,7 +63,7 @@ def told(gang: Gang | None, strategy: Json) -> Json:
     """How a line's workers replace each other, as `surge.note` tells it: a Deployment's strategy, or what groups do."""
     if gang is None:
         return strategy
-    return surge.YIELD if gang.yields else surge.SURGE
+    return surge.YIELD if gang.yields else surge.SURGE | {surge.BEGAN: gang.began}
 
 
 def budget(policy: PolicyDeployment, pool: Pool, lines: Lineup, gang_of: Mapping[str, Gang]) -> Json:

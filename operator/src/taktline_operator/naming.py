@@ -28,7 +28,7 @@ ANNOTATION_REVISION = "taktline.dev/revision"
 ANNOTATION_ROUTES = "taktline.dev/routes-hash"
 ANNOTATION_REVISION_HASH = "taktline.dev/revision-hash"  # which stored revision a Deployment runs
 ANNOTATION_GROUP_SIZE = "taktline.dev/group-size"  # pods of the group that a pod belongs to
-ANNOTATION_SERVED = "taktline.dev/served"  # most groups that served at a time since this one's template came
+ANNOTATION_SERVED = "taktline.dev/served"  # most groups that served at a time since the rollout that goes on began
 ANNOTATION_ROLLOUT = "taktline.dev/rollout"  # a person's word on a rollout: pause, resume, promote, abort, retry
 
 WORKER_NAME = "taktline-worker"

@@ -287,7 +287,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
         observed.live.get("status", {}),
         _wanted(desired, lines, gang_of),
         observed.now,
-        {ref.name: live["metadata"].get("creationTimestamp", "") for ref, live in observed.children.items()},
+        {ref.name for ref in observed.children if ref.kind in grouping.KINDS},
     )
     stuck.tell(new_status, hung)
     if hung.fault is not None and not status.is_true(new_status, "Degraded"):

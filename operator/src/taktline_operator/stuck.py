@@ -10,7 +10,7 @@ admits groups whole prevents that, so it is let go for others to be placed, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from taktline_operator.faults import Fault
 from taktline_operator.healing import Removal
 from taktline_operator.rollout import seconds_between
 from taktline_operator.spec import Pool
+from taktline_operator.status import has_ended
 
 Json = dict[str, Any]
 
@@ -33,6 +34,7 @@ FIELD = "stuckStarts"
 HALF_S = 300.0
 """How long a group that is half placed holds the room of its other half at first; twice as long each time after."""
 HALF_REASON = "HalfPlaced"
+HALF_FIELD = "halfPlaced"
 CREATING_S = 60.0
 """A pod whose containers are not even made after so long is pointed at: only its events say what it waits for."""
 _CONTAINER = "worker"
@@ -44,12 +46,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         removals: pods to delete now.
         records: by pool, what status keeps: which template, how many in a row, when the last one was taken away.
+        let_go: by pool, how often each group that has not served since was let go as it was half placed.
         again_s: when to look again; None while no worker starts.
         fault: what people should know; None unless starts hang repeatedly.
     """
 
     removals: tuple[Removal, ...] = ()
     records: Mapping[str, Json] = {}
+    let_go: Mapping[str, Mapping[str, int]] = {}
     again_s: float | None = None
     fault: Fault | None = None
 
@@ -70,39 +74,50 @@ def look(
     status: Json,
     wanted: Mapping[str, int],
     now: str,
-    made: Mapping[str, str],
+    groups: Collection[str],
 ) -> Found:
-    """Decide about workers whose process has run for longer than its budget and was never ready.
+    """Decide about workers whose process has run for longer than its budget and was never ready, and groups in halves.
 
     A group goes as a whole.
 
     Args:
         status: the last status, with the records of before.
         wanted: workers wanted by hash of their pod template; what hung under another one is forgotten.
-        made: by name of a group, RFC 3339 time at which it was made.
+        groups: names of the objects that make groups: one may be without a pod for a moment.
     """
     removals: list[Removal] = []
     records: dict[str, Json] = {}
+    let_go: dict[str, dict[str, int]] = {}
     waits: list[float] = []
     faults: list[Fault] = []
-    before = {entry["name"]: entry.get(FIELD) for entry in status.get("pools", [])}
+    before = {entry["name"]: entry for entry in status.get("pools", [])}
     for pool in pools:
         budget = budget_s(pool)
         own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(naming.LABEL_POOL) == pool.name]
-        record = _kept(before.get(pool.name), own, wanted)
+        entry = before.get(pool.name, {})
+        record = _kept(entry.get(FIELD), own, wanted)
+        units = group_pods.units(own)
+        times = {
+            told["group"]: int(told["count"])
+            for told in entry.get(HALF_FIELD, [])
+            if (told["group"] in units or told["group"] in groups)
+            and not group_pods.is_whole(units.get(told["group"], ()))
+        }
         gone: list[Removal] = []
         hung = ""
-        for name, members in group_pods.units(own).items():
-            spent = [found for pod in members if (found := _spent_s(pod, now)) is not None]
-            if not spent:
-                continue
-            short = next(filter(surge.is_without_room, members), None)
-            if short is not None:
-                left = _half_s(name, made.get(name, now), now) - max(spent)
+        for name, members in units.items():
+            half = _half_placed(members, now)
+            if half is not None:
+                short, waited_s = half
+                left = half_s(name, times.get(name, 0)) - waited_s
                 waits.append(left + 1.0)
                 if left < 0.0:
-                    words = _half_words(short, max(spent))
+                    words = _half_words(short, waited_s)
                     removals += [healing.removal(pod, HALF_REASON, words, unless_changed=True) for pod in members]
+                    times[name] = times.get(name, 0) + 1
+                continue
+            spent = [found for pod in members if (found := _spent_s(pod, now)) is not None]
+            if not spent:
                 continue
             template = _template_of(members[0])
             held = _held_s(record, template, budget, now)
@@ -114,12 +129,14 @@ def look(
             again = record is not None and record["template"] == hung
             record = {"template": hung, "count": 1 + (record["count"] if record and again else 0), "lastTime": now}
             removals += gone
+        let_go[pool.name] = times
         if record is not None:
             records[pool.name] = record
             faults += _fault(pool.name, record, budget)
     return Found(
         removals=tuple(removals),
         records=records,
+        let_go=let_go,
         again_s=max(1.0, min(waits)) if waits else None,
         fault=faults[0] if faults else None,
     )
@@ -130,6 +147,8 @@ def tell(status: Json, found: Found) -> None:
     for entry in status["pools"]:
         if entry["name"] in found.records:
             entry[FIELD] = found.records[entry["name"]]
+        if times := found.let_go.get(entry["name"]):
+            entry[HALF_FIELD] = [{"group": name, "count": count} for name, count in sorted(times.items())]
 
 
 def _kept(record: Json | None, pods: Sequence[Json], wanted: Mapping[str, int]) -> Json | None:
@@ -162,19 +181,38 @@ def _fault(pool: str, record: Json, budget: float) -> list[Fault]:
     ]
 
 
-def _half_s(name: str, made: str, now: str) -> float:
-    """How long a group may hold half of its room: half of its age, so about twice as long each time that it is let go.
+def half_s(name: str, times: int) -> float:
+    """How long a group may hold half of its room after it was let go so often: twice as long each time.
 
     And up to half as long again by its name: two that are let go at the same moment would meet in the same way again.
     """
     apart = 1.0 + int(naming.content_hash(name), 16) % 1000 / 2000.0
-    return min(max(HALF_S, seconds_between(made, now) / 2.0) * apart, LONGEST_S)
+    return min(HALF_S * 2.0 ** min(times, 20), LONGEST_S / 1.5) * apart
 
 
-def _half_words(short: Json, spent_s: float) -> str:
+def _half_placed(members: Sequence[Json], now: str) -> tuple[Json, float] | None:
+    """The pod of a group that has waited longest for a node while others have theirs, and how long those have waited.
+
+    None where it is not so. The times are those of the pods: containers start again while they wait for their peers.
+    """
+    lasting = [pod for pod in members if not pod["metadata"].get("deletionTimestamp")]
+    placed = [pod for pod in lasting if pod.get("spec", {}).get("nodeName") and not has_ended(pod)]
+    waiting = [pod for pod in lasting if surge.finds_no_node(pod)]
+    if not placed or not waiting:
+        return None
+    short = max(waiting, key=lambda pod: surge.wanted_s(pod, now))
+    return short, min(surge.wanted_s(short, now), *(_placed_s(pod, now) for pod in placed))
+
+
+def _placed_s(pod: Json, now: str) -> float:
+    since = pod.get("status", {}).get("startTime") or pod["metadata"].get("creationTimestamp", "")
+    return seconds_between(since, now)
+
+
+def _half_words(short: Json, waited_s: float) -> str:
     return (
-        f"no node has room for pod {short['metadata']['name']}, for which the rest of its group has waited for"
-        f" {spent_s:.0f} s: the group is let go, so that others may be placed, and placed anew"
+        f"the scheduler finds no node for pod {short['metadata']['name']}, for which the rest of its group has waited"
+        f" for {waited_s:.0f} s: the group is let go, so that others may be placed, and placed anew"
     )
 
 

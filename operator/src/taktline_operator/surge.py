@@ -17,10 +17,13 @@ Unit = Sequence[Json]
 
 SURGE: Json = {"maxSurge": 1, "maxUnavailable": 0}  # a new worker is ready before an old one leaves
 YIELD: Json = {"maxSurge": 0, "maxUnavailable": 1}  # one old worker makes room for each new one
+BEGAN = "began"
+"""Beside those of groups: how many served as their rollout began, where it waits since fewer do; else 0."""
 HELD_S = 20.0
 """After so long in its queue a pod is not merely about to be admitted: every pod begins there."""
 ROOM_S = workload.DRAIN_S + HELD_S
 """After so long the room of a worker that was told to leave has been found by another, if it is of use to any."""
+_UNSCHEDULABLE = "Unschedulable"
 _INSUFFICIENT = re.compile(r"Insufficient ([\w./-]*\w)")
 
 
@@ -33,6 +36,14 @@ def is_without_room(pod: Json) -> bool:
     """Whether the scheduler finds no node with enough free resources; any other reason would not be cured by room."""
     scheduled = _scheduled(pod)
     return scheduled.get("status") == "False" and "Insufficient" in scheduled.get("message", "")
+
+
+def finds_no_node(pod: Json) -> bool:
+    """Whether the scheduler finds no node for a pod, whatever the reason, and no queue holds it."""
+    scheduled = _scheduled(pod)
+    return (
+        scheduled.get("status") == "False" and scheduled.get("reason") == _UNSCHEDULABLE and not kueue.is_waiting(pod)
+    )
 
 
 def pressing(new: Iterable[Unit], old: Iterable[Unit], now: str, unready: Iterable[Unit] = ()) -> list[Unit]:
@@ -56,7 +67,7 @@ def pressing(new: Iterable[Unit], old: Iterable[Unit], now: str, unready: Iterab
             and (not holding or any(_leaves_enough(other, unit, short) for other in holding))
         )
         or (
-            any(kueue.is_waiting(pod) and _wanted_s(pod, now) >= HELD_S for pod in unit)
+            any(kueue.is_waiting(pod) and wanted_s(pod, now) >= HELD_S for pod in unit)
             and any(_makes_room(other, unit) for other in served)
         )
     ]
@@ -75,7 +86,7 @@ def is_starting(unit: Unit) -> bool:
 
 def waited_s(units: Iterable[Unit], now: str) -> float:
     """How long the last of these workers to come has waited for room; 0 where there is none."""
-    waits = [max((_wanted_s(pod, now) for pod in unit if wants_room(pod)), default=0.0) for unit in units]
+    waits = [max((wanted_s(pod, now) for pod in unit if wants_room(pod)), default=0.0) for unit in units]
     return min(waits, default=0.0)
 
 
@@ -85,7 +96,7 @@ def look_again_s(pods: Sequence[Json], now: str, *, rolling: bool) -> float | No
     Args:
         rolling: whether old workers are there that could make room, and more of them as time goes by.
     """
-    waits = [_wanted_s(pod, now) for pod in pods if wants_room(pod)]
+    waits = [wanted_s(pod, now) for pod in pods if wants_room(pod)]
     looks = [HELD_S - wait for wait in waits if wait < HELD_S]
     looks += [ROOM_S - (wait - HELD_S) % ROOM_S for wait in waits if rolling and wait >= HELD_S]
     return min(looks, default=None)
@@ -150,7 +161,10 @@ def note(
             return f"; pool {count.name} has no spare accelerator, so an old worker leaves before each new one"
         elif admits and pressed:
             beside = "a second worker beside the one that serves" if count.ready == 1 else "another worker"
-            return f"; pool {count.name} has no room for {beside}: free some"
+            said = f"; pool {count.name} has no room for {beside}: free some"
+            began = chosen.get(BEGAN, 0)
+            # The last one stays whatever is wanted.
+            return said + (_waits(count.ready, began) if began > count.ready >= 2 else "")
         if not pressed and any(map(is_without_room, count.current_pods)):
             return (
                 f"; new workers of pool {count.name} find no node with room, and the old ones stay: they ask for more"
@@ -162,6 +176,13 @@ def note(
                 " those that they wait for"
             )
     return ""
+
+
+def _waits(ready: int, began: int) -> str:
+    return (
+        f"; the rollout waits, as {ready} workers serve and {began} did when it began: with `replicas` of {ready} it"
+        " would go on"
+    )
 
 
 def _pressing(count: PoolCount, now: str) -> list[Unit]:
@@ -183,7 +204,7 @@ def _is_quiet(live: Json, now: str) -> bool:
 
 
 def _is_held(pod: Json, now: str) -> bool:
-    return kueue.is_waiting(pod) and _wanted_s(pod, now) >= HELD_S
+    return kueue.is_waiting(pod) and wanted_s(pod, now) >= HELD_S
 
 
 def _makes_room(old: Unit, new: Unit) -> bool:
@@ -220,7 +241,7 @@ def _scheduled(pod: Json) -> Json:
     return next((condition for condition in told if condition["type"] == "PodScheduled"), {})
 
 
-def _wanted_s(pod: Json, now: str) -> float:
+def wanted_s(pod: Json, now: str) -> float:
     """How long a pod has been without room."""
     since = "" if kueue.is_waiting(pod) else _scheduled(pod).get("lastTransitionTime", "")
     return seconds_between(since or pod["metadata"].get("creationTimestamp", ""), now)
