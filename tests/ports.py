@@ -1,7 +1,8 @@
 """Ports for the programs that tests start, from a block that no other run of the tests on this machine has.
 
-They lie below the range from which Linux takes ports by itself (from 32768 on): whoever asks for any port, or connects,
-gets none of them between our choice and the moment when the program listens.
+They lie below the range from which Linux takes ports by itself (from 32768 on, where nobody has set
+net.ipv4.ip_local_port_range otherwise; a host with a lower one has no such guard): whoever asks for any port, or
+connects, gets none of them between our choice and the moment when the program listens.
 """
 
 from __future__ import annotations

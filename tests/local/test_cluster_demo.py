@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from taktline_local import cluster_demo
 from taktline_local.kubectl import Kubectl, wait_until
-from taktline_protocol.errors import TaktlineError
+from taktline_protocol.errors import ErrorCode, TaktlineError
 
 Object = dict[str, Any]
 
@@ -33,6 +33,7 @@ class Listed:
             event("operator-1", "2026-03-01T08:00:01Z", "Readiness probe failed: no connection"),
             event("operator-1", "2026-03-01T08:00:10Z", "Started", "Normal"),
             event("gateway-1", "2026-03-01T08:00:02Z", "FailedMount"),
+            {"type": "Warning", "involvedObject": {"name": "gateway-1"}},
         ]
 
 
@@ -45,4 +46,15 @@ def test_pods_that_are_not_ready_are_told_with_their_last_warning() -> None:
             lambda: None, "it serves", timeout_s=0, why=lambda: cluster_demo.unready(kubectl), next_step="read x"
         )
     assert caught.value.message == f"waited 0 s in vain until it serves: {said}"
+    assert caught.value.next_step == "read x"
+
+
+def test_what_was_waited_for_is_told_where_nobody_can_say_what_stands_in_the_way() -> None:
+    def why() -> str:
+        raise TaktlineError(ErrorCode.INTERNAL, "kubectl get pods failed: connection refused", "")
+
+    with pytest.raises(TaktlineError) as caught:
+        wait_until(lambda: None, "it serves", timeout_s=0, why=why, next_step="read x")
+    cause = "what stands in the way is not known (kubectl get pods failed: connection refused)"
+    assert caught.value.message == f"waited 0 s in vain until it serves: {cause}"
     assert caught.value.next_step == "read x"

@@ -172,7 +172,7 @@ def unready(kubectl: Kubectl) -> str:
         last = {}
         for event in sorted(kubectl.list("events", namespace), key=lambda event: event.get("lastTimestamp") or ""):
             if event.get("type") == "Warning":
-                last[event["involvedObject"].get("name")] = event["message"]
+                last[event["involvedObject"].get("name")] = event.get("message", "")
         names = [pod["metadata"]["name"] for pod in kubectl.list("pods", namespace) if not is_ready(pod)]
         found += [f"{name} is not ready" + (f" ({last[name]})" if name in last else "") for name in sorted(names)]
     return "; ".join(found)

@@ -95,7 +95,10 @@ def wait_until(
         if found:
             return found
         if time.monotonic() > deadline:
-            cause = why()
+            try:
+                cause = why()
+            except TaktlineError as error:  # the API server does not answer: what was waited for stays what is told
+                cause = f"what stands in the way is not known ({error.message})"
             said = f"waited {timeout_s:.0f} s in vain until {what}" + (f": {cause}" if cause else "")
             raise TaktlineError(ErrorCode.INTERNAL, said, next_step)
         time.sleep(POLL_S)
