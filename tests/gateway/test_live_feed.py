@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import signal
+import time
+from types import SimpleNamespace
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
+from taktline_gateway.books import Books
 from taktline_gateway.cycles import ROBOTS_KEPT, ControlCycles, Cycle
 from taktline_gateway.live.feed import MAX_PAGES
 from taktline_gateway.live.recent import Recent
 from taktline_gateway.live.snapshot import POINTS, past, policy_snapshot
-from taktline_gateway.telemetry import Levels, PredictedTime, WorkerLevel
-from taktline_protocol import ErrorCode, Observation, PolicyInfo
+from taktline_gateway.pending import Served
+from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry, WorkerLevel
+from taktline_protocol import Array, ErrorCode, Observation, PolicyInfo, metrics
+from taktline_protocol.messages import PlanReport
 
 from tests.gateway.conftest import until
 
 INFO = PolicyInfo(policy="reach", family="pi05", revision="r1", ready=True, horizon=10, dt_s=0.05)
+NUMBERS = Array.from_numpy(np.zeros((1, 2), np.float32))
+PLAN = PlanReport(predicted_states=NUMBERS, energies=NUMBERS, stopped="rounds")
 
 
 def levels(workers: int = 1, predicted: tuple[PredictedTime, ...] = ()) -> Levels:
@@ -152,6 +161,24 @@ def test_what_is_no_cycle():
     cycles.lost("reach", "arm")
     assert cycles.answered("reach", observation(2, 11.4, session="new"), 50.0, 20.0, 0.5) is None, "one was refused"
     assert cycles.answered("reach", observation(3, 11.6, session="new"), 50.0, 20.0, 0.5) is not None
+
+
+@pytest.mark.parametrize(("rows", "plan", "told"), [(10, None, 1), (4, None, 0), (4, PLAN, 1)])
+def test_a_pause_is_measured_against_the_chunk_that_the_robot_had(rows, plan, told):
+    """A policy of 500 ms chunks; 600 ms are no pause behind such a one, but behind one of 200 ms."""
+
+    async def run():
+        books = Books(Telemetry())
+        books.policy_served("reach")
+        for seq, captured_at, actions in ((1, 10.0, rows), (2, 10.6, 14 - rows)):
+            array = Array.from_numpy(np.zeros((actions, 2), np.float32))
+            served = Served(array, "r1", "w", "h100", 1, 0.0, 0.0, 0.01, (0.0, 0.0, 0.0), plan=plan)
+            pending = SimpleNamespace(arrived_at=0.0, trace=None)
+            books.answered("id", INFO, observation(seq, captured_at), served, pending, time.monotonic())
+        await asyncio.sleep(0)
+        return books.telemetry.registry.get_sample_value(f"{metrics.CONTROL_PERIOD}_count", {"policy": "reach"})
+
+    assert (asyncio.run(run()) or 0) == told
 
 
 def test_robots_that_come_and_go_leave_no_memory():

@@ -133,7 +133,8 @@ class Books:
         self.telemetry.answered(policy, served.pool, served.revision, timings, margin_ms, cause, exemplar)
         if served.degraded is not None:
             self.telemetry.degraded(policy, served.degraded)
-        chunk_s = info.horizon * info.dt_s
+        # A cheaper answer may be shorter; what a planner gives is less than the robot has time for.
+        chunk_s = (served.actions.shape[0] if served.plan is None else info.horizon) * info.dt_s
         cycle = self._cycles.answered(policy, observation, margin_ms, timings.inference_ms, chunk_s)
         if cycle is not None:
             self.telemetry.control_cycle(policy, cycle.environment_ms, cycle.control_ms)

@@ -46,16 +46,16 @@ class ControlCycles:
     """
 
     def __init__(self) -> None:
-        self._robots: OrderedDict[tuple[str, str], tuple[str, float, float]] = OrderedDict()
+        self._robots: OrderedDict[tuple[str, str], tuple[str, float, float, float]] = OrderedDict()
 
     def answered(
         self, policy: str, observation: Observation, margin_ms: float, inference_ms: float, chunk_s: float
     ) -> Cycle | None:
-        """Notes an answer; the cycle that its observation ended, None where there is none to tell of."""
+        """Notes an answer of `chunk_s`; the cycle that its observation ended, None where there is none to tell of."""
         key = (policy, observation.robot_id)
         before = self._robots.get(key)
         late_ms = max(0.0, -margin_ms)
-        self._robots[key] = (observation.session_id, observation.captured_at, late_ms)
+        self._robots[key] = (observation.session_id, observation.captured_at, late_ms, chunk_s)
         self._robots.move_to_end(key)
         while len(self._robots) > ROBOTS_KEPT:
             self._robots.popitem(last=False)
@@ -63,7 +63,7 @@ class ControlCycles:
             return None
         control_ms = 1e3 * (observation.captured_at - before[1])
         stood_ms = before[2]
-        if not 0 < control_ms <= PAUSE_FACTOR * 1e3 * chunk_s + stood_ms:
+        if not 0 < control_ms <= PAUSE_FACTOR * 1e3 * before[3] + stood_ms:
             return None
         return Cycle(max(0.0, control_ms - stood_ms), control_ms, inference_ms)
 
