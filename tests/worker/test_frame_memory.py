@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,30 +12,42 @@ import numpy as np
 import pytest
 import torch
 from taktline_worker.engine import Engine, Item
+from taktline_worker.frames import FrameCache
 from taktline_worker.models.pi.adapter import PiAdapter, load
 from taktline_worker.models.pi.frame_memory import FrameMemory
 
 SHAPE = (4, 6, 3)
 
 
-def test_what_was_given_back_is_taken_again_and_nothing_else() -> None:
+def free_of(memory: FrameMemory) -> list[int]:
+    """Addresses of all that waits for frames."""
+    frames = [*memory._back, *(frame for frames in memory._free.values() for frame in frames)]
+    return [frame.data_ptr() for frame in frames]
+
+
+def test_what_nobody_refers_to_is_taken_again_and_nothing_else() -> None:
     memory = FrameMemory()
     first, second = memory.take(SHAPE), memory.take(SHAPE)
-    assert first.data_ptr() != second.data_ptr()
-    memory.give([first])
-    assert memory.take((4, 5, 3)).data_ptr() != first.data_ptr()
-    assert memory.take(SHAPE) is first
-    assert memory.take(SHAPE).data_ptr() not in (first.data_ptr(), second.data_ptr())
+    places = first.data_ptr(), second.data_ptr()
+    assert places[0] != places[1]
+    kept, first = [first], second
+    assert memory.take(SHAPE).data_ptr() not in places
+    kept.clear()
+    assert memory.take((4, 5, 3)).data_ptr() != places[0]
+    taken = [memory.take(SHAPE) for _ in range(3)]
+    assert places[0] in [frame.data_ptr() for frame in taken]
+    assert len({frame.data_ptr() for frame in (*taken, first)}) == 4
 
 
 def test_sizes_that_come_and_go_do_not_pile_up() -> None:
     memory = FrameMemory(kept_bytes=200)
     for width in range(1, 12):
-        memory.give([torch.zeros(4, width, 3, dtype=torch.uint8)])
+        memory.take((4, width, 3))
     kept = sum(frame.numel() for frames in memory._free.values() for frame in frames)
     assert kept == memory._bytes <= 200
-    memory.give([torch.zeros(8, 11, 3, dtype=torch.uint8)])  # more than there may be by itself
-    memory.give([torch.zeros(*SHAPE, dtype=torch.uint8)])
+    memory.take((8, 11, 3))  # more than there may be by itself
+    memory.take(SHAPE)
+    memory.take((1, 1, 3))
     assert [*memory._free] == [SHAPE]
 
 
@@ -77,10 +90,18 @@ def pixels(frames: list[torch.Tensor]) -> bytes:
     return b"".join(frame.numpy().tobytes() for frame in frames)
 
 
-@pytest.fixture
-def engine(folders: Any, config_of: Any, tmp_path: Any) -> Any:
+KEPT = 7
+"""Frames that the cache holds, where there is one: fewer than come."""
+
+
+@pytest.fixture(params=[0, KEPT])
+def engine(folders: Any, config_of: Any, observations: Any, tmp_path: Any, request: pytest.FixtureRequest) -> Any:
     seen.clear()
     processor = load(config_of(folders.lerobot(tmp_path / "policy", "pi05"), frame_cache_mb=0)).processor
+    with ThreadPoolExecutor(1) as pool:
+        processor.raw = True
+        frames = processor.begin(observations.make(), pool).result().row.raw
+    processor.seen = FrameCache(request.param * max(frame.numel() for frame in frames))
     processor.raw = True
     made = Engine(PiAdapter(processor, Runner(), "fp32"), (1, 2), 2)
     yield made
@@ -88,7 +109,11 @@ def engine(folders: Any, config_of: Any, tmp_path: Any) -> Any:
 
 
 def test_frames_of_batches_that_run_together_are_each_their_own(engine: Any, observations: Any) -> None:
-    wanted = [observations.make(seed=seed) for seed in range(12)]
+    names, seeds = observations.make().images, itertools.count()
+    wanted = [
+        observations.make(images={name: observations.image("png", seed=next(seeds)) for name in names})
+        for _ in range(12)
+    ]
     expected = {}
     for observation in wanted:
         with ThreadPoolExecutor(2) as pool:
@@ -98,6 +123,10 @@ def test_frames_of_batches_that_run_together_are_each_their_own(engine: Any, obs
         results = list(callers.map(lambda one: engine.infer([Item(one)]), wanted))
     assert all(isinstance(result.outcomes[0], np.ndarray) for result in results)
     assert {pixels(frames) for frames in seen} == {pixels(frames) for frames in expected.values()}
-    free = [frame.data_ptr() for frames in engine.adapter.processor.frames._free.values() for frame in frames]
+    memory, cache = engine.adapter.processor.frames, engine.adapter.processor.seen
+    kept = {frame.data_ptr() for frame, _ in cache._values.values()}
+    assert bool(kept) == bool(cache.limit_bytes)
+    free = free_of(memory)
     assert len(free) == len(set(free))
-    assert 0 < len(free) <= 4 * len(wanted[0].images), "memory is used again"
+    assert not kept & set(free)
+    assert 0 < len(free) <= 4 * len(wanted[0].images) + KEPT, "memory is used again"

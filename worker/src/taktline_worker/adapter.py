@@ -177,14 +177,6 @@ class LaunchingAdapter(Protocol):
         """
 
 
-@runtime_checkable
-class BorrowingAdapter(Protocol):
-    """An adapter whose rows hold memory that can be used again."""
-
-    def give_back(self, rows: Sequence[Any]) -> None:
-        """These rows, which the engine has run and answered, are done with; any thread, once for each."""
-
-
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     """One captured CUDA graph: the batch it holds, its warm-up and capture, and the GPU memory that it took."""

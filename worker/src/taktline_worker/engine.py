@@ -19,7 +19,6 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import (
     Adapter,
     Answer,
-    BorrowingAdapter,
     CheaperAdapter,
     Closable,
     LaunchingAdapter,
@@ -312,8 +311,6 @@ class Engine:
         for index, answer in zip(part.indices, answers, strict=True):
             outcomes[index] = answer
         part.post_s = time.monotonic() - began
-        if isinstance(part.adapter, BorrowingAdapter):
-            part.adapter.give_back(part.rows)
 
 
 def _calibrate_bucket(adapter: Adapter, bucket: int, row: Any) -> BucketTiming:

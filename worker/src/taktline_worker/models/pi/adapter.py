@@ -182,11 +182,6 @@ class PiAdapter:
                 results.append(chunk if prepared.row.rtc is None else self._guided_chunk(chunk, prepared.row.rtc.plan))
         return results
 
-    def give_back(self, rows: Sequence[PreparedRow]) -> None:
-        """Memory of the rows' frames, for other frames: nothing reads them any more."""
-        for prepared in rows:
-            self.processor.frames.give(prepared.borrowed)
-
     def _guided_chunk(self, actions: NDArray[np.float32], plan: RtcPlan) -> GuidedChunk:
         settings = self.processor.rtc
         assert settings is not None  # rows get a tail only where there are settings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+import weakref
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ class FrameMemory:
 
     PyTorch keeps pinned memory, too, but asking it for some takes a thread that has rested half as long as decoding a
     small frame, with the interpreter's lock held, so that no other frame of the row is begun meanwhile.
+
+    A frame's memory comes back when nobody refers to the frame any more: no row that runs, and no cache. Whoever lets
+    a device read it keeps it until that has ended.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
@@ -29,25 +33,28 @@ class FrameMemory:
         self._free: dict[Shape, list[Tensor]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
+        self._back: deque[Tensor] = deque()
+        """Come back, and not counted yet: that happens wherever a frame is forgotten, with this lock held or not."""
 
     def take(self, shape: Shape) -> Tensor:
         """uint8 of `shape` (H, W, 3), contiguous, with any content; nobody else has it."""
         with self._lock:
+            while self._back:
+                self._keep(self._back.popleft())
             free = self._free.get(shape)
-            if free:
-                found = free.pop()
-                self._bytes -= found.numel()
-                return found
-        return new_frame(shape)
+            memory = free.pop() if free else None
+            self._bytes -= 0 if memory is None else memory.numel()
+        if memory is None:
+            memory = new_frame(shape)
+        frame = memory.view(shape)
+        weakref.finalize(frame, self._back.append, memory).atexit = False
+        return frame
 
-    def give(self, frames: Iterable[Tensor]) -> None:
-        """Takes back frames that `take` gave, each once; nothing reads them any more, on the device either."""
-        with self._lock:
-            for frame in frames:
-                if self._bytes + frame.numel() > self._kept_bytes:  # sizes come and go: start over with those of now
-                    self._free, self._bytes = {}, 0
-                self._free.setdefault((frame.shape[0], frame.shape[1], frame.shape[2]), []).append(frame)
-                self._bytes += frame.numel()
+    def _keep(self, memory: Tensor) -> None:
+        if self._bytes + memory.numel() > self._kept_bytes:  # sizes come and go: start over with those of now
+            self._free, self._bytes = {}, 0
+        self._free.setdefault((memory.shape[0], memory.shape[1], memory.shape[2]), []).append(memory)
+        self._bytes += memory.numel()
 
 
 def new_frame(shape: Shape) -> Tensor:

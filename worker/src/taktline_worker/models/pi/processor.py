@@ -40,12 +40,11 @@ _BEGIN_LIMIT_S = 0.0005
 class PreparedRow:
     """A network row, and the state that its actions may be relative to: (D,), in the policy's joint space.
 
-    `borrowed` are frames of the row whose memory is to be given back once the network has read them.
+    It is kept until the network has run it: memory of its frames is used again once nobody refers to them.
     """
 
     row: PiRow
     state: NDArray[np.float64]
-    borrowed: tuple[Tensor, ...] = ()
 
 
 @dataclass(slots=True)
@@ -62,7 +61,6 @@ class PendingPiRow:
     state: NDArray[np.float64]
     rtc: RtcRow | None
     raw: bool = False
-    borrowed: bool = False
     begun: set[str] = field(default_factory=set)
     _own: dict[int, Future[tuple[Tensor, bytes]]] = field(default_factory=dict)
     _said: tuple[NDArray[np.int64], Tensor] | None = None
@@ -97,7 +95,7 @@ class PendingPiRow:
             frames=tuple(key for _, key in frames if key),
             raw=images if self.raw else None,
         )
-        return PreparedRow(row, self.state, images if self.borrowed else ())
+        return PreparedRow(row, self.state)
 
     def _tokens_and_noise(self) -> tuple[NDArray[np.int64], Tensor]:
         if self._said is None:
@@ -190,8 +188,7 @@ class PiProcessor:
         if self.architecture.family == "pi0":
             model_state = torch.zeros(self.architecture.action_width)
             model_state[: len(normalised)] = torch.from_numpy(normalised.astype(np.float32))
-        borrowed = raw and not self.seen.limit_bytes  # what is kept for later stays where it is
-        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw, borrowed, begun)
+        return PendingPiRow(pixels, decode, text, model_state, policy_state, rtc, raw, begun)
 
     def shortened(self, horizon: int) -> PiProcessor:
         """The same for chunks of `horizon` actions, fewer than robots know of; it shares the frames seen before.
