@@ -155,16 +155,10 @@ def _behind(norms: tuple[Norm, ...], layer: Linear) -> Tensor:
 
 
 def make_chain(head: HeadWeights, h: HeadConfig) -> HeadChain | None:
-    """The chain, where this GPU and the head's dimensions have one."""
-    weight = head.tail.weight
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-        return None
-    reason = ""
-    if torch.cuda.get_device_capability(weight.device)[0] != 9:
-        reason = "it is written for Hopper GPUs"
-    elif (h.width, h.width // h.heads) != (WIDTH, HEAD_DIM) or h.future + h.horizon > MAX_TOKENS:
+    """The chain on a Hopper GPU, where the head's dimensions have one."""
+    if (h.width, h.width // h.heads) != (WIDTH, HEAD_DIM) or h.future + h.horizon > MAX_TOKENS:
         reason = f"it is written for a width of {WIDTH}, heads of {HEAD_DIM} and at most {MAX_TOKENS} tokens"
-    if not reason:
+    else:
         try:
             return HeadChain(head, h)
         except RuntimeError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +14,16 @@ from torch import Tensor
 from taktline_worker.branches import Branch
 from taktline_worker.models.minicpm_robot import modules
 from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
-from taktline_worker.models.minicpm_robot.config import MiniCpmArchitecture
-from taktline_worker.models.minicpm_robot.head_chain import HeadChain, make_chain
-from taktline_worker.models.minicpm_robot.head_weights import steps
+from taktline_worker.models.minicpm_robot.config import HeadConfig, MiniCpmArchitecture
+from taktline_worker.models.minicpm_robot.head_weights import HeadWeights, steps
 from taktline_worker.models.minicpm_robot.weights import MiniCpmWeights
 
+if TYPE_CHECKING:
+    from taktline_worker.models.minicpm_robot.head_chain import HeadChain
+
+logger = logging.getLogger(__name__)
+
+_HOPPER = 9
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, noisy input, prediction), for tests that compare step by step."""
 
@@ -47,7 +54,7 @@ class MiniCpmRunner:
         self.device = weights.text.embedding.device
         self.image_token = image_token
         self._tables = self._rope(0)
-        self._chain = make_chain(weights.head, architecture.head)
+        self._chain = _head_chain(weights.head, architecture.head)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[MiniCpmRow], observer: StepObserver | None = None) -> Tensor:
@@ -148,3 +155,16 @@ class MiniCpmRunner:
             return [(slice(None), own[distinct[0]])]
         slots = torch.tensor(batch.embodiments)
         return [((slots == slot).nonzero()[:, 0].to(self.device), own[slot]) for slot in distinct]
+
+
+def _head_chain(head: HeadWeights, h: HeadConfig) -> HeadChain | None:
+    """The head's blocks as a chain of kernels, where this GPU and the head's dimensions have one."""
+    weight = head.tail.weight
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return None
+    if torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:
+        logger.warning("the action head's kernel chain is not used: it is written for Hopper GPUs")
+        return None
+    from taktline_worker.models.minicpm_robot.head_chain import make_chain  # imports what only a GPU's machine has
+
+    return make_chain(head, h)
