@@ -21,6 +21,7 @@ MAX_TOKENS, MAX_KEYS = 64, 512
 ROWS, GELU, RESIDUAL = 0, 1, 2
 HEADER = '#include "hopper.cuh"\n'
 _LOG2E = 1.4426950408889634
+_KEYS_STEP = 128
 _JOINED_BYTES = 64 * 66 * 4
 """Of what the four warps of an attention block have found."""
 
@@ -110,6 +111,27 @@ def _kernel(
     return CudaKernel("action_block.cu", entry, dict(defines), **given)
 
 
+def load_attentions(width: int) -> None:
+    """Compile and load `attention`, and `ask` of a stream of this width for all the keys that it takes.
+
+    Raises:
+        RuntimeError: one cannot be compiled or loaded here.
+    """
+    _attend_kernel()
+    for keys in range(_KEYS_STEP, MAX_KEYS + 1, _KEYS_STEP):
+        _ask_kernel(width, keys)
+
+
+def _attend_kernel() -> CudaKernel:
+    shared = max(MAX_TOKENS * 2 * HEAD_DIM * 2, _JOINED_BYTES)
+    return _kernel("attend", (("KEYS", MAX_TOKENS),), 128, shared, 1, HEADER)
+
+
+def _ask_kernel(width: int, keys: int) -> CudaKernel:
+    defines = (("ASK", 1), ("DEPTH", width), ("KEYS", keys))
+    return _kernel("ask", defines, 256, (width + 2 * keys) * HEAD_DIM * 2, 1, HEADER)
+
+
 def run(product: Product, columns: int, rows: int, width: int, eps: float, **fields: Tensor) -> None:
     """Multiply.
 
@@ -137,8 +159,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         out: (64 * heads * 64,) bf16, written in panels.
     """
     tokens, heads, _ = q.shape
-    shared = max(MAX_TOKENS * 2 * HEAD_DIM * 2, _JOINED_BYTES)
-    _kernel("attend", (("KEYS", MAX_TOKENS),), 128, shared, 1, HEADER).launch(
+    _attend_kernel().launch(
         (heads * MAX_TOKENS // 16, 1, 1),
         [
             *(q, k, v, out),
@@ -183,9 +204,8 @@ def ask(
         eps: of the norm.
         early: keys and values were there long before the kernel before this one.
     """
-    width, keys = stream.numel() // MAX_TOKENS, -(-len(k) // 128) * 128
-    defines = (("ASK", 1), ("DEPTH", width), ("KEYS", keys))
-    _kernel("ask", defines, 256, (width + 2 * keys) * HEAD_DIM * 2, 1, HEADER).launch(
+    width, keys = stream.numel() // MAX_TOKENS, -(-len(k) // _KEYS_STEP) * _KEYS_STEP
+    _ask_kernel(width, keys).launch(
         (k.shape[1] * MAX_TOKENS // 16, 1, 1),
         [
             *(weights, stream, squares, bias, k, v, valid, out),

@@ -159,6 +159,16 @@ def _kernel(tile: _Tile) -> CudaKernel:
     )
 
 
+def load() -> None:
+    """Compile and load every program of the file that a request can need.
+
+    Raises:
+        RuntimeError: one cannot be compiled or loaded here.
+    """
+    for tile in tiles():
+        _kernel(tile)
+
+
 def _run(
     tile: _Tile, x: Tensor, weight: Tensor, out: Tensor, *, pointers: Mapping[str, Tensor | None], **values: Any
 ) -> None:

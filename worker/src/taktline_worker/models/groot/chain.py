@@ -8,6 +8,7 @@ made at load.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from taktline_kernels.cuda import few_tokens
@@ -17,6 +18,8 @@ from torch import Tensor
 from taktline_worker.layers import Linear, Norm
 from taktline_worker.models.groot.config import HeadConfig
 from taktline_worker.models.groot.weights import ActionBlock, HeadWeights
+
+logger = logging.getLogger(__name__)
 
 Seen = tuple[Tensor, Tensor, Tensor] | None
 
@@ -30,10 +33,16 @@ class _Folded:
 
 
 class HeadChain:
-    """What `modules.velocity` does between embedding and decoding, for one row."""
+    """What `modules.velocity` does between embedding and decoding, for one row.
+
+    Raises:
+        RuntimeError: the kernels cannot be compiled or loaded here.
+    """
 
     def __init__(self, head: HeadWeights) -> None:
+        few_tokens.load()
         self._head = head
+        self._named = False
         steps = range(len(head.tail_norms))
         self._attention = [[_folded(block.attention.qkv, block.norms[step]) for step in steps] for block in head.blocks]
         self._fc1 = [_folded(block.fc1, head.plain) for block in head.blocks]
@@ -43,11 +52,22 @@ class HeadChain:
         """Whether the kernels are made for this head, with `hidden` numbers between the feed-forward's layers."""
         return few_tokens.suits(width=h.width, heads=h.heads, hidden=hidden)
 
-    @staticmethod
-    def takes(x: Tensor, seen: list[Seen]) -> bool:
-        """Whether it runs this stream (B, 1 + H, width) with what its blocks see."""
-        keys = [one[0].shape[1] for one in seen if one is not None]
-        return x.shape[0] == 1 and x.shape[1] <= MAX_TOKENS and all(k % 16 == 0 and k <= MAX_KEYS for k in keys)
+    def takes(self, x: Tensor, seen: list[Seen]) -> bool:
+        """Whether it runs this stream (B, 1 + H, width) with what its blocks see.
+
+        The first row alone that it does not run is named in the log.
+        """
+        rows, tokens, _ = x.shape
+        keys = sorted({one[0].shape[1] for one in seen if one is not None})
+        fits = tokens <= MAX_TOKENS and all(k % 16 == 0 and k <= MAX_KEYS for k in keys)
+        if rows == 1 and not fits and not self._named:
+            self._named = True
+            logger.warning(
+                "a request of %d action tokens with the state and %s keys runs without the action head's kernel chain:"
+                " it takes up to %d tokens, and keys by 16 up to %d",
+                *(tokens, " or ".join(map(str, keys)), MAX_TOKENS, MAX_KEYS),
+            )
+        return rows == 1 and fits
 
     def __call__(self, x: Tensor, step: int, seen: list[Seen]) -> Tensor:
         """(1, 1 + H, width) embedded -> the same behind all blocks and the last norm."""

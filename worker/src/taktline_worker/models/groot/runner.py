@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ from taktline_worker.models.groot.weights import GrootWeights, HeadWeights, Proj
 
 if TYPE_CHECKING:
     from taktline_worker.models.groot.chain import HeadChain
+
+logger = logging.getLogger(__name__)
 
 _HOPPER = 9
 StepObserver = Callable[[int, Tensor, Tensor], None]
@@ -173,4 +176,10 @@ def _head_chain(head: HeadWeights, h: HeadConfig) -> HeadChain | None:
         return None
     from taktline_worker.models.groot.chain import HeadChain  # only a machine with a GPU has what it imports
 
-    return HeadChain(head) if HeadChain.suits(h, weight.shape[0]) else None
+    if not HeadChain.suits(h, weight.shape[0]):
+        return None
+    try:
+        return HeadChain(head)
+    except RuntimeError as error:
+        logger.warning("the action head's kernel chain is not used: it cannot be compiled or loaded here: %s", error)
+        return None

@@ -61,6 +61,8 @@ class HeadChain:
         self._read, self._fc1 = Product(ROWS, width, parts=parts), Product(GELU, width, parts=between)
         for product in (self._out, self._fc2, self._read, self._fc1):
             kernels.load(product)
+        kernels.load_attentions(width)
+        self._named = False
         following = [block.norms for block in head.blocks[1:]] + [head.tail_norms]
         self._blocks = [self._pack(*pair) for pair in zip(head.blocks, following, strict=True)]
         self._tail = _Layer(self._read.pack(head.tail.weight), _behind(head.tail_norms, head.tail))
@@ -86,8 +88,17 @@ class HeadChain:
         return _Block(_Layer(packed, _behind(block.norms, block.q)), out, fc1, fc2, scale)
 
     def covers(self, valid: Tensor) -> bool:
-        """Whether a batch of this mask (B, 1, 1, S) runs in it: one row, and keys that its attention holds."""
-        return valid.shape[0] == 1 and valid.shape[3] <= MAX_KEYS
+        """Whether a batch of this mask (B, 1, 1, S) runs in it: one row, and keys that its attention holds.
+
+        The first row alone that has more is named in the log.
+        """
+        rows, slots = valid.shape[0], valid.shape[3]
+        if rows == 1 and slots > MAX_KEYS and not self._named:
+            self._named = True
+            logger.warning(
+                "a request of %d slots runs without the action head's kernel chain: it holds %d", slots, MAX_KEYS
+            )
+        return rows == 1 and slots <= MAX_KEYS
 
     def begin(self, bank: Bank, hidden: Tensor, step: int) -> None:
         """The tokens of a step from what the bank's third layer reads, (1, H, width)."""

@@ -1,0 +1,47 @@
+"""When the action head runs as a chain of kernels, as far as that is decided without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from taktline_worker.models.groot import runner
+from taktline_worker.models.groot.synthetic import PUBLISHED
+
+few_tokens = pytest.importorskip("taktline_kernels.cuda.few_tokens")
+
+
+def refused(*_: Any) -> None:
+    raise RuntimeError("no such driver")
+
+
+def test_kernels_that_cannot_be_loaded_leave_the_head_to_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(few_tokens.HIDDEN, 1536))
+    head: Any = SimpleNamespace(blocks=[SimpleNamespace(fc1=SimpleNamespace(weight=weight))])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(few_tokens, "_kernel", refused)
+    assert runner._head_chain(head, PUBLISHED.head) is None
+    assert "no such driver" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "keys", "taken"),
+    [(1, 48, 256, True), (1, 49, 256, False), (1, 48, 257, False), (1, 48, 272, False), (2, 48, 250, False)],
+)
+def test_a_row_that_the_chain_does_not_take_is_named_once(
+    rows: int, tokens: int, keys: int, taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chains = importlib.import_module("taktline_worker.models.groot.chain")
+    monkeypatch.setattr(few_tokens, "load", lambda: None)
+    chain = chains.HeadChain(SimpleNamespace(tail_norms=[], blocks=[]))
+    x, memory = torch.empty(rows, tokens, 4), torch.empty(rows, keys, 1, 4)
+    for _ in range(3):
+        assert chain.takes(x, [None, (memory, memory, memory)]) is taken
+    named = [one.getMessage() for one in caplog.records]
+    assert len(named) == (rows == 1 and not taken)
+    assert all(f"{tokens} action tokens" in one and f"{keys} keys" in one for one in named)
