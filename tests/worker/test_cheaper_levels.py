@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from taktline_worker.engine import Engine, Item
 from taktline_worker.models.pi.adapter import load
 from taktline_worker.models.registry import load_adapter
 from taktline_worker.observation import RtcInput
+from taktline_worker.rtc import RtcSettings, cut_to
 from taktline_worker.server import ServeOptions, Worker
 
 
@@ -86,7 +88,7 @@ def test_a_shorter_chunk_is_measured_and_saves_time(folders: Any, config_of: Any
     [
         (RtcInput(np.zeros((9, 7), np.float32), delay=2), (2, 4)),  # the tail goes on beyond the shorter chunk
         (RtcInput(np.zeros((3, 7), np.float32), delay=2), (2, 3)),
-        (RtcInput(np.zeros((9, 7), np.float32), delay=7), (4, 4)),  # so late that nothing of it is of use
+        (RtcInput(np.zeros((9, 7), np.float32), delay=3), (3, 4)),  # one action is left
         (RtcInput(np.zeros((9, 7), np.float32), delay=2, execution_horizon=6), (2, 2)),
         (RtcInput(np.zeros((9, 7), np.float32), delay=1, execution_horizon=2), (1, 2)),
         (RtcInput(np.zeros((9, 7), np.float32), delay=1, prefix_end=3), (1, 3)),
@@ -103,6 +105,49 @@ def test_what_a_robot_says_of_longer_chunks_fits_a_shorter_one(
         engine.close()
     assert isinstance(chunk, GuidedChunk), chunk
     assert (len(chunk.actions), chunk.delay, chunk.prefix_end) == (4, *plan)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "delay", "executed", "word"),
+    [
+        ("guided", 9, 4, None, "the delay is 4 actions, and the policy answers with chunks of 4 instead of 10"),
+        ("guided", 2, 7, None, "the delay is 7 actions, and the policy answers with chunks of 4 instead of 10"),
+        ("guided", 9, 11, None, "the delay is 11 actions, a chunk has 10"),
+        ("guided", 9, 2, 9, "must lie between 2 and 8; it is 9"),
+        ("guided", 11, 2, None, "1 to 10 float rows of 7"),
+        ("guided", 9, None, None, "the delay is not stated"),
+        ("trained", 9, 6, None, "trained for at most 5"),
+        ("trained", 1, 2, None, "the delay is 2 actions, the tail holds 1"),
+        ("trained", 9, 5, None, "answers with chunks of 4"),
+    ],
+)
+def test_a_shorter_chunk_refuses_what_a_whole_one_does_and_what_it_would_be_too_late_for(
+    mode: str, rows: int, delay: int | None, executed: int | None, word: str
+) -> None:
+    settings = RtcSettings("guided") if mode == "guided" else RtcSettings("trained", max_delay=5)
+    sent = RtcInput(np.zeros((rows, 7), np.float32), delay=delay, execution_horizon=executed)
+    with pytest.raises(TaktlineError, match=word) as caught:
+        cut_to(sent, 4, settings, 10, 7)
+    assert caught.value.code is ErrorCode.RTC_INVALID
+
+
+def test_a_tail_is_checked_beyond_the_shorter_chunk(
+    folders: Any, config_of: Any, observations: Any, tmp_path: Path
+) -> None:
+    path = folders.lerobot(tmp_path / "policy", "pi05")
+    tail = np.zeros((9, 7), np.float32)
+    tail[8, 0] = np.nan
+    engine = Engine(load(config_of(path, shorter_horizons=(4,))), (1,))
+    try:
+        for sent, word in ((RtcInput(tail, delay=2), r"tail\[8\]"), (RtcInput(tail[:8], delay=11), "a chunk has 10")):
+            for level in (Level(), Level(horizon=4)):
+                item = Item(observations.make("pi05", seed=1, rtc=sent))
+                (refused,) = engine.infer([item], level=level).outcomes
+                assert isinstance(refused, TaktlineError)
+                assert refused.code is ErrorCode.RTC_INVALID
+                assert re.search(word, str(refused))
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(("wrong", "least"), [(10, 10), (11, 10)])

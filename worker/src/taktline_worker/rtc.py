@@ -136,18 +136,29 @@ def read_tail(tail: NDArray[np.generic], horizon: int, width: int) -> NDArray[np
     return values
 
 
-def cut_to(sent: RtcInput, horizon: int) -> RtcInput:
+def cut_to(sent: RtcInput, horizon: int, settings: RtcSettings, whole: int, width: int) -> RtcInput:
     """What a robot that reckons with longer chunks sends, for a chunk of `horizon` actions.
 
-    Its tail and its delay end where the chunk does; of the actions that it executes of each chunk it gets as many as
-    there are after the delay.
+    It is refused as it would be for a whole chunk. Its tail ends where the shorter chunk does; of the actions that it
+    executes of each chunk it gets as many as there are after the delay.
+
+    Args:
+        settings: of the whole policy, of chunks of `whole` actions of `width` numbers.
+
+    Raises:
+        TaktlineError: RTC_INVALID, also where all of the shorter chunk would pass while it is made.
     """
-    delay = None if sent.delay is None else min(sent.delay, horizon)
-    end = sent.prefix_end
+    tail = read_tail(sent.tail, whole, width)
+    plan_rtc(settings, whole, len(tail), sent.delay, sent.execution_horizon, sent.prefix_end)
+    delay, end = sent.delay or 0, sent.prefix_end
+    if delay >= horizon:
+        raise rtc_error(
+            f"the delay is {delay} actions, and the policy answers with chunks of {horizon} instead of {whole} now",
+            "shorten the round trip, or raise spec.degrade.minActionHorizon above the delay",
+        )
     if sent.execution_horizon is not None:
-        end = max(horizon - sent.execution_horizon, delay or 0)
-    tail = sent.tail[:horizon] if sent.tail.ndim else sent.tail  # one of no shape is refused with its reason
-    return replace(sent, tail=tail, delay=delay, execution_horizon=None, prefix_end=end)
+        end = max(horizon - sent.execution_horizon, delay)
+    return replace(sent, tail=sent.tail[:horizon], execution_horizon=None, prefix_end=end)
 
 
 def _not_finite(values: NDArray[np.float64]) -> TaktlineError:

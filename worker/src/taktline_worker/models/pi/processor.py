@@ -147,7 +147,7 @@ class PiProcessor:
         self.conventions = conventions
         self.rtc = rtc
         self.raw = False
-        self._shortened = False
+        self._whole: tuple[RtcSettings, int] | None = None
         self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
         self.frames = FrameMemory()
         self._tokenizer = tokenizer
@@ -182,7 +182,9 @@ class PiProcessor:
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
             width = self.architecture.action_width
-            sent = cut_to(observation.rtc, self.conventions.horizon) if self._shortened else observation.rtc
+            sent = observation.rtc
+            if self._whole is not None:
+                sent = cut_to(sent, self.conventions.horizon, *self._whole, self.conventions.action_dim)
             rtc = read_row(self.conventions, self.rtc, width, sent, policy_state)
         model_state = None
         if self.architecture.family == "pi0":
@@ -197,8 +199,8 @@ class PiProcessor:
         """
         found = copy.copy(self)
         found.conventions = replace(self.conventions, horizon=horizon)
-        found._shortened = True
         if self.rtc is not None:
+            found._whole = self.rtc, self.conventions.horizon
             found.rtc = replace(self.rtc, max_delay=min(self.rtc.max_delay, horizon))
         return found
 
