@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,20 @@ def test_attentions_compile_for_hopper_on_any_machine(defines: dict[str, int]) -
         nvrtc.compile_source("action_block.cu", tuple(sorted(defines.items())), blocks.HEADER)
     )
     assert (stack, 2 * 256 * registers <= 65536) == (0, True)
+
+
+def test_queries_read_sixteen_parts_of_the_rows_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(blocks, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
+    stream, memory = torch.zeros(64 * 768), torch.zeros(97, 12, 64)
+    for parts in (16, 12, 32):
+        given = (stream, stream, stream, torch.zeros(parts, 64), memory, memory, stream, stream)
+        if parts == 16:
+            blocks.ask(*given, 62, EPS, early=False)
+            continue
+        with pytest.raises(ValueError, match=f"in 16 parts, not {parts}"):
+            blocks.ask(*given, 62, EPS, early=False)
+    assert len(launched) == 1
 
 
 def test_panels_are_32_columns_of_all_tokens_in_a_swizzle() -> None:

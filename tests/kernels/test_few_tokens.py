@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,43 @@ def test_it_compiles_for_hopper_on_any_machine(tile: Any) -> None:
     assert stack == 0  # nothing is spilled
     assert 2 * registers * 160 <= 65536  # two blocks a processor
     assert 2 * (tile.shared_bytes + (4 << 10)) <= 228 << 10
+
+
+def test_it_refuses_what_it_would_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(few, "_kernel", lambda tile: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
+    monkeypatch.setattr(few.nvrtc, "tensor_map", lambda tensor, box: None)
+
+    def of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def add(depth: int, channels: int = few.WIDTH, **other: Tensor) -> None:
+        given = {"bias": of(few.WIDTH), "multiplier": of(few.WIDTH, dtype=torch.float32)} | other
+        few.add(of(41, few.WIDTH), of(41, depth), of(channels, depth), **given)
+
+    def attend(valid: Tensor) -> None:
+        stream = few.Stream(of(41, few.WIDTH), of(41, few.WIDTH), of(16, 64, 2, dtype=torch.float32))
+        k, vector = of(1, 16, few.HEADS, 48), of(few.WIDTH, dtype=torch.float32)
+        few.attend(stream, of(few.WIDTH, few.WIDTH), vector, vector, EPS, (k, k, valid))
+
+    for depth in (few.WIDTH, few.HIDDEN):
+        add(depth)
+    attend(of(1, 1, 1, 16, dtype=torch.bool))
+    assert len(launched) == 3
+    with pytest.raises(ValueError, match="of depth 6144 or 1536, not 3072"):
+        add(3072)
+    with pytest.raises(ValueError, match="do not come out even"):
+        add(few.WIDTH, few.WIDTH + 8)
+    stream = few.Stream(of(41, 1600), of(41, 1600), of(32, 64, 2, dtype=torch.float32))
+    with pytest.raises(ValueError, match="do not come out even"):
+        few.gelu(stream, of(few.HIDDEN, 1600), *(of(few.HIDDEN, dtype=torch.float32) for _ in range(2)), EPS)
+    with pytest.raises(ValueError, match=r"read bias in torch\.bfloat16, not in torch\.float32"):
+        add(few.WIDTH, bias=of(few.WIDTH, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"read scale in torch\.float32, not in torch\.bfloat16"):
+        add(few.WIDTH, multiplier=of(few.WIDTH))
+    with pytest.raises(ValueError, match=r"read valid in torch\.bool, not in torch\.float32"):
+        attend(of(1, 1, 1, 16, dtype=torch.float32))
+    assert len(launched) == 3
 
 
 def rand(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

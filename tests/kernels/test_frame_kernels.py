@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,30 @@ def test_norm_on_hopper_refuses_what_it_is_not_for() -> None:
     for given in ((stream, (), vector), (rand(4, 1024), (rand(4, 1024, dtype=torch.bfloat16),), vector)):
         with pytest.raises(ValueError, match="24 bits"):
             hopper(*given, vector, vector, 1e-6, torch.bfloat16, None, config={})
+
+
+def test_norm_on_hopper_refuses_what_it_would_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("taktline_kernels.cuda.frame_norm")
+    launched: list[int] = []
+    monkeypatch.setattr(module.nvrtc, "processors", lambda device: 1)
+    monkeypatch.setattr(module, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
+    stream, update, vector = ops.split(torch.ones(4, 1024)), torch.ones(4, 1024, dtype=torch.bfloat16), torch.ones(1024)
+
+    def run(count: int = 1, **other: Tensor) -> None:
+        vectors = {"offset": vector, "weight": vector, "bias": vector} | other
+        updates, like = (update,) * count, {"eps": 1e-6, "dtype": torch.bfloat16, "keep": None, "config": {}}
+        module.norm(stream, updates, **vectors, **like)
+
+    run(1)
+    run(2)
+    assert len(launched) == 2
+    with pytest.raises(ValueError, match="one or two updates"):
+        run(3)
+    for name in ("offset", "weight", "bias"):
+        for wrong in (vector.bfloat16(), torch.ones(2048)[::2]):
+            with pytest.raises(ValueError, match="contiguous fp32"):
+                run(**{name: wrong})
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -21,7 +21,7 @@ MAX_TOKENS, MAX_KEYS = 64, 512
 ROWS, GELU, RESIDUAL = 0, 1, 2
 HEADER = '#include "hopper.cuh"\n'
 _LOG2E = 1.4426950408889634
-_KEYS_STEP = 128
+_KEYS_STEP, _ASK_PARTS = 128, 16
 _JOINED_BYTES = 64 * 66 * 4
 """Of what the four warps of an attention block have found."""
 
@@ -204,6 +204,8 @@ def ask(
         eps: of the norm.
         early: keys and values were there long before the kernel before this one.
     """
+    if len(squares) != _ASK_PARTS:
+        raise ValueError(f"queries read the rows' sums of squares in {_ASK_PARTS} parts, not {len(squares)}")
     width, keys = stream.numel() // MAX_TOKENS, -(-len(k) // _KEYS_STEP) * _KEYS_STEP
     _ask_kernel(width, keys).launch(
         (k.shape[1] * MAX_TOKENS // 16, 1, 1),

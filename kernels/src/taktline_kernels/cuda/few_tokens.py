@@ -26,6 +26,11 @@ MAX_KEYS = 256
 WIDTH, HEADS, HIDDEN = 1536, 32, 6144
 _HEAD = WIDTH // HEADS
 _LOG2E = 1.4426950408889634
+_DTYPES = {
+    **dict.fromkeys(("bias", "residual", "scaled", "k", "v"), torch.bfloat16),
+    **dict.fromkeys(("scale", "sums_out", "sums", "first", "constant"), torch.float32),
+    "valid": torch.bool,
+}
 _FINISHED, _STREAM, _ATTEND = 0, 2, 3
 _ROOM_FOR_TWO = 111 << 10
 """Bytes of shared memory with which two blocks run on one processor."""
@@ -176,6 +181,11 @@ def _run(
     channels = weight.shape[0]
     if rows > MAX_TOKENS or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise ValueError(f"the kernels take up to {MAX_TOKENS} tokens in bf16")
+    if channels % tile.channels or depth % (64 * tile.peers):
+        raise ValueError(f"{channels} channels of depth {depth} do not come out even in {tile}")
+    for name, one in pointers.items():
+        if one is not None and one.dtype != _DTYPES[name]:
+            raise ValueError(f"the kernels read {name} in {_DTYPES[name]}, not in {one.dtype}")
     box = min(tile.channels, _HEAD) if tile.mode == _ATTEND else tile.channels
     _kernel(tile).launch(
         (channels // tile.channels * tile.peers, 1, 1),
@@ -247,7 +257,9 @@ def gelu(stream: Stream, weight: Tensor, first: Tensor, constant: Tensor, eps: f
 
 def add(x: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None) -> Stream:
     """The stream x + given @ weight.T + bias, rounded, for the norm of this multiplier; none is ones."""
-    tile = _FC2 if given.shape[1] == HIDDEN else _OUT
+    tile = {HIDDEN: _FC2, WIDTH: _OUT}.get(given.shape[1])
+    if tile is None:
+        raise ValueError(f"the kernels add a layer of depth {HIDDEN} or {WIDTH}, not {given.shape[1]}")
     out = torch.empty_like(x)
     scaled = out if multiplier is None else torch.empty_like(x)
     sums = torch.empty((WIDTH // tile.channels, 64, 2), dtype=torch.float32, device=x.device)

@@ -48,8 +48,12 @@ def norm(
     """
     del config
     whole = isinstance(stream, Tensor) or isinstance(keep, Tensor)
-    if whole or not updates or offset is None or weight is None or bias is None or dtype not in (torch.bfloat16, FP8):
-        raise ValueError("this norm is of a stream in 24 bits with updates, an offset, a weight and a bias")
+    if whole or len(updates) not in (1, 2) or offset is None or weight is None or bias is None:
+        raise ValueError("this norm is of a stream in 24 bits with one or two updates, an offset, a weight and a bias")
+    if dtype not in (torch.bfloat16, FP8):
+        raise ValueError(f"this norm gives bf16 or e4m3, not {dtype}")
+    if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (offset, weight, bias)):
+        raise ValueError("this norm takes its offset, weight and bias as contiguous fp32")
     upper, lower = stream
     kept_upper, kept_lower = stream if keep is None else keep
     rows, width = upper.shape

@@ -58,6 +58,11 @@ class VisionWeights:
     merger: Merger
     deepstack: Mapping[int, Merger]
 
+    def __post_init__(self) -> None:
+        """Checks where norms are: the tower gives its last merger what its norm made, and the others the stream."""
+        if not self.merger.norm_first or any(one.norm_first for one in self.deepstack.values()):
+            raise ValueError("the last merger alone norms before its patches are regrouped")
+
 
 @dataclass(frozen=True, slots=True)
 class TextLayer:
