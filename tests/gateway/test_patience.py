@@ -33,6 +33,19 @@ def test_it_is_worth_something_only_where_budgets_differ(budgets_s):
         assert patience_hz == pytest.approx(PATIENCE / usual_s)
 
 
+def test_robots_in_a_rhythm_are_not_left_waiting():
+    """It is known when they come; waiting would only push them out of the phases that hints have given them."""
+    arrivals = asked((0.05, 0.45))
+    worth = arrivals.patience_hz()
+    for turn in range(2):
+        for robot in range(4):
+            arrivals.note(("", str(robot)), 2.0 + turn + 0.1 * robot, 0.01)
+    assert arrivals.patience_hz() == 0.0
+    for robot in range(4, 8):
+        arrivals.note(("", str(robot)), 3.5, 0.01)
+    assert arrivals.patience_hz() == pytest.approx(worth / 2)
+
+
 def test_nothing_is_known_before_anyone_came():
     assert Arrivals().patience_hz() == 0.0
 

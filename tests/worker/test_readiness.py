@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from taktline_worker import server
-from taktline_worker.engine import Engine
+from taktline_worker import engine, server
 
 from tests.ports import free_port
 
@@ -47,8 +46,8 @@ def test_no_probe_succeeds_before_the_last_bucket_is_measured(
     folders: Any, config_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Graphs are captured while a policy is loaded.
-    loading, measuring = Gate(server.load_adapter), Gate(Engine._calibrate_bucket)
-    monkeypatch.setattr(Engine, "_calibrate_bucket", lambda *arguments: measuring(*arguments))
+    loading, measuring = Gate(server.load_adapter), Gate(engine._calibrate_bucket)
+    monkeypatch.setattr(engine, "_calibrate_bucket", measuring)
     config = config_of(folders.lerobot(tmp_path / "policy", "pi05"), solver_steps=1, buckets=(1,))
     port, made = free_port(), []
     options = server.ServeOptions(f"127.0.0.1:{port}", linger_s=0.0)

@@ -70,13 +70,16 @@ class Arrivals:
         """What a second is worth that a ticket waits while others run, in tickets; 0 where budgets are alike.
 
         Where budgets differ, who waits and who comes meanwhile share the next batch, the tight with the loose. Where
-        they are alike, all that wait become urgent together.
+        they are alike, all that wait become urgent together. It counts for robots without a rhythm: of the others it is
+        known when they come, and what is left to wait falls in with the next of them; a fleet that follows hints loses
+        the phases that it was given.
         """
         usual_s = self.usual_budget_s
         differ = self.budget_spread_s - DIFFER_FROM * usual_s
         if differ <= 0.0:
             return 0.0
-        return PATIENCE / usual_s * min(1.0, differ / ((DIFFER_FULL - DIFFER_FROM) * usual_s))
+        full = (DIFFER_FULL - DIFFER_FROM) * usual_s
+        return PATIENCE / usual_s * min(1.0, differ / full) * self._rhythms.strangers
 
     def active_robots(self, now: float) -> int:
         """Robots that sent something within ACTIVE_ROBOT_S."""

@@ -48,7 +48,12 @@ class Rhythms:
         due = bisect_right(self._next, now)
         coming = bisect_right(self._next, now + seconds) - due
         overdue = due - bisect_right(self._given_up, now)
-        return coming + 0.5 * overdue, 1.0 - len(self._next) / len(self._robots)
+        return coming + 0.5 * overdue, self.strangers
+
+    @property
+    def strangers(self) -> float:
+        """The share of robots without a rhythm yet; 1 where none came at all."""
+        return 1.0 - len(self._next) / len(self._robots) if self._robots else 1.0
 
     def _leave(self, last: float, period: float) -> None:
         if period:
