@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from taktline_gateway.lane import Lane
 from taktline_gateway.telemetry import Telemetry
 from taktline_protocol.codecs import MediaType, encode
 from taktline_protocol.deployment import Route, Target
+
+from tests.waiting import until
 
 WAIT = "slow 600"
 
@@ -46,7 +47,7 @@ def test_a_batch_is_sent_elsewhere_when_its_worker_dies_and_time_is_left(bare_st
     stack.wait_workers(2)
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(stack.act, robot="a", instruction=WAIT)
-        first = _until(lambda: stack.batches())[0]["worker"]
+        first = until(lambda: stack.batches(), "a batch at the worker")[0]["worker"]
         stack.workers[first].kill()
         status, chunk = slow.result()
     assert status == 200
@@ -94,9 +95,9 @@ def test_newer_observation_supersedes_the_queued_one(bare_stack):
     stack.wait_workers(1)
     with ThreadPoolExecutor() as pool:
         busy = pool.submit(stack.act, robot="busy", instruction=WAIT)
-        _until(lambda: stack.batches())
+        until(lambda: stack.batches(), "a batch at the worker")
         old = pool.submit(stack.act, stack.observation(robot="a"))
-        _until(lambda: stack.metric("taktline_queue_depth") == 1)
+        until(lambda: stack.metric("taktline_queue_depth") == 1, "a change of the queue's depth")
         new = pool.submit(stack.act, stack.observation(robot="a"))
         assert old.result()[1].code == "superseded"
         assert old.result()[0] == 409
@@ -114,12 +115,12 @@ def test_a_robot_that_leaves_the_queue_never_reaches_a_worker(bare_stack):
     stack.wait_workers(1)
     with ThreadPoolExecutor() as pool:
         busy = pool.submit(stack.act, robot="busy", instruction=WAIT)
-        _until(lambda: stack.batches())
+        until(lambda: stack.batches(), "a batch at the worker")
         body = encode(stack.observation(robot="gone"), MediaType.MSGPACK)
         connection = _post_raw(stack.url, body)
-        _until(lambda: stack.metric("taktline_queue_depth") == 1)
+        until(lambda: stack.metric("taktline_queue_depth") == 1, "a change of the queue's depth")
         connection.close()
-        _until(lambda: stack.metric("taktline_queue_depth") == 0)
+        until(lambda: stack.metric("taktline_queue_depth") == 0, "a change of the queue's depth")
         assert busy.result()[0] == 200
     assert stack.act(robot="next")[0] == 200
     assert [batch["robots"] for batch in stack.batches()] == [["busy"], ["next"]]
@@ -133,7 +134,7 @@ def test_a_queued_request_times_out_by_the_timer_not_by_the_next_batch(bare_stac
     stack.wait_workers(1)
     with ThreadPoolExecutor() as pool:
         busy = pool.submit(stack.act, robot="busy", instruction="slow 1100")
-        _until(lambda: stack.batches())
+        until(lambda: stack.batches(), "a batch at the worker")
         # Predicted to be free after 300 ms, so this one is admitted; the worker takes 1400 ms.
         status, error = stack.act(robot="a", budget_ms=750.0)
         assert not busy.done()
@@ -162,11 +163,14 @@ def test_drain_answers_what_it_has_and_refuses_the_rest(bare_stack):
     stack.wait_workers(1)
     with ThreadPoolExecutor() as pool:
         running = pool.submit(stack.act, robot="a")
-        _until(lambda: stack.batches())
+        until(lambda: stack.batches(), "a batch at the worker")
         queued = pool.submit(stack.act, robot="b")
-        _until(lambda: stack.metric("taktline_queue_depth") == 1)
+        until(lambda: stack.metric("taktline_queue_depth") == 1, "a change of the queue's depth")
         stack.gateway.send_signal(signal.SIGTERM)
-        ready = _until(lambda: (answer := stack.http.get(f"{stack.url}/readyz")).status_code == 503 and answer)
+        ready = until(
+            lambda: (answer := stack.http.get(f"{stack.url}/readyz")).status_code == 503 and answer,
+            "a gateway that is not ready",
+        )
         assert ready.json()["code"] == "draining"
         assert stack.http.get(f"{stack.url}/healthz").status_code == 200
         status, error = stack.act(robot="c")
@@ -196,7 +200,10 @@ def test_routes_are_read_again_through_a_symlink_swap(bare_stack):
     os.replace(fresh, link)
     # The removed worker goes on until the new one is reached: no observation finds none.
     answers = []
-    _until(lambda: answers.append(stack.act(robot="a")) or answers[-1][1].worker == second)
+    until(
+        lambda: answers.append(stack.act(robot="a")) or answers[-1][1].worker == second,
+        "an answer of the second worker",
+    )
     assert {status for status, _ in answers} == {200}
     assert {chunk.worker for _, chunk in answers} <= {first, second}
 
@@ -233,7 +240,7 @@ def test_a_removed_worker_stands_in_for_one_that_does_not_serve_yet(bare_stack):
     assert stack.act(robot="a")[0] == 200
     # A policy that is left without any target lets its workers go at once.
     stack.write_routes()
-    _until(lambda: stack.act(robot="a")[0] == 503)
+    until(lambda: stack.act(robot="a")[0] == 503, "a refusal")
 
 
 def test_a_broken_routing_table_keeps_the_last_good_one(bare_stack):
@@ -243,10 +250,10 @@ def test_a_broken_routing_table_keeps_the_last_good_one(bare_stack):
     stack.start_gateway()
     stack.wait_workers(1)
     stack.routes.write_text('{"routes": [')
-    _until(lambda: "routes_refused" in stack.log.read_text())
+    until(lambda: "routes_refused" in stack.log.read_text(), "a line about refused routes")
     assert stack.act()[0] == 200
     stack.write_routes(worker, policy="renamed")
-    _until(lambda: stack.http.get(f"{stack.url}/v1/policies/renamed").status_code == 200)
+    until(lambda: stack.http.get(f"{stack.url}/v1/policies/renamed").status_code == 200, "a route of another name")
     assert stack.http.get(f"{stack.url}/v1/policies/scripted").json()["code"] == "unknown_policy"
 
 
@@ -254,7 +261,7 @@ def test_a_worker_of_another_policy_is_not_used(bare_stack):
     stack = bare_stack
     stack.write_routes(stack.start_worker(policy="other"))
     stack.start_gateway()
-    _until(lambda: "worker_refused" in stack.log.read_text())
+    until(lambda: "worker_refused" in stack.log.read_text(), "a line about a refused worker")
     assert stack.policy()["ready"] is False
     status, error = stack.act()
     assert (status, error.code) == (503, "worker_unavailable")
@@ -287,9 +294,9 @@ def test_a_burst_shares_batches(bare_stack):
     stack.wait_workers(1)
     with ThreadPoolExecutor(9) as pool:
         busy = pool.submit(stack.act, robot="busy")
-        _until(lambda: stack.batches())
+        until(lambda: stack.batches(), "a batch at the worker")
         others = [pool.submit(stack.act, robot=f"r{n}") for n in range(8)]
-        _until(lambda: stack.metric("taktline_queue_depth") == 8)
+        until(lambda: stack.metric("taktline_queue_depth") == 8, "a change of the queue's depth")
         sizes = {other.result()[1].batch_size for other in others}
         assert busy.result()[1].batch_size == 1
     assert sizes == {8}
@@ -352,13 +359,3 @@ def _post_raw(url, body, length=None):
     )
     connection.sendall(head.encode() + body)
     return connection
-
-
-def _until(condition, timeout_s=120.0):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"did not come true within {timeout_s} s")

@@ -9,6 +9,7 @@ from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import TAIL_QUANTILE
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.fleet import Fleet
+from taktline_gateway.held_ticket import HeldTicket
 from taktline_gateway.worker_state import WorkerState
 
 LEAST_CHANCE = 0.01
@@ -17,7 +18,7 @@ WHO_COMES = 0.3
 """So much of a ticket is lost for each one that comes while the batch runs."""
 
 
-class LongShot:
+class LongShot(HeldTicket):
     """Holds one ticket at most; its operations take O(w) for w workers, `worker` O(w log r) with r rhythms remembered.
 
     Only of production: whoever asks for safety is told at once, and low classes are never in a hurry. None that
@@ -25,14 +26,10 @@ class LongShot:
     """
 
     def __init__(self, fleet: Fleet, arrivals: Arrivals, goes_elsewhere: Callable[[Ticket], bool]) -> None:
-        self.ticket: Ticket | None = None
+        super().__init__()
         self._fleet = fleet
         self._arrivals = arrivals
         self._goes_elsewhere = goes_elsewhere
-
-    def of(self, source: tuple[str, str]) -> Ticket | None:
-        """The ticket, if it is this robot's."""
-        return self.ticket if self.ticket is not None and self.ticket.source == source else None
 
     def take(self, ticket: Ticket, now: float, behind_s: float = 0.0, instead_of: Ticket | None = None) -> bool:
         """Whether a ticket that is to be refused is kept: it may be made, and no other is held but `instead_of`.
@@ -44,11 +41,6 @@ class LongShot:
             return False
         self.ticket = ticket
         return True
-
-    def drop(self) -> Ticket | None:
-        """Gives it up."""
-        ticket, self.ticket = self.ticket, None
-        return ticket
 
     @property
     def ends_at(self) -> float:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.fleet import Fleet
+from taktline_gateway.held_ticket import HeldTicket
 from taktline_gateway.worker_state import Batch
 
 
-class TableTrial:
+class TableTrial(HeldTicket):
     """Holds one ticket at most that by the table cannot be made, for a worker that has sat idle for `TRIAL_AFTER_S`.
 
     It is launched by the next decision; until then a newer one of the same robot takes its place like any other's.
     """
 
     def __init__(self, fleet: Fleet) -> None:
-        self.ticket: Ticket | None = None
+        super().__init__()
         self._fleet = fleet
-
-    def of(self, source: tuple[str, str]) -> Ticket | None:
-        """The ticket, if it is this robot's."""
-        return self.ticket if self.ticket is not None and self.ticket.source == source else None
 
     def take(self, ticket: Ticket, now: float) -> bool:
         """Whether it is kept: no other robot's is, and there is a worker that it can be tried on."""
@@ -27,11 +24,6 @@ class TableTrial:
             return False
         self.ticket = ticket
         return True
-
-    def drop(self) -> Ticket | None:
-        """Gives it up."""
-        ticket, self.ticket = self.ticket, None
-        return ticket
 
     def launch(self, now: float) -> Batch | None:
         """Sends it; None where its worker has left since: it is still held then."""
