@@ -84,6 +84,7 @@ class BucketGraphs(ABC, Generic[RowT, BatchT]):
     def capture(self) -> None:
         """Captures every bucket, the largest first."""
         pool = GraphPool(self.device)
+        pool.compile(partial(self.compute, bucket) for bucket in self.buckets)
         # What the eager code keeps by length or layout must have its last place before a graph reads it.
         self.compute(self.buckets[-1])
         for bucket in sorted(self.buckets, key=lambda b: b.rows * b.slots, reverse=True):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from taktline_kernels import compiling
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,20 @@ class GraphPool:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None
+
+    @torch.inference_mode()
+    def compile(self, computes: Iterable[Callable[[], object]]) -> None:
+        """Compiles the kernels that these launch, side by side; the first run of each would else wait for one by one.
+
+        Args:
+            computes: what will be captured. Kernels of ours launch nothing here, so that what PyTorch computes between
+                them reads whatever lies there.
+        """
+        if not compiling.ON:
+            return
+        with compiling.together(dry=True):
+            for compute in computes:
+                compute()
 
     @torch.inference_mode()
     def capture(self, compute: Callable[[], object], **shape: int) -> Captured:

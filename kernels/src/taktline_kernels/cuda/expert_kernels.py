@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from taktline_kernels import compiling
 from taktline_kernels.cuda.expert_layout import HEAD_DIM, HEADS, WIDTH
 from taktline_kernels.cuda.nvrtc import CudaKernel
 from taktline_kernels.guidance import Guidance
@@ -87,12 +88,13 @@ class ExpertKernels:
     def __init__(self, eps: float, steps: int, *, timed: bool) -> None:
         self._eps, self._steps = eps, steps
         products = (QKV, OUT, GATE_UP, DOWN, *((START,) if timed else ()))
-        self._products = {product: product_kernel(product) for product in products}
         self._attentions: dict[tuple[int, bool], CudaKernel] = {}
-        self._heads = {
-            kind: CudaKernel("expert.cu", "head", {"HEAD": kind}, threads=256, shared_bytes=_HEAD_BYTES, cluster=2)
-            for kind in (SCALED, *((IN_PARTS, IN_FP16) if timed else ()))
-        }
+        with compiling.together():
+            self._products = {product: product_kernel(product) for product in products}
+            self._heads = {
+                kind: CudaKernel("expert.cu", "head", {"HEAD": kind}, threads=256, shared_bytes=_HEAD_BYTES, cluster=2)
+                for kind in (SCALED, *((IN_PARTS, IN_FP16) if timed else ()))
+            }
 
     def product(
         self, product: Product, outputs: int, rows: int, *, overlap: bool = True, **fields: Tensor | int

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taktline_kernels import compiling
 from taktline_kernels.cuda import nvrtc
 from taktline_kernels.cuda.geglu import wgmma_source
 from taktline_kernels.cuda.nvrtc import CudaKernel
@@ -170,8 +171,9 @@ def load() -> None:
     Raises:
         RuntimeError: one cannot be compiled or loaded here.
     """
-    for tile in tiles():
-        _kernel(tile)
+    with compiling.together():
+        for tile in tiles():
+            _kernel(tile)
 
 
 def _run(

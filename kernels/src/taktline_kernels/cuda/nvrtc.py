@@ -12,6 +12,8 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
+from taktline_kernels import compiling, store
+
 ARCHITECTURE = "sm_90a"
 _HEADERS = ("hopper.cuh",)
 
@@ -24,8 +26,13 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
+def _version() -> str:
+    return ".".join(map(str, _check(nvrtc.nvrtcVersion())))
+
+
+@functools.cache
 def compile_source(file: str, defines: tuple[tuple[str, int], ...], prologue: str = "") -> bytes:
-    """Compile a .cu file of this package to a cubin for Hopper.
+    """Compile a .cu file of this package to a cubin for Hopper, or take the one that is kept.
 
     Args:
         file: name of the file beside this module.
@@ -36,25 +43,32 @@ def compile_source(file: str, defines: tuple[tuple[str, int], ...], prologue: st
         RuntimeError: the compiler's log, where it refuses.
     """
     here = resources.files("taktline_kernels.cuda")
-    source = prologue + here.joinpath(file).read_text(encoding="utf-8")
+    source = (prologue + here.joinpath(file).read_text(encoding="utf-8")).encode()
     headers = {name.encode(): here.joinpath(name).read_bytes() for name in _HEADERS}
-    program = _check(
-        nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), len(headers), [*headers.values()], [*headers])
-    )
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in defines]
-    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if int(code) != 0:
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-        _check((*nvrtc.nvrtcGetProgramLog(program, log), None))
-        raise RuntimeError(f"{file}: {log.decode(errors='replace')}")
-    binary: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-    _check((*nvrtc.nvrtcGetCUBIN(program, binary), None))
+    flags = [option.encode() for option in options]
+    parts = [_version().encode(), *flags, source, *(part for pair in headers.items() for part in pair)]
+    return store.kept(parts, lambda: _compile(file, source, headers, flags))
+
+
+def _compile(file: str, source: bytes, headers: Mapping[bytes, bytes], flags: list[bytes]) -> bytes:
+    program = _check(nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), [*headers.values()], [*headers]))
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        if int(code) != 0:
+            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+            _check((*nvrtc.nvrtcGetProgramLog(program, log), None))
+            raise RuntimeError(f"{file}: {log.decode(errors='replace')}")
+        binary: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        _check((*nvrtc.nvrtcGetCUBIN(program, binary), None))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
     return binary
 
 
 class CudaKernel:
-    """One entry point of a compiled file.
+    """One entry point of a compiled file; among kernels that are compiled together, loaded when all are.
 
     Args:
         file: .cu file beside this module.
@@ -77,25 +91,40 @@ class CudaKernel:
         cluster: int = 1,
         prologue: str = "",
     ) -> None:
+        self._entry = entry
+        self._threads, self._shared, self._cluster = threads, shared_bytes, cluster
+        self._compiled = functools.partial(compile_source, file, tuple(sorted(defines.items())), prologue)
+        self._function: Any = None
+        batch = compiling.current()
+        if batch is None:
+            self._load()
+        else:
+            batch.add(self._compiled, self._load)
+
+    def _load(self) -> None:
         torch.cuda.current_stream()  # makes PyTorch's context current on this thread
-        binary = compile_source(file, tuple(sorted(defines.items())), prologue)
-        self._module = _check(driver.cuModuleLoadData(binary))
-        self._function = _check(driver.cuModuleGetFunction(self._module, entry.encode()))
+        self._module = _check(driver.cuModuleLoadData(self._compiled()))
+        function = _check(driver.cuModuleGetFunction(self._module, self._entry.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check((*driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), None))
+        _check((*driver.cuFuncSetAttribute(function, attribute, self._shared), None))
         # All of an SM's shared memory, whatever this kernel needs: blocks of the next kernel start beside it.
         carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _check((*driver.cuFuncSetAttribute(self._function, carveout, 100), None))
-        self._threads, self._shared, self._cluster = threads, shared_bytes, cluster
+        _check((*driver.cuFuncSetAttribute(function, carveout, 100), None))
+        self._function = function
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[Any], *, overlap: bool) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream; in a dry batch, nowhere.
 
         Args:
             grid: blocks.
             arguments: tensors (their address is passed), ctypes values, or objects with getPtr (tensor maps).
             overlap: start before the preceding kernel ends; the kernel waits by itself.
         """
+        batch = compiling.current()
+        if batch is not None and batch.dry:
+            return
+        if self._function is None:
+            self._load()
         attributes = []
         if overlap:
             serial = driver.CUlaunchAttribute()

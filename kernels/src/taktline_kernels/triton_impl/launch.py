@@ -10,6 +10,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from taktline_kernels import compiling
+from taktline_kernels.triton_impl import kept
+
+kept.use()
+
 
 def pdl() -> bool:
     """Say whether kernels are launched with programmatic dependent launch: on Hopper and later, not interpreted."""
@@ -19,11 +24,25 @@ def pdl() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    """Launch `kernel`; it waits for its predecessors by itself (argument PDL) where the GPU can overlap launches."""
+    """Launch `kernel`; it waits for its predecessors by itself (argument PDL) where the GPU can overlap launches.
+
+    In a dry batch it is only compiled.
+    """
     overlap = pdl()
     if overlap:
         settings["launch_pdl"] = True
-    kernel[grid](*args, PDL=overlap, **settings)
+    batch = compiling.current()
+    if batch is None or not batch.dry:
+        kernel[grid](*args, PDL=overlap, **settings)
+    elif batch.first((kernel, tuple(settings.items()), *map(_told_apart, args))):
+        kernel.warmup(*args, grid=grid, PDL=overlap, **settings)
+
+
+def _told_apart(value: Any) -> Any:
+    """What Triton compiles a kernel anew for, or more."""
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value
 
 
 def blocks_of(matrix: Tensor, block: tuple[int, int]) -> Any:

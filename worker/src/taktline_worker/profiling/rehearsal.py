@@ -202,6 +202,7 @@ def pretended_gpu(
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch, "Generator", _on_cpu(torch.Generator)))
+        stack.enter_context(mock.patch.object(graph_capture.GraphPool, "compile", return_value=None))
         stack.enter_context(mock.patch.object(graph_capture.GraphPool, "capture", _watched_capture(watch)))
         stack.enter_context(mock.patch.object(graph_capture.Beside, "run", _one_after_the_other))
         stack.enter_context(mock.patch.object(branches, "_side", return_value=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,6 +89,7 @@ class GraphRunner(Cosmos3Runner):
         On a mesh every rank calls this, as the graphs hold the exchanges between them.
         """
         pool = GraphPool(self.device)
+        pool.compile(partial(self.compute, self._fixed[bucket]) for bucket in self.buckets)
         for bucket in sorted(self.buckets, key=lambda b: b.rows * (self.tokens + b.text), reverse=True):
             buffers = self._fixed[bucket]
             self.captured[bucket] = pool.capture(

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from taktline_kernels import compiling
 from taktline_kernels.cuda import action_block as kernels
 from taktline_kernels.cuda.action_block import GELU, HEAD_DIM, MAX_KEYS, MAX_TOKENS, RESIDUAL, ROWS, WIDTH, Product
 from taktline_kernels.triton_impl.action_rows import rows_scaled
@@ -59,9 +60,10 @@ class HeadChain:
         # Of a row's sum of squares there is a part for each tile of the product that wrote it.
         parts, between = (_padded(width // product.columns) for product in (self._fc2, self._out))
         self._read, self._fc1 = Product(ROWS, width, parts=parts), Product(GELU, width, parts=between)
-        for product in (self._out, self._fc2, self._read, self._fc1):
-            kernels.load(product)
-        kernels.load_attentions(width)
+        with compiling.together():
+            for product in (self._out, self._fc2, self._read, self._fc1):
+                kernels.load(product)
+            kernels.load_attentions(width)
         self._named = False
         following = [block.norms for block in head.blocks[1:]] + [head.tail_norms]
         self._blocks = [self._pack(*pair) for pair in zip(head.blocks, following, strict=True)]

@@ -132,18 +132,16 @@ class GraphRunner:
 
     def capture(self) -> None:
         """Capture every bucket, the largest first, so that the shared pool grows once."""
-        for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
-            self._capture(bucket)
-
-    def _capture(self, bucket: Bucket) -> None:
-        # Indices that another bucket left may lie outside this one, and what none has filled outside everything.
+        # Indices that no batch has filled may lie outside everything.
         self._source.zero_()
         self._tokens.zero_()
         self._lengths.fill_(1)
         with _tf32():
-            self.captured[bucket] = self._pool.capture(
-                lambda: self.compute(bucket), rows=bucket.rows, views=bucket.views, prompt=bucket.prompt
-            )
+            self._pool.compile(partial(self.compute, bucket) for bucket in self.buckets)
+            for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
+                self.captured[bucket] = self._pool.capture(
+                    partial(self.compute, bucket), rows=bucket.rows, views=bucket.views, prompt=bucket.prompt
+                )
 
     def compute(self, bucket: Bucket) -> None:
         """The whole request over the static buffers, noise in and actions out."""

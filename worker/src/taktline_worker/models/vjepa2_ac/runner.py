@@ -177,8 +177,9 @@ class VJepa2World:
         if self.device.type != "cuda":
             return
         pool = GraphPool(self.device)
-        for horizon in range(self.max_horizon, 0, -1):
-            unit = partial(self._unit, horizon)
+        units = {horizon: partial(self._unit, horizon) for horizon in range(self.max_horizon, 0, -1)}
+        pool.compile(units.values())
+        for horizon, unit in units.items():
             self._graphs[horizon] = pool.capture(unit, horizon=horizon, micro_batch=self.micro_batch).graph
         torch.cuda.synchronize(self.device)
 
