@@ -132,16 +132,24 @@ class GraphRunner:
 
     def capture(self) -> None:
         """Capture every bucket, the largest first, so that the shared pool grows once."""
-        # Indices that no batch has filled may lie outside everything.
+        self._clear()
+        with _tf32():
+            self._pool.compile(partial(self.compute, bucket) for bucket in self.buckets)
+        for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
+            self._capture(bucket)
+
+    def _clear(self) -> None:
+        # Indices that another bucket left may lie outside this one, and what none has filled outside everything.
         self._source.zero_()
         self._tokens.zero_()
         self._lengths.fill_(1)
+
+    def _capture(self, bucket: Bucket) -> None:
+        self._clear()
         with _tf32():
-            self._pool.compile(partial(self.compute, bucket) for bucket in self.buckets)
-            for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
-                self.captured[bucket] = self._pool.capture(
-                    partial(self.compute, bucket), rows=bucket.rows, views=bucket.views, prompt=bucket.prompt
-                )
+            self.captured[bucket] = self._pool.capture(
+                lambda: self.compute(bucket), rows=bucket.rows, views=bucket.views, prompt=bucket.prompt
+            )
 
     def compute(self, bucket: Bucket) -> None:
         """The whole request over the static buffers, noise in and actions out."""
