@@ -232,11 +232,14 @@ def test_an_operator_may_be_kept_from_nodes(render: Render) -> None:
     assert not any("nodes" in rule["resources"] for rule in rules)
 
 
-def test_a_cache_of_the_nodes_is_told_to_the_operator(render: Render) -> None:
+@pytest.mark.parametrize(
+    ("value", "variable"), [("modelCache", "TAKTLINE_MODEL_CACHE"), ("kernelCache", "TAKTLINE_KERNEL_CACHE")]
+)
+def test_a_cache_of_the_nodes_is_told_to_the_operator(render: Render, value: str, variable: str) -> None:
     def told(*arguments: str) -> list[str]:
         operator = find(render(*arguments), "Deployment", "taktline-operator")
         env = operator["spec"]["template"]["spec"]["containers"][0]["env"]
-        return [entry["value"] for entry in env if entry["name"] == "TAKTLINE_MODEL_CACHE"]
+        return [entry["value"] for entry in env if entry["name"] == variable]
 
     assert told() == []
-    assert told("--set", "operator.modelCache=/var/lib/taktline/models") == ["/var/lib/taktline/models"]
+    assert told("--set", f"operator.{value}=/var/lib/taktline/there") == ["/var/lib/taktline/there"]

@@ -163,6 +163,25 @@ def test_the_installations_cache_holds_where_the_policy_names_none(make: Any) ->
     assert planned(make.policy()) == {"hostPath": {"path": "/srv/policies/reach", "type": "Directory"}}
 
 
+def test_workers_keep_the_kernels_that_they_compile_where_the_installation_says(make: Any) -> None:
+    def pod(folder: str) -> Json:
+        live = {"metadata": {"name": "reach", "generation": 1}, "status": {}}
+        settings = msgspec.structs.replace(make.settings, kernel_cache=folder)
+        desired = plan.plan(make.policy(), make.Observed(live=live, now=make.now), settings).desired
+        found: Json = next(one for one in desired if one["kind"] == "Deployment")["spec"]["template"]["spec"]
+        return found
+
+    told = pod("/var/lib/taktline/kernels")
+    worker = told["containers"][0]
+    assert volume(told, "kernels") == {"hostPath": {"path": "/var/lib/taktline/kernels", "type": "DirectoryOrCreate"}}
+    assert {"name": "kernels", "mountPath": "/kernel-cache"} in worker["volumeMounts"]
+    assert {"name": "TAKTLINE_KERNEL_CACHE", "value": "/kernel-cache"} in worker["env"]
+    # Workers that run must not restart for a setting that nobody made.
+    plain = pod("")
+    assert plain["volumes"] == [one for one in told["volumes"] if one["name"] != "kernels"]
+    assert "TAKTLINE_KERNEL_CACHE" not in {one["name"] for one in plain["containers"][0]["env"]}
+
+
 def test_statistics_of_their_own_change_the_folder_and_come_along(make: Any) -> None:
     statistics = {"url": "https://models.example/line-7.json", "sha256": "b" * 64, "path": "assets/x/norm_stats.json"}
     plain, changed = fetched(make), fetched(make, model={"statisticsFrom": statistics})

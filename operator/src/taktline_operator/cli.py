@@ -45,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
         " has to own it (env TAKTLINE_MODEL_CACHE; default: each pod fetches for itself)",
     )
     shared.add_argument(
+        "--kernel-cache",
+        metavar="FOLDER",
+        default=os.environ.get("TAKTLINE_KERNEL_CACHE", defaults.kernel_cache),
+        help="folder of each node that keeps the GPU kernels that workers compile at start; user 10001 has to own it"
+        " (env TAKTLINE_KERNEL_CACHE; default: each pod compiles for itself)",
+    )
+    shared.add_argument(
         "--worker-image-for",
         metavar="CLASS=IMAGE",
         action="append",
@@ -273,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gateway_namespace=options.gateway_namespace,
             gateway_scheme=options.gateway_scheme,
             model_cache=options.model_cache,
+            kernel_cache=options.kernel_cache,
             runbooks=options.runbook_url,
             images=_images(options.worker_image_for),
             worker_tls=_worker_tls(options),

@@ -62,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         runbooks: base URL of the pages that alerts link to.
         worker_tls: certificates of all workers; None where they speak plain text.
         model_cache: folder of each node that keeps fetched checkpoints of policies that name no cache; empty: none.
+        kernel_cache: folder of each node that keeps the kernels that workers compile; empty: none.
     """
 
     image: str = "taktline/worker:0.1.0"
@@ -71,6 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     runbooks: str = slo_rules.RUNBOOKS
     worker_tls: WorkerTls | None = None
     model_cache: str = ""
+    kernel_cache: str = ""
 
     def image_for(self, pool: Pool) -> str:
         """Worker image of a pool that names none."""
@@ -223,7 +225,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     unclaimable = meshes.claims_refusal(policy, observed.version)
     if unclaimable is not None:
         return _refusal(policy, observed, *unclaimable)
-    policy = msgspec.structs.replace(policy, tls=settings.worker_tls)
+    policy = msgspec.structs.replace(policy, tls=settings.worker_tls, kernel_cache=settings.kernel_cache)
     if settings.model_cache and not policy.spec.delivery.cache.shared:
         policy = policy.with_cache(settings.model_cache)
     size = sized(policy, observed)

@@ -306,6 +306,7 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
         created: metadata.creationTimestamp, RFC 3339; decides who keeps a contested policy name.
         spec: with the ranks of the search in it, where they were chosen.
         search: how they were; None where the spec states them.
+        kernel_cache: folder of each node that keeps the kernels its workers compile; empty for none.
     """
 
     name: str
@@ -317,6 +318,7 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
     search: search_ranks.Choice | None = None
     tls: WorkerTls | None = None
+    kernel_cache: str = ""
 
     def with_cache(self, folder: str) -> PolicyDeployment:
         """The same with a folder of each node as the cache of fetched checkpoints."""

@@ -15,6 +15,8 @@ from taktline_operator.spec import PolicyDeployment, Pool
 
 CONFIG_MOUNT = "/etc/taktline"
 TLS_MOUNT = "/etc/taktline-tls"
+KERNEL_MOUNT = "/kernel-cache"
+KERNEL_VARIABLE = "TAKTLINE_KERNEL_CACHE"
 SCRATCH_MOUNT = "/scratch"  # not /tmp: a checkpoint folder may lie under /tmp on the node
 USER_ID = 10001
 
@@ -264,6 +266,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "HOME", "value": SCRATCH_MOUNT},
             {"name": "TMPDIR", "value": SCRATCH_MOUNT},
             *(_tracing_variable(name) for name in tracing.VARIABLES),
+            *([{"name": KERNEL_VARIABLE, "value": KERNEL_MOUNT}] if policy.kernel_cache else []),
         ],
         "ports": [
             {"name": "grpc", "containerPort": naming.WORKER_PORT, "protocol": "TCP"},
@@ -283,6 +286,7 @@ def _container(policy: PolicyDeployment, pool: Pool, image: str) -> dict[str, An
             {"name": "scratch", "mountPath": SCRATCH_MOUNT},
             *([{"name": "tls", "mountPath": TLS_MOUNT, "readOnly": True}] if policy.tls else []),
             *([{"name": "shm", "mountPath": SHM_MOUNT}] if policy.spec.engine.has_collectives else []),
+            *([{"name": "kernels", "mountPath": KERNEL_MOUNT}] if policy.kernel_cache else []),
         ],
     }
 
@@ -322,4 +326,9 @@ def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
         *([{"name": "tls", "secret": {"secretName": policy.tls.secret, "defaultMode": 0o440}}] if policy.tls else []),
         *([{"name": "shm", "emptyDir": SHM}] if policy.spec.engine.has_collectives else []),
         *delivery.more_volumes(policy),
+        *([{"name": "kernels", "hostPath": _kernel_folder(policy)}] if policy.kernel_cache else []),
     ]
+
+
+def _kernel_folder(policy: PolicyDeployment) -> dict[str, Any]:
+    return {"path": policy.kernel_cache, "type": "DirectoryOrCreate"}
