@@ -113,17 +113,12 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
         rows.append(row(dtype, short_seconds, short, 1))
         say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
         save(rows)
+        if options.fleet:
+            rows += fleet_rows(world, dtype, options.fleet_rounds, max(1, options.runs // 3))
+            save(rows)
     del world
     gc.collect()
     torch.cuda.empty_cache()
-    if options.fleet:
-        for dtype in ("fp8", "bf16"):
-            world = make_world(rounded, checkpoint, quantised=dtype == "fp8")
-            rows += fleet_rows(world, dtype, options.fleet_rounds, max(1, options.runs // 3))
-            save(rows)
-            del world
-            gc.collect()
-            torch.cuda.empty_cache()
     if options.peer:
         peer = Peer(checkpoint, scene, recorded["round 1"])
         found = peer.rounds()

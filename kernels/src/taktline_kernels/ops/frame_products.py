@@ -96,12 +96,17 @@ def _product(rows: Rows, values: Tensor, weights: Weights) -> Tensor:
     return x @ wide.t() + weights.bias
 
 
-def _turned_reference(rows: Rows, weights: Weights, angles: Tensor, candidates: int, out: Tensor) -> None:
+def turned_rows(rows: Rows, weights: Weights, angles: Tensor, candidates: int) -> Tensor:
+    """fp32 (rows, 3 heads d) of `frame_turned_product`, before it is rounded."""
     product = _product(rows, _unpaired(weights.values), weights)
     # Conditioning tokens have the angles of the patch in row 0, column 0.
     cos, sin = (torch.cat((table, table[:1].expand(CONDITIONING, -1))) for table in angles)
     rotate_reference(product, cos, sin, candidates)
-    out.copy_(product)
+    return product
+
+
+def _turned_reference(rows: Rows, weights: Weights, angles: Tensor, candidates: int, out: Tensor) -> None:
+    out.copy_(turned_rows(rows, weights, angles, candidates))
 
 
 def _gelu_reference(rows: Rows, weights: Weights, unit: float | None) -> Tensor:
