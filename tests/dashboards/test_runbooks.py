@@ -64,3 +64,15 @@ def test_a_page_names_only_series_that_exist(name):
             for selector in re.findall(rf"{re.escape(found)}\{{([^}}]*)\}}", PAGES[name]):
                 labels = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", selector))
                 assert labels <= set(metrics.BY_NAME[base(found)].labels), (found, labels)
+
+
+CLUSTER_SCOPED = ("node", "nodes", "validatingwebhookconfiguration", "--raw", "debug node/", "crd")
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_command_of_a_page_finds_its_objects_whatever_namespace_the_shell_is_in(name):
+    for command in re.findall(r"kubectl [^`|#\n]+", PAGES[name]):
+        if not any(
+            re.search(rf"\b(get|describe|top|cordon|drain|label) {word}|{word}", command) for word in CLUSTER_SCOPED
+        ):
+            assert re.search(r" (-n|--namespace) \S+| (-A|--all-namespaces)\b", command), command
