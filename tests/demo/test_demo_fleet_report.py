@@ -11,6 +11,8 @@ from taktline_demo.fleet.records import ChunkRecord, CycleRecord, EpisodeRecord,
 from taktline_demo.fleet.report import render_report, write_report
 from taktline_demo.fleet.roofline import overlapped_efficiency, serial_efficiency
 
+from tests.gateway.browser import DESKTOP, PHONE, browser
+
 VOID = {"meta", "img", "br"}
 
 
@@ -84,6 +86,19 @@ def test_it_opens_offline(checked):
 
 def test_it_is_light_and_dark(checked):
     assert "prefers-color-scheme: dark" in checked[0]
+
+
+@pytest.mark.parametrize("screen", [DESKTOP, PHONE])
+def test_its_figures_can_be_read_on_every_screen_and_the_page_does_not_overflow(tmp_path, screen):
+    write_report(tmp_path / "report.html", fleet([robot("arm-1"), robot("arm-2", misses=3)]))
+    with browser() as page:
+        page.open((tmp_path / "report.html").as_uri(), screen=screen)
+        heights = page.value(
+            "[...document.querySelectorAll('svg text')].map((text) => text.getBoundingClientRect().height)"
+        )
+        assert len(heights) > 10
+        assert min(heights) > 8, "pixels of a line of text"
+        assert page.value("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_roofline_has_both_curves_both_regimes_and_every_cycle(checked):

@@ -69,7 +69,7 @@ def _roofline(run: FleetRun) -> str:
     )
     return (
         "<section><h2>Control-time roofline</h2>"
-        f'<figure>{roofline_svg(run)}<figcaption><ul class="legend">{legend}'
+        f'<figure><div class="scroll">{roofline_svg(run)}</div><figcaption><ul class="legend">{legend}'
         '<li><svg width="14" height="14"><circle class="dot plain" cx="7" cy="7" r="4"/></svg>a cycle that asked '
         "ahead for the next chunk</li>"
         '<li><svg width="14" height="14"><circle class="first plain" cx="7" cy="7" r="4"/></svg>a serial cycle, '
@@ -107,7 +107,8 @@ def _terms(run: FleetRun) -> str:
     legend = "".join(f'<li><i class="t-{term}"></i>L_{term}</li>' for term in _TERMS)
     return (
         f'<section><h2>Where the time goes</h2><ul class="legend">{legend}</ul>'
-        f'<table class="bars">{"".join(rows)}</table><p>Medians of the five terms of the critical path.</p></section>'
+        f'<div class="scroll"><table class="bars">{"".join(rows)}</table></div>'
+        "<p>Medians of the five terms of the critical path.</p></section>"
     )
 
 
@@ -137,7 +138,7 @@ def _margins(run: FleetRun) -> str:
         parts.append(f'<text class="tick end" x="{place(high) + 8:.1f}" y="{height - 8}">{high:.0f} ms</text>')
     parts.append("</svg>")
     return (
-        f"<section><h2>Control margin of every chunk</h2><figure>{''.join(parts)}</figure>"
+        f"<section><h2>Control margin of every chunk</h2><figure class='scroll'>{''.join(parts)}</figure>"
         "<p>Time left until the hand-off deadline when the chunk was there; left of the line it came too late.</p>"
         "</section>"
     )
