@@ -79,6 +79,23 @@ def test_prune_takes_a_size_as_people_write_it(cached, capfd):
     assert "5.0 kB freed" in capfd.readouterr().out
 
 
+def test_prune_says_why_it_kept_what_it_could_have_taken(cached, capfd):
+    option, folder = cached
+    assert command.main(["prune", option, "--limit=0"]) == 0
+    assert folder.exists()
+    said = capfd.readouterr().out
+    assert f"kept {folder.name}: it was asked for " in said
+    assert "--min-age-s 3600" in said
+
+
+def test_a_dry_run_logs_no_removal(cached, caplog):
+    option, folder = cached
+    caplog.set_level("INFO")
+    assert command.main(["prune", option, "--limit=0", "--min-age-s=0", "--dry-run"]) == 0
+    assert folder.exists()
+    assert "checkpoint removed" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

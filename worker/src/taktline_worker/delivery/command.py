@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
     from taktline_worker.delivery.cache import Record
 
-app = typer.Typer(help="Bring checkpoints to this node, and look after those that are here.", no_args_is_help=True)
+app = typer.Typer(
+    help="Bring checkpoints to this node, and look after those that are here.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 EXIT_REFUSED = 2
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -165,7 +169,9 @@ def list_models(
 
 @app.command()
 def prune(
-    limit: Annotated[str, typer.Option(help="What may be left, such as 500G; 0 leaves only what is in use.")],
+    limit: Annotated[
+        str, typer.Option(help="What may be left, such as 500G; 0 leaves only what is or was just in use.")
+    ],
     cache: CacheOption = DEFAULT_CACHE,
     min_age_s: Annotated[float, typer.Option(help="Keep what was asked for less than so many seconds ago.")] = 3600.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -185,6 +191,8 @@ def prune(
         typer.echo(f"kept {key}: it is in use")
     for key, rest_s in result.resting.items():
         typer.echo(f"kept {key}: a container may be about to open it again; ask once more in {rest_s:.0f} s")
+    for key, age_s in result.recent.items():
+        typer.echo(f"kept {key}: it was asked for {age_s:.0f} s ago, less than --min-age-s {min_age_s:g}")
     typer.echo(f"{_human(result.freed_bytes)} freed, {_human(result.left_bytes)} left")
 
 

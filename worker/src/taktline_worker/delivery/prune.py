@@ -35,6 +35,7 @@ class Pruned(msgspec.Struct, kw_only=True):
         freed_bytes: disk space that became free.
         in_use: keys that stayed though they are old, because a worker has them open or a fetch is at it.
         resting: keys that stayed because they were first seen without a worker only now: seconds until they may go.
+        recent: keys that stayed because somebody asked for them lately: seconds since then.
         left_bytes: size of what is left.
     """
 
@@ -42,6 +43,7 @@ class Pruned(msgspec.Struct, kw_only=True):
     freed_bytes: int = 0
     in_use: list[str] = []
     resting: dict[str, float] = {}
+    recent: dict[str, float] = {}
     left_bytes: int = 0
 
 
@@ -89,7 +91,9 @@ def prune(
     for record in sorted(cache.records(), key=lambda found: used_at(cache, found.key)):
         if size <= limit:
             break
-        if now - used_at(cache, record.key) < min_age_s:
+        age_s = now - used_at(cache, record.key)
+        if age_s < min_age_s:
+            result.recent[record.key] = age_s
             continue
         with _claimed(cache, record.key) as free:
             if not free:
@@ -104,10 +108,10 @@ def prune(
                 _idle_note(cache, record.key).unlink(missing_ok=True)
                 discard(cache.model(record.key), cache.partial(f"trash-{record.key}"))
                 own = _remove_orphans(cache)
+                logger.info("checkpoint removed", extra={"key": record.key, "revision": record.revision, "bytes": own})
         size -= own
         result.freed_bytes += own
         result.removed.append(record)
-        logger.info("checkpoint removed", extra={"key": record.key, "revision": record.revision, "bytes": own})
     result.left_bytes = size
     return result
 
