@@ -71,7 +71,7 @@ def test_version():
 def test_policies(stack):
     done = taktline("policies", url=stack.url)
     assert done.returncode == 0
-    assert "scripted" in done.stdout
+    assert "scripted: ready, 1 worker, " in done.stdout
     listed = json.loads(taktline("policies", "--json", url=stack.url).stdout)
     assert listed["policies"][0]["policy"] == "scripted"
 

@@ -183,6 +183,7 @@ def test_commands(folder: Path) -> None:
     entries = json.loads(listed.stdout)
     assert {"op", "shape", "dtype", "calls", "kernel", "config", "reason"} == entries[0].keys()
     assert any(entry["kernel"] == "triton" for entry in entries)
+    assert "bfloat16" in {entry["dtype"] for entry in entries}, "what a GPU serves in, not a CPU's default"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -67,7 +67,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="taktline-gateway", description="Serves robots' requests for action chunks.")
-    parser.add_argument("--version", action="version", version=version("taktline-gateway"))
+    parser.add_argument("--version", action="version", version=f"taktline-gateway {version('taktline-gateway')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("serve", help="serve until SIGTERM", formatter_class=_Help)
     run.set_defaults(run=_serve)

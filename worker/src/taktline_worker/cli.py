@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from taktline_protocol import ErrorCode, TaktlineError
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return command.main(words[1:])
     parser = argparse.ArgumentParser(prog="taktline-worker", description="Serves one robot policy over gRPC.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"taktline-worker {version('taktline-worker')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("model", help="fetch, verify, list and prune the checkpoints of this node")
     serve = commands.add_parser("serve", help="load the policy of an engine config and serve it until SIGTERM")
     serve.add_argument("--config", type=Path, required=True, help="engine.json, as the operator writes it")
@@ -42,8 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="PORT",
         help="take batches on this TCP port beside gRPC, with the same TLS; 0 is any free one, off none (default: 0)",
     )
-    serve.add_argument("--linger-s", type=float, default=1.0, help="seconds between SIGTERM and refusing calls")
-    serve.add_argument("--grace-s", type=float, default=30.0, help="seconds that running calls may take after that")
+    serve.add_argument(
+        "--linger-s", type=float, default=1.0, help="seconds between SIGTERM and refusing calls (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--grace-s",
+        type=float,
+        default=30.0,
+        help="seconds that running calls may take after that (default: %(default)s)",
+    )
     serve.add_argument("--tls-cert", type=Path, help="serve gateways over TLS with this certificate (PEM, chain)")
     serve.add_argument("--tls-key", type=Path, help="its private key")
     serve.add_argument("--tls-client-ca", type=Path, help="serve only gateways with a certificate of this issuer")
@@ -159,10 +168,10 @@ def _rank(options: argparse.Namespace) -> None:
     if options.grouped:
         from taktline_worker.planning import group_pod
 
-        group_pod.follow(read_config(options.config), options)
+        group_pod.follow(config, options)
         return
     store = ranks.follower_store(options.store_port, options.store_host)
-    world = adapter.load(read_config(options.config)).world
+    world = adapter.load(config).world
     store.set(ranks.loaded_key(options.generation, options.rank), "1")
     try:
         follow(world, ranks.join(store, options.generation, options.rank, options.ranks, world.device))

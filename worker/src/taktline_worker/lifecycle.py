@@ -120,9 +120,10 @@ def read_config(path: Path) -> EngineConfig:
     try:
         return msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
-            f"{path} is no engine config: {error}",
+            f"{path} is no engine config: {reason}",
             "the operator writes this file; its fields: docs/engine.md",
         ) from error
 

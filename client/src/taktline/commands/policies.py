@@ -29,7 +29,8 @@ def policies(
     for info in found.policies:
         cameras = [*info.cameras, *(f"{camera} (optional)" for camera in info.optional_cameras)]
         state = "ready" if info.ready else "not ready"
-        typer.echo(f"{info.policy}: {state}, {info.workers} workers, {info.family}, revision {info.revision}")
+        workers = "1 worker" if info.workers == 1 else f"{info.workers} workers"
+        typer.echo(f"{info.policy}: {state}, {workers}, {info.family}, revision {info.revision}")
         typer.echo(f"  cameras    {', '.join(cameras) or 'not known before a worker is up'}")
         typer.echo(f"  state      {info.state_dim} numbers")
         period_ms = 1e3 * info.dt_s

@@ -46,7 +46,9 @@ def explain(
     quantisation: QuantisationOption = "",
     views: ViewsOption = 0,
     prompt_tokens: PromptOption = 0,
-    table: Annotated[str, typer.Option(help="Say what the GPU of this shipped table would run, such as h200.")] = "",
+    table: Annotated[
+        str, typer.Option(help="Say what the GPU of this shipped table would run, such as h200; in bf16 by default.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Run one request of POLICY and list each kind of operation with its kernel and the reason.
@@ -56,7 +58,9 @@ def explain(
     """
     with progress() as say:
         say(f"loading {policy}")
-        subject = open_profile(policy, (batch,), device, precision, views, prompt_tokens, 0, 0, quantisation)
+        # On a CPU the default is fp32, which no table is about.
+        served = precision or ("bf16" if table else "")
+        subject = open_profile(policy, (batch,), device, served, views, prompt_tokens, 0, 0, quantisation)
         from taktline_worker.profiling.kernels import choice_by, packaged_table, record
 
         rules = packaged_table(table) if table else ()
