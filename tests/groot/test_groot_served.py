@@ -1,4 +1,4 @@
-"""GR00T behind the platform: a real worker process and a real gateway, over REST and over GR00T's own protocol."""
+"""GR00T behind the platform: a real worker and a real gateway, over REST, the timed stream and GR00T's own protocol."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import yaml
 import zmq
 from taktline import ErrorCode, Robot, TaktlineError
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot
-from taktline_protocol.deployment import ClientMapping, Route, RoutingTable, Target
+from taktline_operator.spec import parse
+from taktline_operator.workload import engine_json
+from taktline_protocol.deployment import ClientMapping, EngineConfig, Route, RoutingTable, Target
 from taktline_protocol.limits import Limits
 from taktline_worker.models.groot.adapter import load
 
 from tests.ports import free_port
 
 READY_TIMEOUT_S = 120
+FRAME = np.zeros((64, 64, 3), np.uint8)
 MAPPING = ClientMapping(
     images={"video/image": "image", "video/wrist_image": "wrist_image"},
     state=("state/arm", "state/gripper"),
@@ -81,20 +85,58 @@ def ready(url: str) -> bool:
     return False
 
 
-def test_a_robot_gets_what_the_engine_answers(kit: Any, served: tuple[str, int, Path], pool: Any) -> None:
+@pytest.mark.parametrize("transport", ["http", "stream"])
+def test_a_robot_gets_what_the_engine_answers(
+    kit: Any, served: tuple[str, int, Path], pool: Any, transport: Any
+) -> None:
     url, _, checkpoint = served
     adapter = load(kit.config(checkpoint))
     given = kit.observe()
     row = adapter.begin(given, pool).result()
     (expected,) = adapter.finish([row], adapter.run([row], 1))
     images = {name: np.frombuffer(image.data, np.uint8).reshape(image.shape) for name, image in given.images.items()}
-    with Robot(url, "groot", "arm-1") as robot:
-        chunk = robot.act(images, given.state, given.instruction, budget_ms=60_000, seed=given.seed)
-        assert chunk.actions == pytest.approx(expected, abs=1e-5)
-        assert chunk.dt_s == 0.05
-        with pytest.raises(TaktlineError) as caught:
-            robot.act({"image": images["image"]}, given.state, given.instruction, budget_ms=60_000)
-        assert caught.value.code == ErrorCode.CAMERA_MISSING
+    with Robot(url, "groot", f"arm-{transport}", transport=transport) as robot:
+        for _ in range(2):  # over the stream the second one's frames are references to the first one's
+            chunk = robot.act(images, given.state, given.instruction, budget_ms=60_000, seed=given.seed)
+            assert chunk.actions == pytest.approx(expected, abs=1e-5)
+            assert chunk.dt_s == 0.05
+        assert robot.metrics.transport == transport
+
+
+@pytest.mark.parametrize("transport", ["http", "stream"])
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"images": {"image": FRAME}}, ErrorCode.CAMERA_MISSING),
+        ({"images": dict.fromkeys(("image", "wrist_image", "third"), FRAME)}, ErrorCode.CAMERA_UNKNOWN),
+        ({"state": [0.0] * 7}, ErrorCode.STATE_INVALID),
+        ({"instruction": "grasp it " * 110}, ErrorCode.INSTRUCTION_INVALID),
+    ],
+)
+def test_refusals_reach_the_robot_whole(
+    served: tuple[str, int, Path], changes: dict[str, Any], code: ErrorCode, transport: Any
+) -> None:
+    values: dict[str, Any] = {
+        "images": dict.fromkeys(("image", "wrist_image"), FRAME),
+        "state": [0.0] * 4,
+        "instruction": "pick it up",
+        "budget_ms": 60_000,
+    }
+    name = f"arm-{transport}-{code.value}"
+    with Robot(served[0], "groot", name, transport=transport) as robot, pytest.raises(TaktlineError) as caught:
+        robot.act(**(values | changes))
+    assert caught.value.code is code
+
+
+def test_the_examples_deployment_is_one_that_a_worker_loads(kit: Any, served: tuple[str, int, Path]) -> None:
+    """deploy/examples/gr00t-a100.yaml on a CPU, with this folder and its embodiment."""
+    body = yaml.safe_load((Path(__file__).parents[2] / "deploy/examples/gr00t-a100.yaml").read_text())
+    body["spec"]["model"] |= {"source": {"path": str(served[2])}, "statistics": "libero_sim"}
+    policy = parse(body | {"metadata": body["metadata"] | {"namespace": "line"}})
+    config = msgspec.json.decode(engine_json(policy, policy.spec.pools[0]), type=EngineConfig)
+    engine = msgspec.structs.replace(config.engine, device="cpu", precision="fp32")
+    adapter = load(msgspec.structs.replace(config, engine=engine))
+    assert (adapter.description.family, adapter.description.cameras) == ("gr00t-n1.7", ("image", "wrist_image"))
 
 
 def test_a_groot_client_gets_its_named_actions(kit: Any, served: tuple[str, int, Path]) -> None:

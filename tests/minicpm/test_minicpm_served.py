@@ -15,8 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import yaml
 from taktline import ErrorCode, Robot, TaktlineError
-from taktline_protocol.deployment import Route, RoutingTable, Target
+from taktline_operator.spec import parse
+from taktline_operator.workload import engine_json
+from taktline_protocol.deployment import EngineConfig, Route, RoutingTable, Target
 from taktline_worker.engine import Engine, Item
 from taktline_worker.models.minicpm_robot.adapter import load
 
@@ -149,3 +152,15 @@ def test_a_bad_row_harms_no_neighbour(kit: Any, served: tuple[str, Path]) -> Non
     assert second.code is ErrorCode.IMAGE_CORRUPT
     assert first == pytest.approx(alone[0], abs=1e-5)
     assert third == pytest.approx(alone[1], abs=1e-5)
+
+
+def test_the_examples_deployment_is_one_that_a_worker_loads(served: tuple[str, Path]) -> None:
+    """deploy/examples/minicpm-rtx5090.yaml on a CPU, with this folder."""
+    body = yaml.safe_load((Path(__file__).parents[2] / "deploy/examples/minicpm-rtx5090.yaml").read_text())
+    body["spec"]["model"]["source"] = {"path": str(served[1])}
+    policy = parse(body | {"metadata": body["metadata"] | {"namespace": "line"}})
+    config = msgspec.json.decode(engine_json(policy, policy.spec.pools[0]), type=EngineConfig)
+    engine = msgspec.structs.replace(config.engine, device="cpu", precision="fp32")
+    adapter = load(msgspec.structs.replace(config, engine=engine))
+    assert (adapter.description.family, adapter.description.cameras) == ("minicpm-robot", ("scene", "hand"))
+    assert adapter.processor.embodiment == 0
