@@ -127,7 +127,7 @@ def test_draining_ends_the_port_after_what_runs(config: Any, observations: Any) 
 def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same() -> None:
     async def check() -> None:
         loop = asyncio.get_running_loop()
-        connection = BatchConnection(b"", InThreads(print, pool), set())
+        connection = BatchConnection(b"", InThreads(print, list, pool), set())
         said, done = threading.Event(), loop.create_future()
         connection._calls[7] = (done, CallContext(Call(7, 10.0, 0, [])))
 

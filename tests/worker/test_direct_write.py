@@ -27,7 +27,7 @@ async def answers(wanted: int, size: int) -> list[worker_pb2.InferResponse]:
         answered(worker_pb2.InferResponse(results=[worker_pb2.InferResult(request_id=body.hex()[: 2 * size])]))
 
     with ThreadPoolExecutor(8) as pool:
-        port = await listen("127.0.0.1", InThreads(infer, pool))
+        port = await listen("127.0.0.1", InThreads(infer, list, pool))
         channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
         try:
             asked = (channel.infer(worker_pb2.InferRequest(policy=str(n)), [], 60.0, ()) for n in range(wanted))

@@ -124,7 +124,7 @@ def test_frames_of_batches_that_run_together_are_each_their_own(engine: Any, obs
     assert all(isinstance(result.outcomes[0], np.ndarray) for result in results)
     assert {pixels(frames) for frames in seen} == {pixels(frames) for frames in expected.values()}
     memory, cache = engine.adapter.processor.frames, engine.adapter.processor.seen
-    kept = {frame.data_ptr() for frame, _ in cache._values.values()}
+    kept = {frame.data_ptr() for (frame, _), _ in cache._values.values()}
     assert bool(kept) == bool(cache.limit_bytes)
     free = free_of(memory)
     assert len(free) == len(set(free))

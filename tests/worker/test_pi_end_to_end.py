@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from taktline_worker.models.pi.adapter import PiAdapter, load
-from taktline_worker.models.pi.processor import PreparedRow
+from taktline_worker.models.pi.pending import PreparedRow
 from taktline_worker.observation import EncodedImage, RobotInput
 from torch import Tensor
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from taktline_worker.models.pi import pending as pi_pending
 from taktline_worker.models.pi import processor as pi_processor
 from taktline_worker.models.pi.adapter import PiAdapter, load
 
@@ -58,7 +59,7 @@ def test_whoever_waits_for_frames_that_no_thread_has_begun_decodes_them(
 def test_the_prompt_is_tokenised_once_all_frames_are_being_decoded_and_before_they_are_there(
     adapter: PiAdapter, observations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(pi_pending, "_BEGIN_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(adapter.processor, "raw", True)
     observation, go_on = observations.make(), threading.Event()
 
@@ -94,7 +95,7 @@ def test_frames_that_were_seen_before_or_are_refused_are_not_waited_for(
     with ThreadPoolExecutor(2) as pool:
         if not broken:
             adapter.begin(observation, pool).result()
-        monkeypatch.setattr(pi_processor, "_BEGIN_LIMIT_S", 2.0)
+        monkeypatch.setattr(pi_pending, "_BEGIN_LIMIT_S", 2.0)
         pending, began = adapter.begin(observation, pool), time.monotonic()
         pending.let_frames_begin()
         assert time.monotonic() - began < 2.0

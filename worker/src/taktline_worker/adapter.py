@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 from taktline_protocol import TaktlineError
 from taktline_protocol.messages import ImageFit
 
+from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import RobotInput
+
+Frame = tuple[str, tuple[int, ...], bytes | memoryview]
+"""Encoding, shape and bytes of one image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,14 @@ class LaunchingAdapter(Protocol):
 
         `draft` is what `draft` gave for the observations of just these rows.
         """
+
+
+@runtime_checkable
+class ForesightedAdapter(Protocol):
+    """An adapter that has frames decoded before their observations are looked at."""
+
+    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
+        """What has been begun of each frame (encoding, shape, bytes), without waiting for anything; any thread."""
 
 
 @dataclass(frozen=True, slots=True)

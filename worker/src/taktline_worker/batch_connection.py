@@ -36,7 +36,9 @@ from taktline_protocol.batch_frames import (
 )
 from taktline_protocol.rpc import MAX_MESSAGE_BYTES
 
+from taktline_worker.adapter import Frame
 from taktline_worker.direct_write import DirectWrite
+from taktline_worker.observation import EncodedImage
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,6 @@ MAX_CONNECTIONS = 256
 """Openings beyond it are refused. A gateway holds one connection to a worker, two while it tries out a revision."""
 SAY_LIMIT_S = 0.1
 """Longer no thread waits for the loop to write its answer."""
-Frame = tuple[str, tuple[int, ...], bytes | memoryview]
-"""Encoding, shape and bytes of one image."""
 Frames = Sequence[Mapping[str, Frame]]
 """The frames of each item, by camera."""
 
@@ -86,15 +86,19 @@ class CallContext:
 
 Infer = Callable[[worker_pb2.InferRequest, Frames, CallContext], Coroutine[Any, Any, worker_pb2.InferResponse]]
 Answered = Callable[[worker_pb2.InferResponse], None]
-InferThere = Callable[[worker_pb2.InferRequest, Frames, CallContext, Answered], None]
+Images = Sequence[Mapping[str, EncodedImage]]
+Coming = Callable[[Frames], Images]
+"""Takes the frames of a batch on the loop, before anything else of it is looked at."""
+InferThere = Callable[[worker_pb2.InferRequest, Images, CallContext, Answered], None]
 """Runs a batch in the thread that calls it, and hands out the response once; or raises."""
 
 
 class InThreads:
     """Batches that are run by threads of a pool, for a service whose calls wait."""
 
-    def __init__(self, infer: InferThere, pool: Executor) -> None:
+    def __init__(self, infer: InferThere, coming: Coming, pool: Executor) -> None:
         self.infer = infer
+        self.coming = coming
         self.pool = pool
 
 
@@ -213,7 +217,7 @@ class BatchConnection(FrameProtocol):
             done = loop.create_future()
             self._calls[call.number] = (done, context)
             work = _Work(self._infer.infer, call.number, partial(self._tell, loop, call.number))
-            self._infer.pool.submit(work, message, images, context)
+            self._infer.pool.submit(work, message, self._infer.coming(images), context)
         else:
             task = loop.create_task(self._run(self._infer, call.number, message, images, context))
             self._calls[call.number] = (task, context)
@@ -262,7 +266,7 @@ class _Work:
     def __init__(self, infer: InferThere, number: int, tell: Callable[[list[bytes | memoryview]], object]) -> None:
         self._infer, self._number, self._tell, self._told = infer, number, tell, False
 
-    def __call__(self, request: worker_pb2.InferRequest, images: Frames, context: CallContext) -> None:
+    def __call__(self, request: worker_pb2.InferRequest, images: Images, context: CallContext) -> None:
         try:
             self._infer(request, images, context, self._answer)
             if not self._told:

@@ -15,18 +15,30 @@ from concurrent.futures import ThreadPoolExecutor
 import uvloop
 from taktline_protocol.batch_frames import local_name
 
+from taktline_worker.adapter import Frame
 from taktline_worker.batch_connection import (
     Answered,
     BatchConnection,
     CallContext,
-    Frame,
+    Coming,
     Frames,
+    Images,
     Infer,
     InferThere,
     InThreads,
 )
 
-__all__ = ["Answered", "BatchConnection", "BatchListener", "BatchPort", "CallContext", "Frame", "Frames", "listen"]
+__all__ = [
+    "Answered",
+    "BatchConnection",
+    "BatchListener",
+    "BatchPort",
+    "CallContext",
+    "Frame",
+    "Frames",
+    "Images",
+    "listen",
+]
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
@@ -152,6 +164,7 @@ class BatchPort:
         self,
         host: str,
         infer: InferThere,
+        coming: Coming,
         threads: int,
         port: int = 0,
         context: ssl.SSLContext | None = None,
@@ -163,7 +176,7 @@ class BatchPort:
         self._thread.start()
 
         try:
-            opening = listen(host, InThreads(infer, self._pool), port, context)
+            opening = listen(host, InThreads(infer, coming, self._pool), port, context)
             self._listener = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
         except OSError:
             self._stop()

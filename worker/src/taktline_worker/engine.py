@@ -21,10 +21,13 @@ from taktline_worker.adapter import (
     Answer,
     CheaperAdapter,
     Closable,
+    ForesightedAdapter,
+    Frame,
     LaunchingAdapter,
     Level,
     RunningBatch,
 )
+from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import RobotInput
 
 logger = logging.getLogger(__name__)
@@ -110,6 +113,7 @@ class Engine:
         self.buckets = tuple(sorted(set(buckets)))
         self.cheaper: dict[Level, tuple[BucketTiming, ...]] = {}
         """What `calibrate` measured of each level below the policy's own."""
+        self._begin_frames = adapter.begin_frames if isinstance(adapter, ForesightedAdapter) else None
         self._levels = dict(adapter.cheaper) if isinstance(adapter, CheaperAdapter) else {}
         threads = decode_threads or min(8, os.cpu_count() or 1)
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -117,6 +121,15 @@ class Engine:
         self._asking, self._turn, self._asked = threading.Lock(), threading.Lock(), 0
         self._launches = False  # whether the adapter launched what it was last given
         self._launched: deque[RunningBatch] = deque()  # the last part of each batch; whose turn it is may touch it
+
+    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
+        """What of a batch's frames need not wait until the batch is read: `EncodedImage.begun` of each."""
+        if self._begin_frames is not None:
+            try:
+                return self._begin_frames(frames)
+            except Exception as error:  # each observation begins its own, and is told what is wrong with it
+                logger.error("beginning frames failed", exc_info=error)
+        return [None] * len(frames)
 
     def infer(
         self,

@@ -45,6 +45,9 @@ class FrameCache(Generic[T]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._values
+
     def get(self, key: bytes) -> T | None:
         """The value of a frame; None where it is not kept (any more)."""
         with self._lock:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from taktline_protocol import ErrorCode, TaktlineError
 
+from taktline_worker.jpeg_threads import BegunFrame
+
 DEFAULT_MAX_PIXELS = 16_000_000
 _FORMATS = {"jpeg": "JPEG", "png": "PNG"}
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
@@ -22,11 +24,12 @@ _PLAIN_JPEG = {"YCbCr", "Gray", "RGB"}
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """One frame: JPEG or PNG bytes, or raw uint8 RGB of `shape` (H, W, 3)."""
+    """One frame: JPEG or PNG bytes, or raw uint8 RGB of `shape` (H, W, 3); `begun` where it is being decoded."""
 
     encoding: str
     data: bytes | memoryview
     shape: tuple[int, ...] = ()
+    begun: BegunFrame | None = None
 
 
 @dataclass(frozen=True, slots=True)

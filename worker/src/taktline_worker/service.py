@@ -17,9 +17,10 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_protocol.rpc import to_error, to_image_fit
 
 from taktline_worker.adapter import GuidedChunk, ImaginedChunk, Level, PlannedChunk
-from taktline_worker.batch_port import Answered, BatchPort, CallContext, Frame, Frames
+from taktline_worker.batch_port import Answered, BatchPort, CallContext, Frame, Frames, Images
 from taktline_worker.engine import FULL, BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
+from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import EncodedImage, ImagineInput, RobotInput, RtcInput, SearchInput
 from taktline_worker.tracing import BatchTraces
 
@@ -83,23 +84,28 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             image_fit=to_image_fit(description.image_fit),
         )
 
+    def coming(self, frames: Frames) -> list[dict[str, EncodedImage]]:
+        """A batch's frames by item, as soon as they have come: what can begin to be decoded begins."""
+        begun = iter(self._engine.begin_frames([frame for images in frames for frame in images.values()]))
+        return [{name: _image(frame, next(begun)) for name, frame in images.items()} for images in frames]
+
     def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102
         frames = [
             {name: (image.encoding, tuple(image.shape), image.data) for name, image in item.images.items()}
             for item in request.items
         ]
         answers: list[worker_pb2.InferResponse] = []
-        self.infer(request, frames, context, answers.append)
+        self.infer(request, self.coming(frames), context, answers.append)
         return answers[0]
 
     def infer(
         self,
         request: worker_pb2.InferRequest,
-        frames: Frames,
+        images: Images,
         context: grpc.ServicerContext | CallContext,
         answered: Answered,
     ) -> None:
-        """Runs one batch, however it came: `frames` are its items' images, apart from the items.
+        """Runs one batch, however it came: `images` are its items' frames, apart from the items.
 
         `answered` gets the response; what comes after it, the records, delays nobody.
         """
@@ -119,7 +125,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             remaining = context.time_remaining()
             deadline = None if remaining is None else received + remaining
-            items = [_read_item(item, images, received) for item, images in zip(request.items, frames, strict=True)]
+            items = [_read_item(item, its, received) for item, its in zip(request.items, images, strict=True)]
             result = self._engine.infer(items, deadline, lambda: not context.is_active(), _level(request))
         except BatchDroppedError:
             self._instruments.dropped()
@@ -204,15 +210,17 @@ def _bucket_times(timings: Sequence[BucketTiming]) -> list[worker_pb2.BucketTime
     return [worker_pb2.BucketTime(batch=t.batch, median_ms=t.median_ms, p99_ms=t.p99_ms) for t in timings]
 
 
-def _read_item(item: worker_pb2.InferItem, frames: Mapping[str, Frame], received: float) -> Item:
+def _image(frame: Frame, begun: BegunFrame | None) -> EncodedImage:
+    encoding, shape, data = frame
+    # Decoders of JPEG and PNG want bytes; raw pixels are used where they lie.
+    return EncodedImage(encoding, data if begun or encoding == "raw" else bytes(data), shape, begun)
+
+
+def _read_item(item: worker_pb2.InferItem, images: Mapping[str, EncodedImage], received: float) -> Item:
     expires = received + item.budget_ms / 1000.0 if item.budget_ms > 0 else None
     try:
         observation: RobotInput | TaktlineError = RobotInput(
-            images={
-                # Decoders of JPEG and PNG want bytes; raw pixels are used where they lie.
-                name: EncodedImage(encoding, data if encoding == "raw" else bytes(data), shape)
-                for name, (encoding, shape, data) in frames.items()
-            },
+            images=images,
             state=_read_array("the state", item.state, ErrorCode.STATE_INVALID),
             instruction=item.instruction,
             seed=item.seed if item.HasField("seed") else None,

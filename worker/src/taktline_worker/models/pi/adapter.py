@@ -18,16 +18,18 @@ from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 from taktline_protocol.limits import MIB
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, CapturedGraph, Description, GuidedChunk, Level, RunningBatch
+from taktline_worker.adapter import Answer, CapturedGraph, Description, Frame, GuidedChunk, Level, RunningBatch
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.engine_options import config_error
 from taktline_worker.fp8_layers import check_device
+from taktline_worker.jpeg_threads import BegunFrame, jpeg_threads
 from taktline_worker.models.pi import byte_expert
 from taktline_worker.models.pi.config import PiArchitecture, PiConventions, resolve
 from taktline_worker.models.pi.folder import PiFolder, open_folder
 from taktline_worker.models.pi.frame_memory import new_frame
-from taktline_worker.models.pi.processor import PendingPiRow, PiProcessor, PreparedRow
+from taktline_worker.models.pi.pending import PendingPiRow, PreparedRow
+from taktline_worker.models.pi.processor import PiProcessor
 from taktline_worker.models.pi.profile import PiProfile
 from taktline_worker.models.pi.resize import pillow_fit
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
@@ -110,6 +112,10 @@ class PiAdapter:
             rtc_max_delay=0 if rtc is None else rtc.max_delay,
             image_fit=pillow_fit(processor.architecture.image_size) if conventions.resize == "pil" else None,
         )
+
+    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
+        """What has been begun of each frame, for `begin` to take over."""
+        return self.processor.begin_frames(frames)
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
         """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
@@ -307,6 +313,8 @@ def load(config: EngineConfig) -> PiAdapter:
     )
     runner = made(weights, conventions=conventions)
     processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
+    if processor.raw:
+        processor.native = jpeg_threads()
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
         most = cameras * max(config.engine.buckets)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import secrets
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,14 +16,16 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.image_fit import fitted_size
 from torch import Tensor
 
+from taktline_worker.adapter import Frame
 from taktline_worker.frames import FrameCache, frame_key
+from taktline_worker.jpeg_threads import BegunFrame, JpegThreads
 from taktline_worker.models.pi import aloha
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions
 from taktline_worker.models.pi.frame_memory import FrameMemory, Shape
 from taktline_worker.models.pi.normalise import state_bins
+from taktline_worker.models.pi.pending import BegunByOthers, PendingPiRow
 from taktline_worker.models.pi.resize import to_model_input
-from taktline_worker.models.pi.rtc import RtcRow, read_row
-from taktline_worker.models.pi.runner import PiRow
+from taktline_worker.models.pi.rtc import read_row
 from taktline_worker.models.pi.tokenizer import BOS_ID, Tokenizer
 from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.observation import DEFAULT_MAX_PIXELS, EncodedImage, RobotInput, decode_image
@@ -32,87 +33,6 @@ from taktline_worker.rtc import RtcSettings, cut_to
 
 # Far above any token budget; keeps the tokenizer from chewing on megabytes.
 MAX_INSTRUCTION_CHARACTERS = 4096
-_BEGIN_LIMIT_S = 0.0005
-"""Where there are fewer processors than frames, the last ones begin only when the first have ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRow:
-    """A network row, and the state that its actions may be relative to: (D,), in the policy's joint space.
-
-    It is kept until the network has run it: memory of its frames is used again once nobody refers to them.
-    """
-
-    row: PiRow
-    state: NDArray[np.float64]
-
-
-@dataclass(slots=True)
-class PendingPiRow:
-    """A checked observation whose images are still being decoded, in the checkpoint's camera order, and its prompt.
-
-    `text` makes tokens and noise, which whoever waits for the images has the time for.
-    """
-
-    pixels: tuple[Future[tuple[Tensor, bytes]], ...]
-    decode: tuple[Callable[[], tuple[Tensor, bytes]], ...]
-    text: Callable[[], tuple[NDArray[np.int64], Tensor]]
-    model_state: Tensor | None
-    state: NDArray[np.float64]
-    rtc: RtcRow | None
-    raw: bool = False
-    begun: set[str] = field(default_factory=set)
-    _own: dict[int, Future[tuple[Tensor, bytes]]] = field(default_factory=dict)
-    _said: tuple[NDArray[np.int64], Tensor] | None = None
-
-    def let_frames_begin(self) -> None:
-        """Leaves the interpreter's lock to the threads that decode, until all need it no more; a moment at most.
-
-        Waking to hear of it would take longer.
-        """
-        until = time.monotonic() + _BEGIN_LIMIT_S
-        while len(self.begun) < len(self.pixels) and time.monotonic() < until:
-            time.sleep(0)
-
-    def without_frames(self) -> PiRow:
-        """The row of a runner that resizes frames itself, but for these. Raises TaktlineError INSTRUCTION_INVALID."""
-        tokens, noise = self._tokens_and_noise()
-        return PiRow(torch.empty(len(self.pixels), 0), tokens, noise, self.model_state, self.rtc, raw=())
-
-    def result(self) -> PreparedRow:
-        """The finished row. Raises TaktlineError where an image is corrupt or too large, or INSTRUCTION_INVALID."""
-        tokens, noise = self._tokens_and_noise()
-        while self._lend_a_hand():
-            pass
-        frames = [self._own.get(index, future).result() for index, future in enumerate(self.pixels)]
-        images = tuple(pixels for pixels, _ in frames)
-        row = PiRow(
-            pixels=torch.empty(len(frames), 0) if self.raw else torch.stack(images),
-            tokens=tokens,
-            noise=noise,
-            state=self.model_state,
-            rtc=self.rtc,
-            frames=tuple(key for _, key in frames if key),
-            raw=images if self.raw else None,
-        )
-        return PreparedRow(row, self.state)
-
-    def _tokens_and_noise(self) -> tuple[NDArray[np.int64], Tensor]:
-        if self._said is None:
-            self._said = self.text()
-        return self._said
-
-    def _lend_a_hand(self) -> bool:
-        """Decodes a frame that no thread has begun, the last one; whether there was one."""
-        for index in reversed(range(len(self.pixels))):
-            if index not in self._own and self.pixels[index].cancel():
-                done = self._own[index] = Future()
-                try:
-                    done.set_result(self.decode[index]())
-                except Exception as error:  # its turn to be told comes with `result`
-                    done.set_exception(error)
-                return True
-        return False
 
 
 class PiProcessor:
@@ -127,6 +47,7 @@ class PiProcessor:
     Attributes:
         raw: leave the resizing to the runner, for rows without a tail. Set before the first observation.
         frames: memory of the frames that the runner resizes.
+        native: threads that decode those before anybody asks for them; None leaves them to the engine's pool.
         unnormalise: network outputs on the CPU to robot units.
 
     Raises:
@@ -148,8 +69,11 @@ class PiProcessor:
         self.rtc = rtc
         self.raw = False
         self._whole: tuple[RtcSettings, int] | None = None
-        self.seen: FrameCache[Tensor] = FrameCache(frame_bytes)
+        self.seen: FrameCache[tuple[Tensor, bytes]] = FrameCache(frame_bytes)
+        """Network inputs by the digest of their frames; where the runner resizes them, frames by their `_sketch`, with
+        the bytes that they were decoded from."""
         self.frames = FrameMemory()
+        self.native: JpegThreads | None = None
         self._tokenizer = tokenizer
         self.unnormalise = Unnormaliser(conventions.action_normaliser, conventions.action_dim, torch.device("cpu"))
         self._max_pixels = max_pixels
@@ -159,6 +83,27 @@ class PiProcessor:
             shown.setdefault(slot.key, name)
         self.required_cameras = tuple(shown[s.key] for s in conventions.slots if s.required)
         self.optional_cameras = tuple(shown[s.key] for s in conventions.slots if s.key in shown and not s.required)
+
+    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
+        """Begins to decode what native threads can and nobody seems to have seen: `EncodedImage.begun` of each frame.
+
+        What is to be refused is left to `begin`.
+        """
+        begun: list[BegunFrame | None] = [None] * len(frames)
+        native = self.native
+        if native is None or not self.raw:
+            return begun
+        ready = {}
+        for index, (encoding, shape, data) in enumerate(frames):
+            size = native.size(data) if encoding == "jpeg" else None
+            if size is None or size[0] * size[1] > self._max_pixels or not self._can_be_fitted(size):
+                continue
+            if not self.seen.limit_bytes or _sketch(EncodedImage(encoding, data, shape)) not in self.seen:
+                ready[index] = data, self.frames.take((*size, 3))
+        if ready:
+            for index, one in zip(ready, native.begin(tuple(ready.values())), strict=True):
+                begun[index] = one
+        return begun
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
         """Checks an observation, and hands its images and its prompt to `pool`.
@@ -177,7 +122,11 @@ class PiProcessor:
         # Now; who is refused above costs nobody a frame.
         begun: set[str] = set()
         decode = tuple(functools.partial(self._pixels, name, image, raw, begun) for name, image in frames)
-        pixels = tuple(pool.submit(one) for one in decode)
+        pixels = tuple(
+            BegunByOthers(one) if image.begun is not None and raw else pool.submit(one)
+            for one, (_, image) in zip(decode, frames, strict=True)
+        )
+        begun.update(name for name, image in frames if image.begun is not None and raw)
         text = functools.partial(self._text, observation.instruction, normalised, observation.seed)
         rtc = None
         if observation.rtc is not None and self.rtc is not None:  # without settings the engine has refused it
@@ -216,18 +165,23 @@ class PiProcessor:
         It is noted in `begun` when what follows needs no lock, or nothing does.
         """
         try:
-            key = frame_key(image) if self.seen.limit_bytes else b""
-            kept = key + b"raw" if raw else key
-            if not key or (pixels := self.seen.get(kept)) is None:
-                if raw:
-                    pixels = self._decoded(name, image, begun)
-                else:
-                    frame = decode_image(name, image, self._max_pixels)
-                    self._check_fitted(name, frame.shape)
-                    pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
-                if key:
-                    self.seen.put(kept, pixels, pixels.numel() * pixels.element_size())
-            return pixels, key
+            key = b"" if not self.seen.limit_bytes else _sketch(image) if raw else frame_key(image)
+            kept = self.seen.get(key) if key else None
+            if kept is not None and (not raw or kept[1] == bytes(image.data)):
+                return kept[0], b"" if raw else key
+            if not raw:
+                frame = decode_image(name, image, self._max_pixels)
+                self._check_fitted(name, frame.shape)
+                pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
+            elif image.begun is not None and image.begun.decoded():
+                pixels = image.begun.pixels
+            else:
+                whole = image if image.begun is None else EncodedImage(image.encoding, bytes(image.data), image.shape)
+                pixels = self._decoded(name, whole, begun)
+            if key:
+                file = bytes(image.data) if raw else b""
+                self.seen.put(key, (pixels, file), pixels.numel() * pixels.element_size() + len(file))
+            return pixels, b"" if raw else key
         finally:
             begun.add(name)
 
@@ -246,13 +200,17 @@ class PiProcessor:
 
     def _check_fitted(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises TaktlineError IMAGE_CORRUPT for a frame so long that nothing is left of its other side."""
-        size = self.architecture.image_size
-        if min(fitted_size(shape[0], shape[1], size, size)) < 1:
+        if not self._can_be_fitted(shape):
+            size = self.architecture.image_size
             raise TaktlineError(
                 ErrorCode.IMAGE_CORRUPT,
                 f"camera {name!r}: a frame of {shape[1]} x {shape[0]} has no pixel left at {size} x {size}",
                 "send what the camera sees, not a strip of it",
             )
+
+    def _can_be_fitted(self, shape: tuple[int, ...]) -> bool:
+        size = self.architecture.image_size
+        return min(fitted_size(shape[0], shape[1], size, size)) >= 1
 
     def noise(self, seed: int) -> Tensor:
         """fp32 (H, action width): drawn on the CPU by a generator of its own, so no batch neighbour can change it."""
@@ -389,6 +347,12 @@ def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -
             "map one robot camera to each camera of the checkpoint; see optional_cameras in docs/checkpoints.md",
         )
     return mapped
+
+
+def _sketch(image: EncodedImage) -> bytes:
+    """Of another frame it is mostly another, of the same frame the same; it takes a tenth of what a digest takes."""
+    data = image.data
+    return b"%b %r %d " % (image.encoding.encode(), image.shape, len(data)) + bytes(data[:64]) + bytes(data[-64:])
 
 
 def _state_error(reason: str, next_step: str) -> TaktlineError:

@@ -1,0 +1,168 @@
+"""A batch's JPEGs in native threads: decoded from the moment at which they come, without the interpreter's lock.
+
+`jpeg_threads.c` is compiled once a process, by the compiler that Triton needs, too. It reads ordinary files and gives
+the bits that libjpeg-turbo gives; of others it says no. That it does so here is tried before the first frame.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_COMPILE_LIMIT_S = 60.0
+_FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-shared", "-fPIC", "-pthread", "-w")
+_DECODED = 1
+_AWAKE_US = 500
+"""So long a thread that waits for a frame stays awake, where there are processors to spare."""
+_SPARE_CORES = 4
+_MOST_THREADS = 8
+
+
+class _Job(ctypes.Structure):
+    """`Job` of the C file."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("width", ctypes.c_int32),
+        ("height", ctypes.c_int32),
+        ("split", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+        ("room", ctypes.c_void_p),
+    )
+
+
+class BegunFrame:
+    """A JPEG that is being decoded.
+
+    Attributes:
+        pixels: uint8 (H, W, 3), RGB, once `decoded` has said so.
+    """
+
+    __slots__ = ("_job", "_threads", "pixels")
+
+    def __init__(self, threads: JpegThreads, job: _Job, pixels: Tensor) -> None:
+        self._threads, self._job, self.pixels = threads, job, pixels
+
+    def decoded(self) -> bool:
+        """Waits; False where the file is damaged or out of the ordinary."""
+        state = self._job.state or self._threads.wait(self._job)
+        return bool(state == _DECODED)
+
+
+class JpegThreads:
+    """Native threads of this process; they decode for everybody, at least `threads` of them.
+
+    Raises:
+        OSError: they cannot be had here, and why.
+    """
+
+    def __init__(self, threads: int) -> None:
+        path = _compiled()
+        try:
+            # What is quickly done keeps the interpreter's lock: another thread would hold it for milliseconds.
+            self._quick, self._waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        finally:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        self._size, self._begin = self._quick.taktline_jpeg_size, self._quick.taktline_jpeg_begin
+        self._size.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._awake_us = _AWAKE_US if (os.cpu_count() or 1) >= _SPARE_CORES else 0
+        self._under_way: deque[tuple[ctypes.Array[_Job], object]] = deque()
+        """Batches and what they need, until all of their frames have ended, whoever has forgotten them."""
+        self._lock = threading.Lock()
+        if self._quick.taktline_jpeg_threads(threads) < 1:
+            raise OSError("no thread can be started")
+        self._try_out()
+
+    def size(self, data: bytes | memoryview) -> tuple[int, int] | None:
+        """Height and width of an ordinary JPEG; None for anything else."""
+        height, width = ctypes.c_int32(), ctypes.c_int32()
+        if not len(data) or not self._size(
+            _address(data), len(data), ctypes.addressof(height), ctypes.addressof(width)
+        ):
+            return None
+        return height.value, width.value
+
+    def begin(self, frames: Sequence[tuple[bytes | memoryview, Tensor]]) -> list[BegunFrame]:
+        """Begins to decode JPEGs into uint8 (H, W, 3), contiguous on the CPU, of the size that `size` gave."""
+        jobs = (_Job * len(frames))()
+        for job, (data, pixels) in zip(jobs, frames, strict=True):
+            job.data, job.size, job.out = _address(data), len(data), pixels.data_ptr()
+            job.height, job.width = pixels.shape[0], pixels.shape[1]
+        with self._lock:
+            while self._under_way and all(job.state for job in self._under_way[0][0]):
+                self._under_way.popleft()
+            self._under_way.append((jobs, frames))
+        self._begin(ctypes.addressof(jobs), len(frames))
+        return [BegunFrame(self, job, pixels) for job, (_, pixels) in zip(jobs, frames, strict=True)]
+
+    def wait(self, job: _Job) -> int:
+        """The state of a job that has ended."""
+        return int(self._waiting.taktline_jpeg_wait(ctypes.byref(job), self._awake_us))
+
+    def _try_out(self) -> None:
+        """Raises OSError where a frame's bits are not libjpeg-turbo's."""
+        picture = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
+        picture[:24] = np.arange(56)[:, None]  # smooth, too
+        files = [
+            simplejpeg.encode_jpeg(picture, quality, "RGB", colours)
+            for colours in ("444", "422", "420")
+            for quality in (50, 95)
+        ]
+        begun = self.begin([(data, torch.empty(picture.shape, dtype=torch.uint8)) for data in files])
+        for data, frame in zip(files, begun, strict=True):
+            if not frame.decoded() or not np.array_equal(frame.pixels.numpy(), simplejpeg.decode_jpeg(data, "RGB")):
+                raise OSError("they decode to other bits than libjpeg-turbo")
+
+
+def jpeg_threads() -> JpegThreads | None:
+    """One thread a core, at most 8; None where they cannot be had, which is logged: the interpreter's decode then."""
+    try:
+        return JpegThreads(min(_MOST_THREADS, os.cpu_count() or 1))
+    except OSError as error:
+        logger.warning("JPEGs are decoded by the interpreter's threads, which is slower: %s", error)
+        return None
+
+
+def _address(data: bytes | memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+
+
+def _compiled() -> Path:
+    """The library, alone in a folder. Raises OSError where it cannot be made."""
+    named = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise OSError(f"there is no C compiler{f' {named!r}' if named else ''}")
+    folder = Path(tempfile.mkdtemp(prefix="taktline-jpeg-"))
+    said = ""
+    for tuned in (["-march=native"], []):  # not every compiler knows what it runs on
+        command = [compiler, *_FLAGS, *tuned, "-o", str(folder / "jpeg.so"), str(_SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            said = "the C compiler does not end"
+            break
+        if done.returncode == 0:
+            return folder / "jpeg.so"
+        said = done.stderr.decode(errors="replace")[-300:]
+    shutil.rmtree(folder, ignore_errors=True)
+    raise OSError(f"{compiler} fails on {_SOURCE.name}: {said}")
