@@ -44,6 +44,18 @@ def test_workers_are_counted_in_words(ready: int, words: str) -> None:
     assert f"serves     a, {words} ready" in rollout_command.describe(live("Shadow", readyReplicas=ready))
 
 
+def test_the_status_quotes_what_keeps_a_worker_from_coming_up() -> None:
+    fault = "pod/reach-line-x: container worker ended with exit code 2: no model.safetensors"
+    conditions = [{"type": "Degraded", "status": "True", "reason": "CrashLoopBackOff", "message": fault}]
+    assert f"  fault      {fault}" in rollout_command.describe(live("Starting", conditions=conditions)).splitlines()
+    assert "fault" not in rollout_command.describe(live("Starting", conditions=[conditions[0] | {"status": "False"}]))
+
+
+def test_the_status_of_one_that_was_taken_back_says_how_to_try_again() -> None:
+    said = rollout_command.describe(live("RolledBack")).splitlines()
+    assert said[-1].endswith("correct the spec, or: taktline rollout retry reach -n line-1")
+
+
 def test_a_trial_that_nobody_takes_part_in_asks_for_robots() -> None:
     """A trial that waits looks the same whether robots are slow or absent, and only people can tell which."""
     found = judgement.of_shadow(Trial(id="b", step="shadow", seconds=60.0), Rollout(), 0.99, 0.0)

@@ -149,15 +149,23 @@ def describe(live: Json) -> str:
     if facts["message"]:
         reason = f"{facts['reason']}: " if facts["reason"] else ""
         lines.append(f"  {'why' if facts['reason'] else 'now':<10} {reason}{facts['message']}")
+    if facts["fault"] and not facts["reason"]:
+        lines.append(f"  fault      {facts['fault']}")
     if facts["since"]:
         lines.append(f"  since      {facts['since']}")
+    if facts["phase"] == "RolledBack":
+        metadata = live["metadata"]
+        lines.append(
+            f"  next       correct the spec, or: taktline rollout retry {metadata['name']} -n {metadata['namespace']}"
+        )
     return "\n".join(lines)
 
 
 def _facts(live: Json) -> Json:
     status = live.get("status", {})
     rollout = status.get("rollout", {})
-    progressing: Json = next((c for c in status.get("conditions", []) if c["type"] == "Progressing"), {})
+    conditions: dict[str, Json] = {condition["type"]: condition for condition in status.get("conditions", [])}
+    progressing, degraded = conditions.get("Progressing", {}), conditions.get("Degraded", {})
     strategy = live.get("spec", {}).get("rollout", {}).get("strategy", "RollingUpdate")
     phase = rollout.get("phase", "Complete")
     if strategy == "RollingUpdate" and progressing.get("status") == "True":
@@ -173,6 +181,7 @@ def _facts(live: Json) -> Json:
         "weight": rollout.get("weight", 0),
         "reason": rollout.get("reason", ""),
         "message": rollout.get("message", "") or progressing.get("message", ""),
+        "fault": degraded.get("message", "") if degraded.get("status") == "True" else "",
         "since": rollout.get("since", ""),
     }
 
