@@ -322,13 +322,13 @@ static void flat(int mean, uint8_t *out, int stride) {
   for (int i = 0; i < 8; i++) memset(out + i * stride, value, 8);
 }
 
-/* ----- upsampling and colours */
+/* ----- upsampling and colours. Counts are size_t: an int, which may wrap, would keep the compiler from wide registers. */
 
-static void doubled(const uint16_t *restrict in, uint8_t *restrict out, int n, int four) {
+static void doubled(const uint16_t *restrict in, uint8_t *restrict out, size_t n, int four) {
   /* Nearest sample 3/4, next one 1/4; `four`: values are of two rows already, and 16 times what they mean. */
   int shift = four ? 4 : 2, low = four ? 8 : 1, high = four ? 7 : 2;
   out[0] = (uint8_t)((in[0] * 4 + (four ? 8 : 0)) >> shift);
-  for (int i = 0; i < n - 1; i++) {
+  for (size_t i = 0; i < n - 1; i++) {
     out[2 * i + 1] = (uint8_t)((in[i] * 3 + in[i + 1] + high) >> shift);
     out[2 * i + 2] = (uint8_t)((in[i + 1] * 3 + in[i] + low) >> shift);
   }
@@ -336,8 +336,8 @@ static void doubled(const uint16_t *restrict in, uint8_t *restrict out, int n, i
 }
 
 static void coloured(const uint8_t *restrict y, const uint8_t *restrict cb, const uint8_t *restrict cr,
-                     uint8_t *restrict out, int n) {
-  for (int i = 0; i < n; i++) {
+                     uint8_t *restrict out, size_t n) {
+  for (size_t i = 0; i < n; i++) {
     int b = cb[i] - 128, r = cr[i] - 128, l = y[i];
     int red = l + ((91881 * r + 32768) >> 16), blue = l + ((116130 * b + 32768) >> 16);
     int green = l + ((-22554 * b - 46802 * r + 32768) >> 16);
@@ -350,7 +350,8 @@ static void coloured(const uint8_t *restrict y, const uint8_t *restrict cb, cons
 
 static void line_of(Room *room, int line, uint8_t *out) {
   Plan *p = &room->plan;
-  int wide = 8 * p->mcus, n = (p->width + p->across - 1) / p->across, high = (p->height + p->down - 1) / p->down;
+  int wide = 8 * p->mcus, high = (p->height + p->down - 1) / p->down;
+  size_t n = (size_t)(p->width + p->across - 1) / p->across;
   const uint8_t *y = room->planes[0] + (size_t)line * wide * p->across, *c[2];
   for (int k = 0; k < 2; k++) {
     const uint8_t *plane = room->planes[1 + k];
@@ -362,11 +363,11 @@ static void line_of(Room *room, int line, uint8_t *out) {
     const uint8_t *a = c[k], *b = plane + (size_t)far * wide;
     uint16_t *sums = (uint16_t *)room->lines;
     uint8_t *full = room->lines + 4 * (size_t)wide + 2 * (size_t)wide * k;
-    for (int i = 0; i < n; i++) sums[i] = p->down == 2 ? (uint16_t)(3 * a[i] + b[i]) : a[i];
+    for (size_t i = 0; i < n; i++) sums[i] = p->down == 2 ? (uint16_t)(3 * a[i] + b[i]) : a[i];
     doubled(sums, full, n, p->down == 2);
     c[k] = full;
   }
-  coloured(y, c[0], c[1], out, p->width);
+  coloured(y, c[0], c[1], out, (size_t)p->width);
 }
 
 /* ----- a frame */
