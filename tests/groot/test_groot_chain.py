@@ -63,7 +63,7 @@ def test_it_runs_for_one_robot_whose_keys_come_by_sixteen() -> None:
     chain = own._chain
 
     class Counted:
-        takes = staticmethod(chain.takes)
+        takes, rows = staticmethod(chain.takes), staticmethod(chain.rows)
 
         def __call__(self, *args: Any) -> Tensor:
             called.append(1)

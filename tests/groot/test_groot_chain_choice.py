@@ -38,10 +38,10 @@ def test_a_row_that_the_chain_does_not_take_is_named_once(
 ) -> None:
     chains = importlib.import_module("taktline_worker.models.groot.chain")
     monkeypatch.setattr(few_tokens, "load", lambda: None)
-    chain = chains.HeadChain(SimpleNamespace(tail_norms=[], blocks=[]))
-    x, memory = torch.empty(rows, tokens, 4), torch.empty(rows, keys, 1, 4)
+    chain = chains.HeadChain(SimpleNamespace(tail_norms=[], blocks=[], projectors={}))
+    memory = torch.empty(rows, keys, 1, 4)
     for _ in range(3):
-        assert chain.takes(x, [None, (memory, memory, memory)]) is taken
+        assert chain.takes(rows, tokens, [None, (memory, memory, memory)]) is taken
     named = [one.getMessage() for one in caplog.records]
     assert len(named) == (rows == 1 and not taken)
     assert all(f"{tokens} action tokens" in one and f"{keys} keys" in one for one in named)

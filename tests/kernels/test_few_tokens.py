@@ -95,6 +95,11 @@ class Layer:
         return normed @ self.weight.double().T + self.bias
 
 
+def stream_of(x: Tensor, multiplier: Tensor) -> Any:
+    """The stream x, to which nothing is added."""
+    return few.begin(x.float(), torch.zeros_like(x), torch.zeros(few.WIDTH, few.WIDTH).to(x), multiplier)
+
+
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
     """(rows, WIDTH) of q (rows, WIDTH), k and v (keys, WIDTH)."""
     q, k, v = (one.view(len(one), few.HEADS, -1).transpose(0, 1) for one in (q, k, v))
@@ -109,7 +114,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Te
 @pytest.mark.parametrize("rows", ROWS)
 def test_attention_of_the_stream_to_itself(rows: int) -> None:
     x, layer = rand(rows, few.WIDTH, seed=1), Layer(3 * few.WIDTH, few.WIDTH, 2)
-    stream = few.begin(x, layer.multiplier)
+    stream = stream_of(x, layer.multiplier)
     found = few.attend(stream, layer.weight, layer.first, layer.constant, EPS, None)
     assert distance(found, exact_attention(*layer.exact(x).chunk(3, dim=1), None)) < BAR
 
@@ -122,7 +127,7 @@ def test_attention_to_keys_of_which_some_are_not_seen(keys: int) -> None:
     whole = rand(1, keys, 3, 2, few.HEADS, 48, seed=3)
     k, v = whole[:, :, 1, 0], whole[:, :, 1, 1]
     valid = torch.arange(keys, device="cuda") < keys - 5
-    stream = few.begin(x, layer.multiplier)
+    stream = stream_of(x, layer.multiplier)
     found = few.attend(stream, layer.weight, layer.first, layer.constant, EPS, (k, v, valid[None, None, None]))
     expected = exact_attention(layer.exact(x), *(one[0].flatten(1).double() for one in (k, v)), valid)
     assert distance(found, expected) < BAR
@@ -150,6 +155,36 @@ def test_the_stream_goes_on_with_what_its_norm_needs(rows: int, scaled: bool) ->
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize(("rows", "given"), [(41, 40), (48, 48), (2, 1), (17, 3)])
+def test_the_stream_begins_with_rows_of_which_the_first_are_left_as_they_are(rows: int, given: int) -> None:
+    table, x = rand(rows, few.WIDTH, seed=1, dtype=torch.float32) + 0.5, rand(given, few.WIDTH, seed=2)
+    layer = Layer(few.WIDTH, few.WIDTH, 3)
+    stream = few.begin(table, x, layer.weight, layer.multiplier)
+    exact = table.double()
+    assert torch.equal(stream.x[: rows - given], table[: rows - given].bfloat16())
+    exact[rows - given :] += x.double() @ layer.weight.double().T
+    assert distance(stream.x, exact) < BAR
+    assert distance(stream.scaled, stream.x.float() * layer.multiplier) < BAR
+    assert torch.allclose(stream.sums.sum(0)[:rows, 0].double(), stream.x.double().sum(1), atol=1e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", ROWS)
+def test_relu_behind_the_last_norm(rows: int) -> None:
+    x, given, layer = (
+        rand(rows, few.WIDTH, seed=1) + 0.5,
+        rand(rows, few.HIDDEN, seed=4),
+        Layer(few.WIDTH, few.HIDDEN, 5),
+    )
+    behind = Layer(1024, few.WIDTH, 9)
+    stream = few.add(x, given, layer.weight, layer.bias, behind.multiplier)
+    found = few.relu(stream, behind.weight, behind.first, behind.constant, EPS)
+    assert distance(found, functional.relu(behind.exact(stream.x))) < BAR
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("rows", ROWS)
 def test_gelu_behind_the_norm_without_a_multiplier(rows: int) -> None:
     x, given = rand(rows, few.WIDTH, seed=1) + 0.5, rand(rows, few.WIDTH, seed=4)
@@ -171,7 +206,7 @@ def test_it_refuses_what_it_is_not_made_for() -> None:
     layer = Layer(few.WIDTH, few.WIDTH, 5)
     with pytest.raises(ValueError, match="48 tokens"):
         few.add(rand(49, few.WIDTH, seed=1), rand(49, few.WIDTH, seed=2), layer.weight, layer.bias, None)
-    stream = few.begin(rand(41, few.WIDTH, seed=1), layer.multiplier)
+    stream = stream_of(rand(41, few.WIDTH, seed=1), layer.multiplier)
     k = rand(1, 24, few.HEADS, 48, seed=2)
     with pytest.raises(ValueError, match="by 16"):
         few.attend(

@@ -185,6 +185,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     action_block = importlib.import_module("taktline_kernels.cuda.action_block")
     few_tokens = importlib.import_module("taktline_kernels.cuda.few_tokens")
     patch_attention = importlib.import_module("taktline_kernels.cuda.patch_attention")
+    fp8_frame_attention = importlib.import_module("taktline_kernels.cuda.fp8_frame_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     frame_norm = importlib.import_module("taktline_kernels.cuda.frame_norm")
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
@@ -192,6 +193,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     suffix_attention = importlib.import_module("taktline_kernels.cuda.suffix_attention")
     wide_product = importlib.import_module("taktline_kernels.cuda.wide_product")
     product = importlib.import_module("taktline_kernels.cuda.product")
+    rotated_attention = importlib.import_module("taktline_kernels.cuda.rotated_attention")
 
     def prepare(
         self: Any,
@@ -251,6 +253,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         action_block,
         few_tokens,
         patch_attention,
+        fp8_frame_attention,
         frame_attention,
         frame_norm,
         cached_attention,
@@ -258,6 +261,7 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         wide_product,
         fp8_attention,
         suffix_attention,
+        rotated_attention,
     )
     for module, name in ((geglu, "product_kernel"), *((one, "_kernel") for one in others)):
         yield module, name, _fresh(getattr(module, name))

@@ -3,9 +3,10 @@
 // memory through the bulk tensor copy engine, one warpgroup computes: tokens are the rows of a tile, NC output channels its
 // columns. The PEERS blocks of a cluster have a slice of the depth each, send each other their sums, and each finishes some.
 // The weight's first STAGES blocks are read before the kernel before has ended. LATE: the next kernel starts, and reads its
-// own, only when all of this one's are on their way: what a product waits for is not to queue behind what the next needs.
-// MODE 0: gelu by tanh; a block finishes every PEERS-th group of eight channels. 2: the residual add; a block finishes eight
-// or sixteen rows of all channels, and leaves each row's sum and sum of squares. 3: attention; a cluster has the queries of a
+// own, only when all of this one's are on their way: what a product waits for is not to queue behind what the next needs. HELD:
+// only when all that was written before this kernel is there, so that the next may read it before it waits.
+// MODE 0: gelu by tanh, or RELU; a block finishes every PEERS-th group of eight channels. 2: the residual add; a block finishes
+// eight or sixteen rows of all channels, and leaves each row's sum and sum of squares. WIDE: the residual is fp32. 3: attention; a cluster has the queries of a
 // head, or its queries, keys and values, a block finishes the attention of sixteen rows.
 // NORMED > 0: the tokens are multiples of a layer norm's input, whose sums come in that many parts; the norm's own factor
 // and mean come in behind the product.
@@ -72,7 +73,7 @@ DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 struct Arguments {
   const u16* bias;       // 2
   u16* out;              // bf16: 0: (rows, channels); 2: the stream; 3: (rows, heads * WIDTH)
-  const u16* residual;   // 2: bf16 (rows, channels)
+  const void* residual;  // 2: bf16, WIDE fp32 (rows, channels)
   u16* scaled;           // 2: stream * scale, or null
   const float* scale;    // 2: (channels), read where `scaled` is
   float2* sums_out;      // 2: (tiles, 64) of the new stream
@@ -80,7 +81,7 @@ struct Arguments {
   const float* first;    // NORMED: (channels), what the mean is multiplied by
   const float* constant; // NORMED: (channels), what is added
   float width, eps;      // NORMED
-  int share, rows, channels, blocks;
+  int share, rows, channels, blocks, skipped;  // skipped: the first rows, which have no tokens
   // 3: keys and values of a cross-attention, bf16 (keys, heads, WIDTH), k_token numbers from one key to the next; which are seen.
   int keys, k_token;
   const u16 *k, *v;
@@ -127,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(160, 2)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  if (!LATE || share <= STAGES) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (!HELD && (!LATE || share <= STAGES)) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   __syncthreads();
   const u32 base = smem_address(shared);
 
@@ -143,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(160, 2)
       }
       for (int i = ahead; AHEAD && i < share; ++i) ask_for_tile(&weights, (first + i) * 64, tile * NC);
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      for (int i = 0; i < ahead; ++i) copy_tile(base + i * STAGE, &tokens, (first + i) * 64, 0, smem_address(&full[i]));
+      if (HELD) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+      for (int i = 0; i < ahead; ++i) copy_tile(base + i * STAGE, &tokens, (first + i) * 64, -p.skipped, smem_address(&full[i]));
       int stage = 0;
       u32 parity = 0;
       for (int i = ahead; i < share; ++i) {
@@ -151,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(160, 2)
         const u32 bar = smem_address(&full[stage]), target = base + stage * STAGE;
         barrier_expect(bar, STAGE);
         copy_weights(target + TOKEN_STAGE, &weights, tile, first + i, p.blocks, bar);
-        copy_tile(target, &tokens, (first + i) * 64, 0, bar);
+        copy_tile(target, &tokens, (first + i) * 64, -p.skipped, bar);
         if (++stage == STAGES) stage = 0, parity ^= 1;
         if (LATE && i + 1 == share) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       }
@@ -165,7 +167,12 @@ extern "C" __global__ void __launch_bounds__(160, 2)
   // Parameters are read before the kernel before has ended, what it writes behind that.
 #if MODE == 2
   const bool finishes = rank < FINISHERS;
-  u32 biases[TURNS], old[TURNS][HALVES];
+  u32 biases[TURNS];
+#if WIDE
+  float2 old[TURNS][HALVES];
+#else
+  u32 old[TURNS][HALVES];
+#endif
   float2 scales[TURNS];
 #pragma unroll
   for (int i = 0; i < TURNS; ++i) {
@@ -241,9 +248,14 @@ extern "C" __global__ void __launch_bounds__(160, 2)
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const int own = warp + 4 * i, token = (rank * HALVES + half) * 8 + g;
+      const size_t place = (size_t)token * p.channels + channel + own * 8;
+      const bool inside = finishes && own < GROUPS && token < p.rows;
+#if WIDE
+      old[i][half] = inside ? __ldcg(reinterpret_cast<const float2*>(static_cast<const float*>(p.residual) + place)) : make_float2(0.0f, 0.0f);
+#else
       old[i][half] = 0;
-      if (finishes && own < GROUPS && token < p.rows)
-        asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(old[i][half]) : "l"(p.residual + (size_t)token * p.channels + channel + own * 8) : "memory");
+      if (inside) asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(old[i][half]) : "l"(static_cast<const u16*>(p.residual) + place) : "memory");
+#endif
     }
   }
 #endif
@@ -450,8 +462,13 @@ extern "C" __global__ void __launch_bounds__(160, 2)
     for (int half = 0; half < HALVES; ++half) {
       const int token = (rank * HALVES + half) * 8 + g;
       if (token >= p.rows) continue;
-      const float x = sum[2 * half] + __uint_as_float(biases[i] << 16) + __uint_as_float(old[i][half] << 16);
-      const float y = sum[2 * half + 1] + __uint_as_float(biases[i] & 0xffff0000u) + __uint_as_float(old[i][half] & 0xffff0000u);
+#if WIDE
+      const float2 before = old[i][half];
+#else
+      const float2 before = make_float2(__uint_as_float(old[i][half] << 16), __uint_as_float(old[i][half] & 0xffff0000u));
+#endif
+      const float x = sum[2 * half] + __uint_as_float(biases[i] << 16) + before.x;
+      const float y = sum[2 * half + 1] + __uint_as_float(biases[i] & 0xffff0000u) + before.y;
       const u32 fresh = pack_bf16(x, y);
       const float low = __uint_as_float(fresh << 16), high = __uint_as_float(fresh & 0xffff0000u);
       const size_t place = (size_t)token * p.channels + channel + own * 8;
@@ -527,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(160, 2)
       const size_t place = (size_t)token * p.channels + channel + own * 8;
       const float2 norm = norms[token];
       const float v = x * norm.x + norm.y * firsts[i].x + constants[i].x, w = y * norm.x + norm.y * firsts[i].y + constants[i].y;
-      *reinterpret_cast<u32*>(p.out + place) = pack_bf16(gelu(v), gelu(w));
+      *reinterpret_cast<u32*>(p.out + place) = RELU ? pack_bf16(fmaxf(v, 0.0f), fmaxf(w, 0.0f)) : pack_bf16(gelu(v), gelu(w));
     }
   }
 #endif

@@ -28,7 +28,7 @@ WIDTH, HEADS, HIDDEN = 1536, 32, 6144
 _HEAD = WIDTH // HEADS
 _LOG2E = 1.4426950408889634
 _DTYPES = {
-    **dict.fromkeys(("bias", "residual", "scaled", "k", "v"), torch.bfloat16),
+    **dict.fromkeys(("bias", "scaled", "k", "v"), torch.bfloat16),
     **dict.fromkeys(("scale", "sums_out", "sums", "first", "constant"), torch.float32),
     "valid": torch.bool,
 }
@@ -44,7 +44,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "out", "residual", "scaled", "scale", "sums_out", "sums")),
         *((name, ctypes.c_void_p) for name in ("first", "constant")),
         *((name, ctypes.c_float) for name in ("width", "eps")),
-        *((name, ctypes.c_int) for name in ("share", "rows", "channels", "blocks", "keys", "k_token")),
+        *((name, ctypes.c_int) for name in ("share", "rows", "channels", "blocks", "skipped", "keys", "k_token")),
         *((name, ctypes.c_void_p) for name in ("k", "v", "valid")),
         ("logit_scale", ctypes.c_float),
     )
@@ -76,7 +76,10 @@ class _Tile:
         mode: what becomes of the sums.
         normed: parts in which the sums of a norm's input come, or 0: no norm before the product.
         late: whether the next kernel is let start only when this one's weights are all on their way.
+        held: whether it is let start only when all that was written before this one is there.
         ahead: whether the weight beyond the stages is asked for into L2 before the kernel before has ended.
+        wide: whether the residual is fp32.
+        relu: instead of gelu.
         keys: of a cross-attention.
     """
 
@@ -87,6 +90,9 @@ class _Tile:
     normed: int = 0
     late: bool = False
     ahead: bool = False
+    held: bool = False
+    wide: bool = False
+    relu: bool = False
     keys: int = 0
 
     @property
@@ -123,12 +129,17 @@ class _Tile:
             "APART": int(self._apart),
             "LATE": int(self.late),
             "AHEAD": int(self.ahead),
+            "HELD": int(self.held),
+            "WIDE": int(self.wide),
+            "RELU": int(self.relu),
         }
 
 
+_BEGIN = _Tile(96, 8, 3, _STREAM, held=True, wide=True)
 _FC2 = _Tile(96, 8, 5, _STREAM, late=True)
 _OUT = _Tile(48, 4, 6, _STREAM)
 _FC1 = _Tile(96, 2, 6, _FINISHED, WIDTH // _OUT.channels, late=True, ahead=True)
+_END = _Tile(32, 4, 6, _FINISHED, WIDTH // _FC2.channels, relu=True)
 _SELF = _Tile(3 * _HEAD, 4, 4, _ATTEND, WIDTH // _FC2.channels, late=True)
 
 
@@ -139,12 +150,12 @@ def _cross(keys: int) -> _Tile:
 
 def tiles() -> tuple[_Tile, ...]:
     """All that a request can need."""
-    return (_FC1, _FC2, _OUT, _SELF, *(_cross(keys) for keys in (16, 64, MAX_KEYS)))
+    return (_BEGIN, _FC1, _FC2, _OUT, _END, _SELF, *(_cross(keys) for keys in (16, 64, MAX_KEYS)))
 
 
-def suits(*, width: int, heads: int, hidden: int) -> bool:
-    """Whether the tiles come out even."""
-    return (width, heads, hidden) == (WIDTH, HEADS, HIDDEN)
+def suits(*, width: int, heads: int, hidden: int, decoded: int) -> bool:
+    """Whether the tiles come out even; `decoded` are the channels of the layer behind the last norm."""
+    return (width, heads, hidden) == (WIDTH, HEADS, HIDDEN) and decoded % _END.channels == 0
 
 
 @functools.cache
@@ -179,15 +190,15 @@ def load() -> None:
 def _run(
     tile: _Tile, x: Tensor, weight: Tensor, out: Tensor, *, pointers: Mapping[str, Tensor | None], **values: Any
 ) -> None:
-    rows, depth = x.shape
-    channels = weight.shape[0]
+    depth, channels, rows = x.shape[1], weight.shape[0], len(out)
     if rows > MAX_TOKENS or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise ValueError(f"the kernels take up to {MAX_TOKENS} tokens in bf16")
     if channels % tile.channels or depth % (64 * tile.peers):
         raise ValueError(f"{channels} channels of depth {depth} do not come out even in {tile}")
     for name, one in pointers.items():
-        if one is not None and one.dtype != _DTYPES[name]:
-            raise ValueError(f"the kernels read {name} in {_DTYPES[name]}, not in {one.dtype}")
+        wanted = _DTYPES.get(name, torch.float32 if tile.wide else torch.bfloat16)
+        if one is not None and one.dtype != wanted:
+            raise ValueError(f"the kernels read {name} in {wanted}, not in {one.dtype}")
     box = min(tile.channels, _HEAD) if tile.mode == _ATTEND else tile.channels
     _kernel(tile).launch(
         (channels // tile.channels * tile.peers, 1, 1),
@@ -203,21 +214,25 @@ def _run(
                 rows=rows,
                 channels=channels,
                 blocks=depth // 64,
+                skipped=rows - len(x),
             ),
         ],
         overlap=True,
     )
 
 
-def begin(x: Tensor, multiplier: Tensor) -> Stream:
-    """The stream x bf16 (rows, WIDTH) before the first block, whose norm multiplies by `multiplier` fp32 (WIDTH,).
+def begin(rows: Tensor, given: Tensor, weight: Tensor, multiplier: Tensor) -> Stream:
+    """The stream before the first block: rows, and on the last of them given @ weight.T; rounded.
 
     Kernels behind this one start when all that was written before it is there: those of a cross-attention read keys and
     values before they wait for their predecessor.
-    """
-    from taktline_kernels.triton_impl.stream_rows import rows_and_sums
 
-    return Stream(x, *rows_and_sums(x, multiplier, _SELF.normed))
+    Args:
+        rows: fp32 (rows, WIDTH).
+        given: bf16 (at most as many rows, WIDTH).
+        multiplier: fp32 (WIDTH,), of the first block's norm.
+    """
+    return _add(_BEGIN, rows, given, weight, None, multiplier)
 
 
 def attend(
@@ -251,10 +266,12 @@ def attend(
 
 def gelu(stream: Stream, weight: Tensor, first: Tensor, constant: Tensor, eps: float) -> Tensor:
     """gelu (tanh form) of a layer (HIDDEN, WIDTH) behind the norm of the stream, whose sums `add` left for x itself."""
-    out = torch.empty((len(stream.x), weight.shape[0]), dtype=stream.x.dtype, device=stream.x.device)
-    pointers = {"sums": stream.sums, "first": first, "constant": constant}
-    _run(_FC1, stream.scaled, weight, out, pointers=pointers, eps=eps)
-    return out
+    return _finished(_FC1, stream, weight, first, constant, eps)
+
+
+def relu(stream: Stream, weight: Tensor, first: Tensor, constant: Tensor, eps: float) -> Tensor:
+    """relu of a layer (n, WIDTH) behind the norm of the stream, n a multiple of 32, as `add` behind HIDDEN left it."""
+    return _finished(_END, stream, weight, first, constant, eps)
 
 
 def add(x: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None) -> Stream:
@@ -262,8 +279,21 @@ def add(x: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None, multiplie
     tile = {HIDDEN: _FC2, WIDTH: _OUT}.get(given.shape[1])
     if tile is None:
         raise ValueError(f"the kernels add a layer of depth {HIDDEN} or {WIDTH}, not {given.shape[1]}")
-    out = torch.empty_like(x)
-    scaled = out if multiplier is None else torch.empty_like(x)
+    return _add(tile, x, given, weight, bias, multiplier)
+
+
+def _finished(tile: _Tile, stream: Stream, weight: Tensor, first: Tensor, constant: Tensor, eps: float) -> Tensor:
+    out = torch.empty((len(stream.x), weight.shape[0]), dtype=stream.x.dtype, device=stream.x.device)
+    pointers = {"sums": stream.sums, "first": first, "constant": constant}
+    _run(tile, stream.scaled, weight, out, pointers=pointers, eps=eps)
+    return out
+
+
+def _add(
+    tile: _Tile, x: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None
+) -> Stream:
+    out = torch.empty_like(x, dtype=given.dtype)
+    scaled = out if multiplier is None else torch.empty_like(out)
     sums = torch.empty((WIDTH // tile.channels, 64, 2), dtype=torch.float32, device=x.device)
     pointers = {"bias": bias, "residual": x, "sums_out": sums, "scale": multiplier}
     if multiplier is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from taktline_kernels import ops
@@ -36,9 +36,6 @@ from taktline_worker.models.groot.weights import (
     TextWeights,
     VisionWeights,
 )
-
-if TYPE_CHECKING:
-    from taktline_worker.models.groot.chain import HeadChain
 
 _FEW_PATCHES = 2048
 """So many leave multiprocessors idle: a merger then runs beside the blocks behind it."""
@@ -99,9 +96,8 @@ def encode_images(
     deep: list[Branch[Tensor]] = []
     for index, (block, norm) in enumerate(zip(weights.blocks, following, strict=True)):
         qkv = block.qkv(n)
-        ops.norm_rotate(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
-        q, k, value = qkv.view(*x.shape[:2], 3, v.heads, -1).unbind(2)
-        x, n = _after_layer(block.norm2, x, block.out, attend(q, k, value))
+        attended = ops.attention_rotated(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
+        x, n = _after_layer(block.norm2, x, block.out, attended.flatten(2))
         x, n = _after_layer(norm, x, block.fc2, block.fc1.gelu(n))
         if index in weights.deepstack:
             work = partial(merge, weights.deepstack[index], x, v.merge)
@@ -191,10 +187,11 @@ def encode_text(
 def _text_layer(layer: TextLayer, t: TextConfig, x: Tensor, n: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Any]:
     """The stream x behind the attention, and what the feed-forward's last product reads; n is the norm of x."""
     qkv = layer.qkv(n)
-    ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.norm_eps)
-    heads = qkv.view(*x.shape[:2], -1, t.head_dim)
-    q, k, v = heads[:, :, : t.heads], heads[:, :, t.heads : -t.kv_heads], heads[:, :, -t.kv_heads :]
-    x, n = _add_norm(x, layer.out, attend(q, k, v, causal=True), layer.norm2, t.norm_eps)
+    norms = layer.q_norm, layer.k_norm
+    attended = ops.attention_rotated(
+        qkv, *norms, cos, sin, heads=t.heads, kv_heads=t.kv_heads, causal=True, eps=t.norm_eps
+    )
+    x, n = _add_norm(x, layer.out, attended.flatten(2), layer.norm2, t.norm_eps)
     return x, gated(layer.gate_up, layer.down, n)
 
 
@@ -293,7 +290,6 @@ def velocity(
     x: Tensor,
     step: int,
     seen: list[tuple[Tensor, Tensor, Tensor] | None],
-    chain: HeadChain | None = None,
 ) -> Tensor:
     """The velocity of one solver step.
 
@@ -302,7 +298,6 @@ def velocity(
         state: (B, width), embedded.
         x: (B, H, action width).
         seen: for each block what `action_block` takes.
-        chain: runs the blocks of batches that it takes.
 
     Returns:
         (B, H, action width).
@@ -310,13 +305,10 @@ def velocity(
     head = weights.head
     h = by_rows(projectors, x, lambda projector, own: embed_actions(projector, own, step))
     h = torch.cat((state[:, None], h), dim=1)
-    if chain is not None and chain.takes(h, seen):
-        n = chain(h, step, seen)
-    else:
-        norms = [*(block.norms[step] for block in head.blocks), head.tail_norms[step]]
-        n = norms[0](h)
-        for block, following, its in zip(head.blocks, norms[1:], seen, strict=True):
-            h, n = action_block(block, head, a.head.heads, h, n, following, its)
+    norms = [*(block.norms[step] for block in head.blocks), head.tail_norms[step]]
+    n = norms[0](h)
+    for block, following, its in zip(head.blocks, norms[1:], seen, strict=True):
+        h, n = action_block(block, head, a.head.heads, h, n, following, its)
     return by_rows(projectors, n[:, 1:], decode_actions)
 
 

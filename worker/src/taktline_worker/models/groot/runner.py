@@ -116,8 +116,15 @@ class GrootRunner:
         state = self._state(batch) if state is None else state
         x, strength = batch.start.to(weights.dtype), batch.strength.to(weights.dtype)
         dt = 1.0 / a.head.solver_steps
+        chain = self._chain
+        if chain is not None and observer is None and chain.takes(len(x), 1 + x.shape[1], seen):
+            slot = batch.embodiments[0]
+            rows = chain.rows(slot, state)
+            for step in range(a.head.solver_steps):
+                x = chain(slot, x, strength, rows, step, seen, dt)
+            return x.float()
         for step in range(a.head.solver_steps):
-            velocity = modules.velocity(weights, a, projectors, state, x, step, seen, self._chain)
+            velocity = modules.velocity(weights, a, projectors, state, x, step, seen)
             if observer is not None:
                 observer(step, x, velocity)
             x = torch.addcmul(x, velocity, strength, value=dt)
