@@ -57,7 +57,9 @@ def bench_http(
         info = robot.info()
     if not info.ready:
         raise TaktlineError(
-            ErrorCode.WORKER_UNAVAILABLE, f"no worker of policy {policy!r} is ready", "wait for `taktline policies`"
+            ErrorCode.WORKER_UNAVAILABLE,
+            f"no worker of policy {policy!r} is ready",
+            "wait until `taktline policies` shows it ready",
         )
     load = Load(
         url=url,
