@@ -16,6 +16,8 @@ from taktline_dashboards import render
         (12.5, "reqps", "12.5/s"),
         (3 * 2**20, "bytes", "3 MiB"),
         (5 * 2**30, "bytes", "5 GiB"),
+        (8 * 2**10, "Bps", "8 KiB/s"),
+        (0.0, "Bps", "0 B/s"),
         (1.755e9, "hertz", "1755 MHz"),
         (math.nan, "ms", "–"),
         (3.0, "none", "3"),

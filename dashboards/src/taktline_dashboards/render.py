@@ -36,7 +36,7 @@ COLOURS = {
     "text": "#222222",
 }
 ROW_INCHES, COLUMN_INCHES = 0.36, 0.72
-_SCALES = {"hertz": (1e6, "MHz"), "Bps": (2**20, "MiB/s")}
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _SUFFIXES = {"ms": " ms", "s": " s", "reqps": "/s", "ops": "/s", "celsius": " °C", "watt": " W", "percent": " %"}
 
 
@@ -46,9 +46,10 @@ def shown(value: float, unit: str) -> str:
         return "–"
     if unit == "percentunit":
         return f"{100 * value:.4g} %"
-    scale, name = _SCALES.get(unit, (1.0, ""))
-    if unit == "bytes":
-        scale, name = (2**30, "GiB") if abs(value) >= 2**30 else (2**20, "MiB")
+    scale, name = (1e6, "MHz") if unit == "hertz" else (1.0, "")
+    if unit in ("bytes", "Bps"):
+        scale, name = next((step for step in _BYTES if abs(value) >= step[0]), _BYTES[-1])
+        name += "/s" if unit == "Bps" else ""
     number = value / scale
     text = f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:.4g}"
     return f"{text}{f' {name}' if name else _SUFFIXES.get(unit, '')}"
@@ -192,7 +193,7 @@ def _time_series(axes: Axes, panel: Json, source: Source) -> None:
 
 
 def whole_step(low: float, high: float) -> float:
-    """Bytes between the ticks of an axis: a power of two, so that they are round in MiB, and at most eight of them."""
+    """Bytes between the ticks of an axis: a power of two, so that they are round in KiB and MiB, and at most eight of them."""
     return float(2.0 ** max(0, math.ceil(math.log2(max(1.0, high - low) / 8))))
 
 
