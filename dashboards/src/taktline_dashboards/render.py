@@ -193,7 +193,7 @@ def _time_series(axes: Axes, panel: Json, source: Source) -> None:
 
 
 def whole_step(low: float, high: float) -> float:
-    """Bytes between the ticks of an axis: a power of two, so that they are round in KiB and MiB, and at most eight of them."""
+    """Bytes between the ticks of an axis: a power of two, so that they are round in KiB or MiB; at most eight ticks."""
     return float(2.0 ** max(0, math.ceil(math.log2(max(1.0, high - low) / 8))))
 
 
