@@ -10,7 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from taktline import robot
+from taktline.cli import build
 from taktline_gateway.openapi import grey_png
+from taktline_protocol import PolicyInfo
+from taktline_protocol.messages import PolicyList
+from typer.testing import CliRunner
 
 HEAVY = ("torch", "numpy", "httpx", "taktline_worker", "taktline_local")
 TAKTLINE = str(Path(sys.executable).parent / "taktline")
@@ -74,6 +79,14 @@ def test_policies(stack):
     assert "scripted: ready, 1 worker, " in done.stdout
     listed = json.loads(taktline("policies", "--json", url=stack.url).stdout)
     assert listed["policies"][0]["policy"] == "scripted"
+
+
+def test_a_policy_that_no_worker_has_served_yet_has_no_sizes_to_tell(monkeypatch):
+    info = PolicyInfo(policy="new", family="pi05", revision="r1", ready=False)
+    monkeypatch.setattr(robot, "list_policies", lambda *_: PolicyList(policies=(info,)))
+    said = CliRunner().invoke(build("policies"), ["policies"]).stdout
+    assert said.startswith("new: not ready; no worker has come up yet")
+    assert said.count("\n") == 1
 
 
 def test_act_prints_a_chunk(stack, picture):

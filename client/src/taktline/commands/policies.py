@@ -27,11 +27,14 @@ def policies(
         typer.echo(f"{url} serves no policies yet: apply a PolicyDeployment, or check the gateway's --routes")
         return
     for info in found.policies:
+        if not info.action_dim:
+            typer.echo(f"{info.policy}: not ready; no worker has come up yet, which would say what it wants to see")
+            continue
         cameras = [*info.cameras, *(f"{camera} (optional)" for camera in info.optional_cameras)]
         state = "ready" if info.ready else "not ready"
         workers = "1 worker" if info.workers == 1 else f"{info.workers} workers"
         typer.echo(f"{info.policy}: {state}, {workers}, {info.family}, revision {info.revision}")
-        typer.echo(f"  cameras    {', '.join(cameras) or 'not known before a worker is up'}")
+        typer.echo(f"  cameras    {', '.join(cameras)}")
         typer.echo(f"  state      {info.state_dim} numbers")
         period_ms = 1e3 * info.dt_s
         typer.echo(f"  chunk      {info.horizon} actions of {info.action_dim} numbers, one every {period_ms:g} ms")
