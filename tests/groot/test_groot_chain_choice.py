@@ -30,18 +30,17 @@ def test_kernels_that_cannot_be_loaded_leave_the_head_to_its_blocks(
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "keys", "taken"),
-    [(1, 48, 256, True), (1, 49, 256, False), (1, 48, 257, False), (1, 48, 272, False), (2, 48, 250, False)],
+    ("tokens", "keys", "taken"), [(48, 256, True), (49, 256, False), (48, 257, False), (48, 272, False)]
 )
 def test_a_row_that_the_chain_does_not_take_is_named_once(
-    rows: int, tokens: int, keys: int, taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tokens: int, keys: int, taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chains = importlib.import_module("taktline_worker.models.groot.chain")
     monkeypatch.setattr(few_tokens, "load", lambda: None)
     chain = chains.HeadChain(SimpleNamespace(tail_norms=[], blocks=[], projectors={}))
-    memory = torch.empty(rows, keys, 1, 4)
+    memory = torch.empty(1, keys, 1, 4)
     for _ in range(3):
-        assert chain.takes(rows, tokens, [None, (memory, memory, memory)]) is taken
+        assert chain.takes(tokens, [None, (memory, memory, memory)]) is taken
     named = [one.getMessage() for one in caplog.records]
-    assert len(named) == (rows == 1 and not taken)
+    assert len(named) == (not taken)
     assert all(f"{tokens} action tokens" in one and f"{keys} keys" in one for one in named)

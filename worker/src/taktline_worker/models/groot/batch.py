@@ -75,15 +75,16 @@ class GrootBatch:
     """What the network reads of B rows in S slots.
 
     Attributes:
-        patches: for each distinct grid fp32 (its images, P, patch values), in the order of rows.
+        patches: for each distinct grid (its images, P, patch values), in the order of rows; these and the last three
+            in fp32, or as the weights are.
         grids: those grids.
         tokens: int64 (B, S), zeros behind a row's end.
         positions: int64 (B, S, 3), time, row and column.
         image_slots: int64 (image tokens,), where in the flattened (B * S) they stand, grid by grid.
         text: the text tokens; `image` the image tokens; `all` both.
-        state: fp32 (B, state width).
-        start: fp32 (B, H, action width), x at t = 0.
-        strength: fp32 (B, H, action width), the share of each velocity that is followed.
+        state: (B, state width).
+        start: (B, H, action width), x at t = 0.
+        strength: (B, H, action width), the share of each velocity that is followed.
         embodiments: projector slot of each row.
     """
 
@@ -106,10 +107,10 @@ class GrootBatch:
         rest = (self.tokens, self.positions, self.image_slots, self.state, self.start, self.strength)
         return (*self.patches, *places, *rest)
 
-    def to(self, device: torch.device) -> GrootBatch:
-        """The same elsewhere; where it is already there, the very tensors."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> GrootBatch:
+        """The same elsewhere, what is fp32 in `dtype`; where it is already there, the very tensors."""
         return GrootBatch(
-            patches=tuple(one.to(device) for one in self.patches),
+            patches=tuple(one.to(device).to(dtype or one.dtype) for one in self.patches),
             grids=self.grids,
             tokens=self.tokens.to(device),
             positions=self.positions.to(device),
@@ -117,9 +118,9 @@ class GrootBatch:
             text=self.text.to(device),
             image=self.image.to(device),
             all=self.all.to(device),
-            state=self.state.to(device),
-            start=self.start.to(device),
-            strength=self.strength.to(device),
+            state=self.state.to(device).to(dtype or self.state.dtype),
+            start=self.start.to(device).to(dtype or self.start.dtype),
+            strength=self.strength.to(device).to(dtype or self.strength.dtype),
             embodiments=self.embodiments,
         )
 

@@ -57,21 +57,21 @@ class HeadChain:
         """Whether the kernels are made for this head, with `hidden` numbers between the feed-forward's layers."""
         return few_tokens.suits(width=h.width, heads=h.heads, hidden=hidden, decoded=h.hidden)
 
-    def takes(self, rows: int, tokens: int, seen: list[Seen]) -> bool:
-        """Whether it runs so many rows, of so many action tokens with the state's, with what their blocks see.
+    def takes(self, tokens: int, seen: list[Seen]) -> bool:
+        """Whether it runs a row of so many action tokens with the state's, with what its blocks see.
 
-        The first row alone that it does not run is named in the log.
+        The first that it does not run is named in the log.
         """
         keys = sorted({one[0].shape[1] for one in seen if one is not None})
         fits = tokens <= MAX_TOKENS and all(k % 16 == 0 and k <= MAX_KEYS for k in keys)
-        if rows == 1 and not fits and not self._named:
+        if not fits and not self._named:
             self._named = True
             logger.warning(
                 "a request of %d action tokens with the state and %s keys runs without the action head's kernel chain:"
                 " it takes up to %d tokens, and keys by 16 up to %d",
                 *(tokens, " or ".join(map(str, keys)), MAX_TOKENS, MAX_KEYS),
             )
-        return rows == 1 and fits
+        return fits
 
     def rows(self, slot: int, state: Tensor) -> Tensor:
         """What a step's stream (1 + H, width) has beside the actions: the embedded state (1, width), and the offset."""

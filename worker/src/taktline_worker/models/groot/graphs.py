@@ -20,7 +20,7 @@ class GrootGraphs(BucketGraphs[GrootRow, GrootBatch]):
 
     def lay_out(self, rows: Sequence[GrootRow], slots: int) -> GrootBatch:
         """See `BucketGraphs.lay_out`."""
-        return lay_out(rows, self.eager.architecture, slots).to(self.device)
+        return lay_out(rows, self.eager.architecture, slots).to(self.device, self.eager.weights.dtype)
 
     def layout(self, row: GrootRow) -> tuple[tuple[Grid, ...], int]:
         """The grids of its images, and its embodiment."""

@@ -84,13 +84,13 @@ def encode_images(
 
     Args:
         patches: (N, P, patch values) in merge order.
-        positions: (P, width) fp32.
+        positions: (P, width) in the dtype of patches.
         cos: (P, half a head's width) fp32; `sin` likewise.
 
     Returns:
         (N, P / merge^2, text width), and the same of each deepstack block in order.
     """
-    x = weights.patch(patches) + positions.to(patches.dtype)
+    x = weights.patch(patches) + positions
     n = weights.blocks[0].norm1(x)
     following = [*(block.norm1 for block in weights.blocks[1:]), weights.merger.norm]
     deep: list[Branch[Tensor]] = []

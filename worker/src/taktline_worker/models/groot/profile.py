@@ -88,4 +88,4 @@ class GrootProfile:
         # As a graph has it, so that phases add up to the whole.
         bucket = self._runner.bucket_for(rows) if isinstance(self._runner, GrootGraphs) else None
         slots = 0 if bucket is None else bucket.slots
-        return lay_out(rows, self._eager.architecture, slots).to(self._eager.device)
+        return lay_out(rows, self._eager.architecture, slots).to(self._eager.device, self._eager.weights.dtype)

@@ -58,17 +58,17 @@ class GrootRunner:
     @torch.inference_mode()
     def run(self, rows: Sequence[GrootRow], observer: StepObserver | None = None) -> Tensor:
         """fp32 (B, H, action width) on the CPU, normalised units."""
-        return self.compute(lay_out(rows, self.architecture).to(self.device), observer).cpu()
+        return self.compute(lay_out(rows, self.architecture).to(self.device), observer).float().cpu()
 
     @torch.inference_mode()
     def compute(self, batch: GrootBatch, observer: StepObserver | None = None) -> Tensor:
-        """fp32 (B, H, action width) of a batch on the device; reads nothing back from it."""
+        """(B, H, action width) of a batch on the device, in the weights' dtype; reads nothing back from it."""
         # What needs no image runs beside the vision tower.
         rotation = Branch(self.device, partial(self._rotation, batch))
-        state = Branch(self.device, partial(self._state, batch))
+        first = Branch(self.device, partial(self._first_tokens, batch))
         images, deep = self.encode_images(batch)
         refined = self.encode_text(batch, images, deep, rotation.join()).refined
-        return self.solve(batch, refined, observer, state.join())
+        return self.solve(batch, refined, observer, first.join())
 
     @torch.inference_mode()
     def encode(self, batch: GrootBatch) -> Features:
@@ -103,32 +103,30 @@ class GrootRunner:
         batch: GrootBatch,
         refined: Tensor,
         observer: StepObserver | None = None,
-        state: Tensor | None = None,
+        first: tuple[Tensor, Tensor | None] | None = None,
     ) -> Tensor:
         """The action head over `refined`: keys and values once, then the solver steps; as `compute`.
 
         Args:
-            state: what `_state` gives, where it has been made.
+            first: what `_first_tokens` gives, where it has been made.
         """
         a, weights = self.architecture, self.weights
         seen = self._memories(batch, refined)
         projectors = self._projectors(batch)
-        state = self._state(batch) if state is None else state
+        state, rows = first or self._first_tokens(batch)
         x, strength = batch.start.to(weights.dtype), batch.strength.to(weights.dtype)
         dt = 1.0 / a.head.solver_steps
         chain = self._chain
-        if chain is not None and observer is None and chain.takes(len(x), 1 + x.shape[1], seen):
-            slot = batch.embodiments[0]
-            rows = chain.rows(slot, state)
+        if chain is not None and rows is not None and observer is None and chain.takes(1 + x.shape[1], seen):
             for step in range(a.head.solver_steps):
-                x = chain(slot, x, strength, rows, step, seen, dt)
-            return x.float()
+                x = chain(batch.embodiments[0], x, strength, rows, step, seen, dt)
+            return x
         for step in range(a.head.solver_steps):
             velocity = modules.velocity(weights, a, projectors, state, x, step, seen)
             if observer is not None:
                 observer(step, x, velocity)
             x = torch.addcmul(x, velocity, strength, value=dt)
-        return x.float()
+        return x
 
     def tables(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """Position embeddings (P, width) and the rotation's cosine and sine (P, half a head) of an image's grid."""
@@ -136,16 +134,19 @@ class GrootRunner:
             vision = self.architecture.vision
             positions = modules.vision_positions(self.weights.vision.positions, *grid, vision.merge)
             cos, sin = modules.vision_rope(vision, *grid)
-            self._tables[grid] = positions, cos.to(self.device), sin.to(self.device)
+            self._tables[grid] = positions.to(self.weights.dtype), cos.to(self.device), sin.to(self.device)
         return self._tables[grid]
 
     def _rotation(self, batch: GrootBatch) -> tuple[Tensor, Tensor]:
         return modules.text_rope(self._frequencies, self._axes, batch.positions)
 
-    def _state(self, batch: GrootBatch) -> Tensor:
-        """(B, width), embedded."""
+    def _first_tokens(self, batch: GrootBatch) -> tuple[Tensor, Tensor | None]:
+        """The states embedded (B, width), and for one row what its chain's steps begin with, where there is one."""
         given = batch.state.to(self.weights.dtype)
-        return modules.by_rows(self._projectors(batch), given, modules.embed_state)
+        state = modules.by_rows(self._projectors(batch), given, modules.embed_state)
+        if self._chain is None or len(state) > 1:
+            return state, None
+        return state, self._chain.rows(batch.embodiments[0], state)
 
     def _projectors(self, batch: GrootBatch) -> list[tuple[Tensor | slice, Projector]]:
         """The rows of each embodiment and its projections; all rows of one embodiment need no index."""
