@@ -38,7 +38,7 @@ START = time.monotonic()
 
 
 @dataclass
-class Row:
+class ScalingRow:
     """One configuration. `scale` is its throughput (or speed) over that of one GPU."""
 
     part: str
@@ -69,7 +69,7 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - START:6.1f} s] {text}", flush=True)
 
 
-def planner(setting: Setting) -> Iterator[Row]:
+def planner(setting: Setting) -> Iterator[ScalingRow]:
     """The published search and its three-round form."""
     from taktline_worker.profiling.ranks import measure
 
@@ -93,7 +93,7 @@ def planner(setting: Setting) -> Iterator[Row]:
             details["model"] = asdict(times.model)
         for one in times.measurements:
             name = f"planner, {rounds} rounds"
-            yield Row(name, one.ranks, 1e3 * one.seconds, 1 / one.seconds, alone / one.seconds, details)
+            yield ScalingRow(name, one.ranks, 1e3 * one.seconds, 1 / one.seconds, alone / one.seconds, details)
 
 
 def observation(index: int, views: tuple[str, ...], state: int, side: int = 224) -> worker_pb2.InferItem:
@@ -190,7 +190,7 @@ async def load(address: str, config: EngineConfig, views: tuple[str, ...], durat
     }
 
 
-def replicas(setting: Setting) -> Iterator[Row]:
+def replicas(setting: Setting) -> Iterator[ScalingRow]:
     """π0.5 with data parallelism: throughput and latency of the paper's serving setting."""
     tiny = setting.device.type == "cpu"
     folder = pi05_folder(setting.folder / "pi05", setting.device)
@@ -213,10 +213,10 @@ def replicas(setting: Setting) -> Iterator[Row]:
             views = tuple(f"{name}_0_rgb" for name in ("base", "left_wrist", "right_wrist"))
             found = asyncio.run(load(address, config, views, 4.0 if setting.quick else 15.0))
         alone = alone or found["per_s"]
-        yield Row("replicas", size, found.pop("median_ms"), found["per_s"], found.pop("per_s") / alone, found)
+        yield ScalingRow("replicas", size, found.pop("median_ms"), found["per_s"], found.pop("per_s") / alone, found)
 
 
-def cosmos3(setting: Setting) -> Iterator[Row]:
+def cosmos3(setting: Setting) -> Iterator[ScalingRow]:
     """The denoising loop of both shapes, split by guidance branch, by matrices and by tokens."""
     tiny = setting.device.type == "cpu"
     for size in setting.sizes[1:]:
@@ -230,17 +230,17 @@ def cosmos3(setting: Setting) -> Iterator[Row]:
             form = row["details"]
             name = f"{row['policy'].removeprefix('cosmos3-')} {form['cfg']}x{form['tp']} {form['split']}"
             assert form["ranks_hold_the_same_bits"], f"the ranks of {name} went apart"
-            yield Row(name, size, row["median_ms"], 1e3 / row["median_ms"], row["ratio"], form)
+            yield ScalingRow(name, size, row["median_ms"], 1e3 / row["median_ms"], row["ratio"], form)
 
 
-PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[Setting], Iterator[ScalingRow]]] = {
     "planner": planner,
     "replicas": replicas,
     "cosmos3": cosmos3,
 }
 
 
-def save(rows: list[Row], out: Path, gpus: int, device_name: str) -> Path:
+def save(rows: list[ScalingRow], out: Path, gpus: int, device_name: str) -> Path:
     """Writes what there is so far, so that a run that is ended early keeps it."""
     out.mkdir(parents=True, exist_ok=True)
     content = {
@@ -271,7 +271,7 @@ def main() -> None:
         parser.error(f"--gpus {options.gpus}, and {visible} are visible")
     device = torch.device("cuda" if visible else "cpu")
     device_name = torch.cuda.get_device_name() if visible else "cpu"
-    rows: list[Row] = []
+    rows: list[ScalingRow] = []
     # A GPU's worth of random weights is 7 GB: shared memory spares the disk.
     fast = Path("/dev/shm") if visible and Path("/dev/shm").is_dir() else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=fast) as name:

@@ -78,9 +78,7 @@ def engine(
     from rich.table import Table
 
     console = Console()
-    first = rows[0]
-    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in first.shape.items())
-    console.print(f"{first.policy}, {first.dtype}: {shape}", markup=False, highlight=False)
+    console.print(rows[0].title, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("batch", "T_sync ms", "p99 ms", "runs", "T_amort ms", "Q /s", "floor ms", "x floor"):
         table.add_column(name, justify="right")

@@ -28,7 +28,7 @@ from taktline_worker.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from taktline_worker.profiling.report import Row
+    from taktline_worker.profiling.report import BatchRow
 
 
 def profile(
@@ -72,7 +72,7 @@ def profile(
     typer.echo(f"written: {', '.join(str(path) for path in written)}")
 
 
-def _write(rows: Sequence[Row], out: Path, *, plot: bool) -> list[Path]:
+def _write(rows: Sequence[BatchRow], out: Path, *, plot: bool) -> list[Path]:
     import json
     from dataclasses import asdict
 
@@ -86,16 +86,13 @@ def _write(rows: Sequence[Row], out: Path, *, plot: bool) -> list[Path]:
     return [path, *draw(rows, out)]
 
 
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: Sequence[BatchRow]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    first = rows[0]
-    roofs = first.details["roofs"]
+    roofs = rows[0].details["roofs"]
     console = Console()
-    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in first.shape.items())
-    where = first.versions.get("gpu") or f"CPU, threads: {first.versions.get('threads')}"
-    console.print(f"{first.policy}, {first.dtype} on {where}: {shape}", markup=False, highlight=False)
+    console.print(rows[0].title, markup=False, highlight=False)
     console.print(
         f"roofs measured now: {roofs['flops_per_s'] / 1e12:.3g} TFLOP/s, {roofs['bytes_per_s'] / 1e9:.3g} GB/s",
         markup=False,

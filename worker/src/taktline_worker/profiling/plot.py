@@ -5,48 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from taktline_protocol import ErrorCode, TaktlineError
-
-from taktline_worker.profiling.report import PhaseRow, Row
+from taktline_worker.profiling.figure import empty_figure
+from taktline_worker.profiling.report import BatchRow, PhaseRow
 
 # Told apart by colour-blind readers and on grey paper too: each has its own marker.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v")
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+def draw(rows: Sequence[BatchRow], folder: Path) -> list[Path]:
     """Writes `profile.png` and `profile.svg` into `folder`; returns their paths.
 
     Raises:
         TaktlineError: CONFIG_INVALID where matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID,
-            "the plot needs matplotlib, which is not installed",
-            "install taktline-worker[plot], or give --no-plot",
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
+    figure = empty_figure(13, 5.2)
     names = [phase.name for phase in rows[0].phases]
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
     bars, roofline = figure.subplots(1, 2)
     _draw_shares(bars, rows, names)
     _draw_roofline(roofline, rows, names)
-    first = rows[0]
-    where = first.versions.get("gpu") or f"CPU, threads: {first.versions.get('threads', '?')}"
-    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in first.shape.items())
-    figure.suptitle(f"{first.policy}, {first.dtype} on {where}: {shape}", fontsize=11)
+    figure.suptitle(rows[0].title, fontsize=11)
     paths = [folder / "profile.png", folder / "profile.svg"]
     for path in paths:
         figure.savefig(path, dpi=150)
     return paths
 
 
-def _draw_shares(axes: object, rows: Sequence[Row], names: Sequence[str]) -> None:
+def _draw_shares(axes: object, rows: Sequence[BatchRow], names: Sequence[str]) -> None:
     from matplotlib.axes import Axes
 
     assert isinstance(axes, Axes)
@@ -69,7 +54,7 @@ def _draw_shares(axes: object, rows: Sequence[Row], names: Sequence[str]) -> Non
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(names), fontsize=8, frameon=False)
 
 
-def _draw_roofline(axes: object, rows: Sequence[Row], names: Sequence[str]) -> None:
+def _draw_roofline(axes: object, rows: Sequence[BatchRow], names: Sequence[str]) -> None:
     from matplotlib.axes import Axes
 
     assert isinstance(axes, Axes)
@@ -97,8 +82,10 @@ def _draw_roofline(axes: object, rows: Sequence[Row], names: Sequence[str]) -> N
         x, y = [phase.intensity for _, phase in track], [1e12 / unit * phase.tflops for _, phase in track]
         axes.plot(x, y, marker=marker, color=colour, label=name, linewidth=0.9, markersize=5)
         for at in sorted({0, len(track) - 1}):
+            # Below and above by turns, as the tracks of two phases often meet.
+            beside = (4, 6 if index % 2 else -11)
             label = f"B={track[at][0]}"
-            axes.annotate(label, (x[at], y[at]), xytext=(4, -11), textcoords="offset points", fontsize=7, color=colour)
+            axes.annotate(label, (x[at], y[at]), xytext=beside, textcoords="offset points", fontsize=7, color=colour)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
@@ -113,5 +100,5 @@ def _draw_roofline(axes: object, rows: Sequence[Row], names: Sequence[str]) -> N
     axes.legend(loc="lower right", fontsize=8)
 
 
-def _phase(row: Row, name: str) -> PhaseRow:
+def _phase(row: BatchRow, name: str) -> PhaseRow:
     return next(phase for phase in row.phases if phase.name == name)

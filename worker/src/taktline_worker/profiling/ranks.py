@@ -19,6 +19,7 @@ from taktline_worker.lifecycle import read_config
 from taktline_worker.models.vjepa2_ac import inspection
 from taktline_worker.models.vjepa2_ac.adapter import FAMILY, load
 from taktline_worker.planning.latency import Measurement, fit
+from taktline_worker.profiling.figure import empty_figure
 
 
 @dataclass(frozen=True)
@@ -142,18 +143,10 @@ def draw(times: RankTimes, path: Path, deadline_s: float | None = None) -> None:
     Raises:
         TaktlineError: CONFIG_INVALID where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID,
-            "the plot needs matplotlib, which is not installed",
-            "install taktline-worker[plot], or give --no-plot",
-        ) from error
+    figure = empty_figure(6.4, 4.2)
     rounds = times.measurements[0].rounds
     most = max(8, max(one.ranks for one in times.measurements))
     ranks = list(range(1, most + 1))
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.plot(ranks, [times.model.plan_s(one, rounds) for one in ranks], color="#0072B2", label="model")
     points = times.measurements

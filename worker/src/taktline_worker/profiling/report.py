@@ -45,7 +45,7 @@ class PhaseRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """One batch size; the form of `benchmarks/results`.
 
     Attributes:
@@ -83,6 +83,13 @@ class Row:
         return 1e3 * self.batch / self.median_ms
 
     @property
+    def title(self) -> str:
+        """What was measured, and on what, in one line."""
+        where = self.versions.get("gpu") or f"CPU, threads: {self.versions.get('threads')}"
+        shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.shape.items())
+        return f"{self.policy}, {self.dtype} on {where}: {shape}"
+
+    @property
     def phases(self) -> list[PhaseRow]:
         """The phases, where they were measured."""
         return [PhaseRow(**phase) for phase in self.details.get("phases", [])]
@@ -90,7 +97,7 @@ class Row:
 
 def profile(
     subject: Profile, batches: Sequence[int], say: Say, *, runs: int = RUNS, limit_s: float = 10.0
-) -> list[Row]:
+) -> list[BatchRow]:
     """Measures every batch whole and by phase, and the machine's roofs.
 
     Args:
@@ -115,7 +122,9 @@ def profile(
     return rows
 
 
-def sweep(subject: Profile, batches: Sequence[int], say: Say, *, runs: int = RUNS, limit_s: float = 10.0) -> list[Row]:
+def sweep(
+    subject: Profile, batches: Sequence[int], say: Say, *, runs: int = RUNS, limit_s: float = 10.0
+) -> list[BatchRow]:
     """T_sync of whole requests by batch; arguments as `profile`."""
     roofs = _roofs(subject, say)
     rows = []
@@ -166,8 +175,8 @@ def _row(
     phases: Sequence[PhaseRow],
     roofs: Roofs,
     floor_ms: float | None = None,
-) -> Row:
-    return Row(
+) -> BatchRow:
+    return BatchRow(
         bench=bench,
         policy=subject.policy,
         shape=dict(subject.shape),
