@@ -62,15 +62,15 @@ def jpeg(pixels: NDArray[np.uint8], **options: Any) -> bytes:
 
 def decoded(threads: JpegThreads, files: list[bytes]) -> Iterator[NDArray[np.uint8] | None]:
     """All of the files in one go; None for each that is refused."""
-    sizes = [threads.size(file) for file in files]
-    ready = [
-        (file, torch.empty((*size, 3), dtype=torch.uint8))
-        for file, size in zip(files, sizes, strict=True)
-        if size is not None
+    there = [file for file in files if file]
+    batch = threads.batch(there)
+    memory = [
+        None if shape is None or shape[0] * shape[1] > 1 << 20 else torch.empty(shape, dtype=torch.uint8)
+        for shape in batch.shapes
     ]
-    begun = iter(threads.begin(ready))
-    for size in sizes:
-        frame = None if size is None else next(begun)
+    begun = iter(threads.begin(batch, memory))
+    for file in files:
+        frame = next(begun) if file else None
         yield frame.pixels.numpy() if frame is not None and frame.decoded() else None
 
 
@@ -104,9 +104,6 @@ def test_a_file_that_is_damaged_is_refused_or_gives_the_same_bits(threads: JpegT
             file[int(draw.integers(0, len(file)))] = int(draw.choice([0, 255, int(draw.integers(0, 256))]))
         if not draw.integers(0, 5):
             del file[int(draw.integers(0, len(file))) :]
-        size = threads.size(bytes(file))
-        if size is None or size[0] * size[1] > 1 << 20:
-            continue
         (pixels,) = decoded(threads, [bytes(file)])
         if pixels is not None:
             accepted += 1
@@ -156,9 +153,12 @@ def test_frames_that_nobody_waits_for_are_decoded_all_the_same(threads: JpegThre
         good = True
         for number in range(30):
             memory = [torch.empty(480, 640, 3, dtype=torch.uint8) for _ in range(3)]
-            begun = threads.begin([(bytes(file), one) for one in memory])  # of bytes that nobody else holds
+            begun = threads.begin(threads.batch([bytes(bytearray(file)) for _ in memory]), memory)  # nobody else's
             if number % 3:
-                good &= all(frame.decoded() and np.array_equal(frame.pixels.numpy(), expected) for frame in begun)
+                good &= all(
+                    frame is not None and frame.decoded() and np.array_equal(frame.pixels.numpy(), expected)
+                    for frame in begun
+                )
         return good
 
     with ThreadPoolExecutor(3) as pool:

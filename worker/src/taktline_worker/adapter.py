@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -187,6 +188,17 @@ class ForesightedAdapter(Protocol):
 
     def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
         """What has been begun of each frame (encoding, shape, bytes), without waiting for anything; any thread."""
+
+
+def as_one(value: Any, protocol: Any) -> Any:
+    """`value` where it fulfils a protocol, else None; `isinstance` would look through both for it each time."""
+    kind: Any = type(value)
+    return value if _fulfils(kind, protocol) else None
+
+
+@functools.cache
+def _fulfils(kind: Any, protocol: Any) -> bool:
+    return issubclass(kind, protocol)
 
 
 @dataclass(frozen=True, slots=True)

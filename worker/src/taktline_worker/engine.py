@@ -26,6 +26,7 @@ from taktline_worker.adapter import (
     LaunchingAdapter,
     Level,
     RunningBatch,
+    as_one,
 )
 from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import RobotInput
@@ -214,9 +215,10 @@ class Engine:
             except Exception as error:
                 outcomes[index] = _own(error)
         draft = None
-        if pending and len(pending) <= self.buckets[-1] and isinstance(adapter, LaunchingAdapter):
+        launching: LaunchingAdapter | None = as_one(adapter, LaunchingAdapter)
+        if pending and len(pending) <= self.buckets[-1] and launching is not None:
             try:
-                draft = adapter.draft([row for _, row in pending])
+                draft = launching.draft([row for _, row in pending])
             except Exception as error:  # the launch does it all, and says whose fault it is
                 logger.error("drafting a batch failed", exc_info=error)
         rows = []
@@ -289,8 +291,9 @@ class Engine:
     def _begin(self, part: _Part, outcomes: list[Outcome | None], draft: Any) -> None:
         """Launches a part behind what runs; where that cannot be, runs it."""
         try:
-            if isinstance(part.adapter, LaunchingAdapter):
-                part.running = part.adapter.launch(part.rows, part.bucket, draft)
+            launching: LaunchingAdapter | None = as_one(part.adapter, LaunchingAdapter)
+            if launching is not None:
+                part.running = launching.launch(part.rows, part.bucket, draft)
                 part.launched_at = time.monotonic()
                 self._launches = part.running is not None
             if part.running is None:

@@ -1,6 +1,6 @@
 """A batch's JPEGs in native threads: decoded from the moment at which they come, without the interpreter's lock.
 
-`jpeg_threads.c` is compiled once a process, by the compiler that Triton needs, too. It reads ordinary files and gives
+`jpeg/threads.c` is compiled once a process, by the compiler that Triton needs, too. It reads ordinary files and gives
 the bits that libjpeg-turbo gives; of others it says no. That it does so here is tried before the first frame.
 """
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_suffix(".c")
+_SOURCE = Path(__file__).with_name("jpeg") / "threads.c"
 _COMPILE_LIMIT_S = 60.0
 _FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-shared", "-fPIC", "-pthread", "-w")
-_DECODED = 1
+_DECODED, _REFUSED = 1, 2
 _AWAKE_US = 500
 """So long a thread that waits for a frame stays awake, where there are processors to spare."""
 _SPARE_CORES = 4
@@ -47,6 +47,19 @@ class _Job(ctypes.Structure):
         ("state", ctypes.c_int32),
         ("room", ctypes.c_void_p),
     )
+
+
+class JpegBatch:
+    """Files that may be decoded together.
+
+    Attributes:
+        shapes: (H, W, 3) of each; None for what is no ordinary JPEG.
+    """
+
+    def __init__(
+        self, jobs: ctypes.Array[_Job], files: Sequence[bytes | memoryview], shapes: list[tuple[int, int, int] | None]
+    ) -> None:
+        self.jobs, self.files, self.shapes = jobs, files, shapes
 
 
 class BegunFrame:
@@ -81,38 +94,40 @@ class JpegThreads:
             self._quick, self._waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         finally:
             shutil.rmtree(path.parent, ignore_errors=True)
-        self._size, self._begin = self._quick.taktline_jpeg_size, self._quick.taktline_jpeg_begin
-        self._size.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-        self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._sizes, self._begin = self._quick.taktline_jpeg_sizes, self._quick.taktline_jpeg_begin
+        self._sizes.argtypes = self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._awake_us = _AWAKE_US if (os.cpu_count() or 1) >= _SPARE_CORES else 0
-        self._under_way: deque[tuple[ctypes.Array[_Job], object]] = deque()
+        self._under_way: deque[tuple[JpegBatch, object]] = deque()
         """Batches and what they need, until all of their frames have ended, whoever has forgotten them."""
         self._lock = threading.Lock()
         if self._quick.taktline_jpeg_threads(threads) < 1:
             raise OSError("no thread can be started")
         self._try_out()
 
-    def size(self, data: bytes | memoryview) -> tuple[int, int] | None:
-        """Height and width of an ordinary JPEG; None for anything else."""
-        height, width = ctypes.c_int32(), ctypes.c_int32()
-        if not len(data) or not self._size(
-            _address(data), len(data), ctypes.addressof(height), ctypes.addressof(width)
-        ):
-            return None
-        return height.value, width.value
+    def batch(self, files: Sequence[bytes | memoryview]) -> JpegBatch:
+        """Files that are not empty, and what their headers say."""
+        jobs = (_Job * len(files))()
+        for job, data in zip(jobs, files, strict=True):
+            job.data, job.size = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0]), len(data)
+        self._sizes(ctypes.addressof(jobs), len(files))
+        return JpegBatch(jobs, files, [None if job.state else (job.height, job.width, 3) for job in jobs])
 
-    def begin(self, frames: Sequence[tuple[bytes | memoryview, Tensor]]) -> list[BegunFrame]:
-        """Begins to decode JPEGs into uint8 (H, W, 3), contiguous on the CPU, of the size that `size` gave."""
-        jobs = (_Job * len(frames))()
-        for job, (data, pixels) in zip(jobs, frames, strict=True):
-            job.data, job.size, job.out = _address(data), len(data), pixels.data_ptr()
-            job.height, job.width = pixels.shape[0], pixels.shape[1]
+    def begin(self, batch: JpegBatch, memory: Sequence[Tensor | None]) -> list[BegunFrame | None]:
+        """Begins to decode files, each into uint8 of its shape, contiguous on the CPU; those with None are left out."""
+        begun: list[BegunFrame | None] = []
+        for job, pixels in zip(batch.jobs, memory, strict=True):
+            if pixels is None:
+                job.state = _REFUSED
+                begun.append(None)
+            else:
+                job.out = pixels.data_ptr()
+                begun.append(BegunFrame(self, job, pixels))
         with self._lock:
-            while self._under_way and all(job.state for job in self._under_way[0][0]):
+            while self._under_way and all(job.state for job in self._under_way[0][0].jobs):
                 self._under_way.popleft()
-            self._under_way.append((jobs, frames))
-        self._begin(ctypes.addressof(jobs), len(frames))
-        return [BegunFrame(self, job, pixels) for job, (_, pixels) in zip(jobs, frames, strict=True)]
+            self._under_way.append((batch, memory))
+        self._begin(ctypes.addressof(batch.jobs), len(memory))
+        return begun
 
     def wait(self, job: _Job) -> int:
         """The state of a job that has ended."""
@@ -127,9 +142,11 @@ class JpegThreads:
             for colours in ("444", "422", "420")
             for quality in (50, 95)
         ]
-        begun = self.begin([(data, torch.empty(picture.shape, dtype=torch.uint8)) for data in files])
-        for data, frame in zip(files, begun, strict=True):
-            if not frame.decoded() or not np.array_equal(frame.pixels.numpy(), simplejpeg.decode_jpeg(data, "RGB")):
+        batch = self.batch(files)
+        memory = [None if shape is None else torch.empty(shape, dtype=torch.uint8) for shape in batch.shapes]
+        for data, frame in zip(files, self.begin(batch, memory), strict=True):
+            wanted = simplejpeg.decode_jpeg(data, "RGB")
+            if frame is None or not frame.decoded() or not np.array_equal(frame.pixels.numpy(), wanted):
                 raise OSError("they decode to other bits than libjpeg-turbo")
 
 
@@ -140,10 +157,6 @@ def jpeg_threads() -> JpegThreads | None:
     except OSError as error:
         logger.warning("JPEGs are decoded by the interpreter's threads, which is slower: %s", error)
         return None
-
-
-def _address(data: bytes | memoryview) -> int:
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 def _compiled() -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from taktline_protocol.deployment import EngineConfig, QuantisationOptions
 from taktline_protocol.limits import MIB
 from torch import Tensor
 
-from taktline_worker.adapter import Answer, CapturedGraph, Description, Frame, GuidedChunk, Level, RunningBatch
+from taktline_worker.adapter import Answer, CapturedGraph, Description, Frame, GuidedChunk, Level, RunningBatch, as_one
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.engine_options import config_error
@@ -140,9 +140,10 @@ class PiAdapter:
 
     def draft(self, pending: Sequence[PendingPiRow]) -> tuple[PiBatch, Any] | None:
         """The batch without its frames, and what the runner makes of it; None for rows that do not go this way."""
-        runner, guided = self.runner, self.guided
+        guided = self.guided
+        runner: Launching | None = as_one(self.runner, Launching)
         tails = guided is not None and any(one.rtc is not None for one in pending)
-        if not pending or tails or not isinstance(runner, Launching) or not all(one.raw for one in pending):
+        if not pending or tails or runner is None or not all(one.raw for one in pending):
             return None
         try:
             pending[0].let_frames_begin()
@@ -156,8 +157,9 @@ class PiAdapter:
     ) -> RunningBatch | None:
         """Captured graphs run without being waited for; rows that run apart, and eager runners, do not."""
         del bucket
-        runner, guided = self.runner, self.guided
-        if not isinstance(runner, Launching) or _unnormalises(runner) is not self._in_robot_units:
+        guided = self.guided
+        runner: Launching | None = as_one(self.runner, Launching)
+        if runner is None or _unnormalises(self.runner) is not self._in_robot_units:
             return None
         if guided is not None and any(prepared.row.rtc is not None for prepared in rows):
             return None
@@ -178,8 +180,10 @@ class PiAdapter:
     def finish(self, rows: Sequence[PreparedRow], outputs: Tensor) -> list[Answer | TaktlineError]:
         """float32 (H, D) in robot units, with what a tail did to it, or the error of a row that is not finite."""
         results: list[Answer | TaktlineError] = []
+        done: Sequence[Any] = outputs.numpy() if self._in_robot_units else outputs  # type: ignore[assignment]
+        finish: Callable[..., NDArray[np.float32]]
         finish = self.processor.complete if self._in_robot_units else self.processor.finish
-        for prepared, actions in zip(rows, outputs, strict=True):
+        for prepared, actions in zip(rows, done, strict=True):
             try:
                 chunk = finish(actions, prepared.state)
             except TaktlineError as error:

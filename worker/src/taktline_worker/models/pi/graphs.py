@@ -222,7 +222,7 @@ class GraphRunner:
         """
         rows, prompt = batch.tokens.shape
         tokens = self.architecture.tokens_per_image
-        slots = int(batch.lengths.max())
+        slots = int(batch.lengths.numpy().max())
         for bucket in self.buckets:
             fits = bucket.rows >= rows and bucket.prompt >= prompt and self.slots(bucket) >= slots
             if fits and bucket.rows * bucket.views >= batch.pixels.shape[0] and bucket.views * tokens + prompt >= slots:

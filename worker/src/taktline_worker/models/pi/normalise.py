@@ -20,6 +20,7 @@ _KEYS: dict[Mode, tuple[str, str]] = {
     "QUANTILE10": ("q10", "q90"),
 }
 FloatArray = NDArray[np.floating[Any]]
+_EDGES = np.linspace(-1.0, 1.0, 257)[:-1]
 # A scale below this share of the offset is lost in a float32 number of that size.
 _LOST = 16 * float(np.finfo(np.float32).eps)
 
@@ -180,5 +181,4 @@ def make_normaliser(
 
 def state_bins(normalised: FloatArray) -> NDArray[np.int64]:
     """Digitises a normalised state (D,) into 256 equal bins of [-1, 1): -1 below, 0..255 otherwise, never clipped."""
-    edges = np.linspace(-1.0, 1.0, 257)[:-1]
-    return np.digitize(normalised, edges).astype(np.int64) - 1
+    return _EDGES.searchsorted(normalised, side="right").astype(np.int64) - 1

@@ -93,16 +93,15 @@ class PiProcessor:
         native = self.native
         if native is None or not self.raw:
             return begun
-        ready = {}
-        for index, (encoding, shape, data) in enumerate(frames):
-            size = native.size(data) if encoding == "jpeg" else None
-            if size is None or size[0] * size[1] > self._max_pixels or not self._can_be_fitted(size):
-                continue
-            if not self.seen.limit_bytes or _sketch(EncodedImage(encoding, data, shape)) not in self.seen:
-                ready[index] = data, self.frames.take((*size, 3))
-        if ready:
-            for index, one in zip(ready, native.begin(tuple(ready.values())), strict=True):
-                begun[index] = one
+        files = {at: data for at, (encoding, _, data) in enumerate(frames) if encoding == "jpeg" and data}
+        batch = native.batch(tuple(files.values()))
+        memory: list[Tensor | None] = []
+        for at, shape in zip(files, batch.shapes, strict=True):
+            good = shape is not None and shape[0] * shape[1] <= self._max_pixels and self._can_be_fitted(shape[:2])
+            known = bool(self.seen.limit_bytes) and _sketch(*frames[at]) in self.seen
+            memory.append(self.frames.take(shape) if good and not known and shape is not None else None)
+        for at, one in zip(files, native.begin(batch, memory), strict=True):
+            begun[at] = one
         return begun
 
     def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
@@ -165,7 +164,9 @@ class PiProcessor:
         It is noted in `begun` when what follows needs no lock, or nothing does.
         """
         try:
-            key = b"" if not self.seen.limit_bytes else _sketch(image) if raw else frame_key(image)
+            key = b""
+            if self.seen.limit_bytes:
+                key = _sketch(image.encoding, image.shape, image.data) if raw else frame_key(image)
             kept = self.seen.get(key) if key else None
             if kept is not None and (not raw or kept[1] == bytes(image.data)):
                 return kept[0], b"" if raw else key
@@ -209,8 +210,7 @@ class PiProcessor:
             )
 
     def _can_be_fitted(self, shape: tuple[int, ...]) -> bool:
-        size = self.architecture.image_size
-        return min(fitted_size(shape[0], shape[1], size, size)) >= 1
+        return _is_left(shape[0], shape[1], self.architecture.image_size)
 
     def noise(self, seed: int) -> Tensor:
         """fp32 (H, action width): drawn on the CPU by a generator of its own, so no batch neighbour can change it."""
@@ -263,12 +263,12 @@ class PiProcessor:
         Raises:
             TaktlineError: WORKER_FAILED where the network's output is not finite.
         """
-        return self.complete(self.unnormalise(actions), state)
+        return self.complete(self.unnormalise(actions).numpy(), state)
 
-    def complete(self, actions: Tensor, state: NDArray[np.float64]) -> NDArray[np.float32]:
-        """What `unnormalise` gave, (H, D) on the CPU -> float32 (H, D) as the robot executes it; raises as `finish`."""
+    def complete(self, actions: NDArray[np.floating], state: NDArray[np.float64]) -> NDArray[np.float32]:
+        """What `unnormalise` gave, (H, D) -> float32 (H, D) as the robot executes it; raises as `finish`."""
         conventions = self.conventions
-        cut: NDArray[np.floating] = actions.numpy()
+        cut = actions
         if conventions.relative_mask:
             mask = np.array(conventions.relative_mask)
             offset = np.where(mask, state[: len(mask)], 0.0).astype(cut.dtype)
@@ -324,6 +324,11 @@ class PiProcessor:
         return values
 
 
+@functools.lru_cache(maxsize=256)
+def _is_left(height: int, width: int, size: int) -> bool:
+    return min(fitted_size(height, width, size, size)) >= 1
+
+
 def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -> dict[str, CameraSlot]:
     """Robot camera name -> slot."""
     own = {name: slot for slot in slots for name in slot.names}
@@ -349,10 +354,9 @@ def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -
     return mapped
 
 
-def _sketch(image: EncodedImage) -> bytes:
+def _sketch(encoding: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
     """Of another frame it is mostly another, of the same frame the same; it takes a tenth of what a digest takes."""
-    data = image.data
-    return b"%b %r %d " % (image.encoding.encode(), image.shape, len(data)) + bytes(data[:64]) + bytes(data[-64:])
+    return b"%b %r %d " % (encoding.encode(), shape, len(data)) + bytes(data[:64]) + bytes(data[-64:])
 
 
 def _state_error(reason: str, next_step: str) -> TaktlineError:

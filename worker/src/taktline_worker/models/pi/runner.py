@@ -122,10 +122,10 @@ def collate(
         places[index, visual : visual + count] = order[:count] + (text_base + index * prompt_slots)
         image += row.pixels.shape[0]
     return PiBatch(
-        pixels=torch.cat([row.pixels for row in rows]),
+        pixels=torch.cat([row.pixels for row in rows]) if len(rows) > 1 else rows[0].pixels,
         tokens=tokens,
         source=source,
-        lengths=torch.tensor(lengths, dtype=torch.int32),
+        lengths=torch.from_numpy(np.array(lengths, np.int32)),
         noise=torch.stack([row.noise for row in rows]),
         state=None if rows[0].state is None else torch.stack([row.state for row in rows if row.state is not None]),
         rtc=None if rtc is None else collate_rtc([row.rtc for row in rows], rtc, *rows[0].noise.shape),

@@ -1,0 +1,188 @@
+/* Plain JPEGs to RGB in threads of their own, to the bits of libjpeg-turbo (accurate integer transform, triangle
+   upsampling). Plain: baseline, one interleaved scan without restarts, YCbCr with 4:4:4, 4:2:2 or 4:2:0. Of any other
+   file, and of a damaged one, it says no, and somebody else is to judge it.
+
+   Sources of the arithmetic: ITU-T T.81 (syntax, F.2 entropy decoding), JFIF 1.02 (colours), C. Loeffler, A. Ligtenberg
+   and G. Moschytz, ICASSP 1989 (transform), with the fixed-point precision of the Independent JPEG Group's library. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <time.h>
+
+#include "frame.h"
+
+enum { MOST_THREADS = 64 };
+
+typedef struct Task {
+  Job *job;
+  int shows; /* the second half of a frame that is split: everything behind the entropy decoding */
+} Task;
+
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t work, done;
+  Task *tasks;
+  size_t begin, end, room; /* a ring */
+  Room *free;
+  int threads, idle, waiting;
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, 0, NULL, 0, 0, 0};
+
+static inline void rest(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+static Room *take_room(void) {
+  pthread_mutex_lock(&pool.lock);
+  Room *room = pool.free;
+  if (room) pool.free = room->next;
+  pthread_mutex_unlock(&pool.lock);
+  return room ? room : calloc(1, sizeof *room);
+}
+
+static void end_job(Job *job, Room *room, int good) {
+  pthread_mutex_lock(&pool.lock);
+  if (room) room->next = pool.free, pool.free = room;
+  atomic_store_explicit(&job->state, good ? 1 : 2, memory_order_release);
+  if (pool.waiting) pthread_cond_broadcast(&pool.done);
+  pthread_mutex_unlock(&pool.lock);
+}
+
+static void read_job(Job *job) {
+  int split = job->split;
+  Room *room = take_room();
+  if (room) atomic_store(&room->read, 0);
+  int good = room && furnish(room, job);
+  if (!good || !split) {
+    if (good) good = read_frame(room, 0, job->out);
+    if (!split) {
+      end_job(job, room, good);
+      return;
+    }
+    if (room) atomic_store(&room->read, -1);
+    atomic_store(&job->room, room ? room : (Room *)-1);
+    return;
+  }
+  atomic_store(&job->room, room);
+  good = read_frame(room, 1, job->out);
+  atomic_store(&room->read, good ? room->plan.rows + 1 : -1);
+}
+
+static void show_job(Job *job) {
+  Room *room;
+  while (!(room = atomic_load(&job->room))) rest();
+  if (room == (Room *)-1) {
+    end_job(job, NULL, 0);
+    return;
+  }
+  size_t per_row = 0;
+  int good = 1;
+  for (int row = 0;;) {
+    int read = atomic_load_explicit(&room->read, memory_order_acquire);
+    if (read > 0 && !per_row) per_row = (size_t)room->plan.mcus * (room->plan.across * room->plan.down + 2) * 65;
+    if (read < 0 || (read && row == room->plan.rows && read > row)) {
+      end_job(job, room, good && read > 0);
+      return;
+    }
+    if (row < read && row < room->plan.rows) {
+      good &= show(room, row, room->blocks + row * per_row, job->out);
+      row++;
+    } else {
+      rest();
+    }
+  }
+}
+
+static void *thread(void *unused) {
+  (void)unused;
+  pthread_mutex_lock(&pool.lock);
+  for (;;) {
+    while (pool.begin == pool.end) {
+      pool.idle++;
+      pthread_cond_wait(&pool.work, &pool.lock);
+      pool.idle--;
+    }
+    Task task = pool.tasks[pool.begin++ % pool.room];
+    pthread_mutex_unlock(&pool.lock);
+    if (task.shows) show_job(task.job);
+    else read_job(task.job);
+    pthread_mutex_lock(&pool.lock);
+  }
+  return NULL;
+}
+
+/* Threads of the pool, at least so many from now on; how many there are. */
+int taktline_jpeg_threads(int wanted) {
+  pthread_mutex_lock(&pool.lock);
+  while (pool.threads < wanted && pool.threads < MOST_THREADS) {
+    pthread_t one;
+    if (pthread_create(&one, NULL, thread, NULL)) break;
+    pthread_detach(one);
+    pool.threads++;
+  }
+  int threads = pool.threads;
+  pthread_mutex_unlock(&pool.lock);
+  return threads;
+}
+
+/* Heights and widths by the headers of plain JPEGs; what is none is refused. */
+void taktline_jpeg_sizes(Job *jobs, int count) {
+  Plan plan;
+  for (int i = 0; i < count; i++) {
+    int plain = plan_of(jobs[i].data, jobs[i].size, &plan, 1);
+    if (plain) jobs[i].height = plan.height, jobs[i].width = plan.width;
+    else atomic_store(&jobs[i].state, 2);
+  }
+}
+
+/* Begins to decode what is open; the jobs, their data and their memory must stay until each one's state says that it has
+   ended. Frames are cut in two, for two threads each, where there are threads enough. Not to be called without threads. */
+void taktline_jpeg_begin(Job *jobs, int count) {
+  pthread_mutex_lock(&pool.lock);
+  size_t there = pool.end - pool.begin, most = there + 2 * (size_t)count;
+  int split = pool.threads >= 4 && 2 * count <= pool.idle;
+  if (most > pool.room) {
+    size_t room = 2 * most;
+    Task *tasks = malloc(room * sizeof *tasks);
+    if (!tasks) {
+      for (int i = 0; i < count; i++) atomic_store(&jobs[i].state, 2);
+      pthread_mutex_unlock(&pool.lock);
+      return;
+    }
+    for (size_t i = 0; i < there; i++) tasks[i] = pool.tasks[(pool.begin + i) % pool.room];
+    free(pool.tasks);
+    pool.tasks = tasks, pool.room = room, pool.begin = 0, pool.end = there;
+  }
+  for (int shows = 0; shows <= split; shows++)
+    for (int i = 0; i < count; i++) {
+      if (atomic_load(&jobs[i].state)) continue;
+      jobs[i].split = split;
+      pool.tasks[pool.end++ % pool.room] = (Task){&jobs[i], shows};
+    }
+  pthread_cond_broadcast(&pool.work);
+  pthread_mutex_unlock(&pool.lock);
+}
+
+static int64_t now_us(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+/* Waits for a job to end, awake for so many microseconds at first; its state. */
+int taktline_jpeg_wait(Job *job, int awake_us) {
+  int64_t until = now_us() + awake_us;
+  int state;
+  while (!(state = atomic_load_explicit(&job->state, memory_order_acquire)) && now_us() < until)
+    for (int i = 0; i < 32; i++) rest();
+  if (state) return state;
+  pthread_mutex_lock(&pool.lock);
+  pool.waiting++;
+  while (!(state = atomic_load(&job->state))) pthread_cond_wait(&pool.done, &pool.lock);
+  pool.waiting--;
+  pthread_mutex_unlock(&pool.lock);
+  return state;
+}
