@@ -12,37 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from taktline_kernels import ops
-from taktline_kernels.fp8_rows import LARGEST, ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
+from taktline_kernels.fp8_rows import LARGEST, ByteWeight, Fp8Rows
+from taktline_kernels.fp8_rows import byte_weight as byte_weight
+from taktline_kernels.fp8_rows import pack_gate_up as pack_gate_up
+from taktline_kernels.fp8_rows import quantise_weight as quantise_weight
 from taktline_kernels.guidance import Guidance
 from taktline_kernels.ops.dispatch import REGISTRY
-
-__all__ = [
-    "action_head",
-    "assemble",
-    "attention_cached",
-    "attention_cached_fp8",
-    "byte_weight",
-    "geglu_fp8",
-    "gelu_fp8",
-    "layer_norm",
-    "layer_norm_fp8",
-    "linear",
-    "linear_add_layer_norm",
-    "linear_add_rms_norm",
-    "linear_bytes",
-    "linear_fp8",
-    "linear_geglu",
-    "linear_geglu_bytes",
-    "linear_gelu",
-    "linear_swiglu",
-    "pack_gate_up",
-    "quantise_rows",
-    "quantise_weight",
-    "relu2_fp8",
-    "rms_norm_fp8",
-    "rope_cache",
-    "swiglu_fp8",
-]
 
 
 def quantise_rows(x: Tensor) -> Fp8Rows:
