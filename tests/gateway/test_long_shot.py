@@ -152,7 +152,7 @@ def test_no_worker_is_kept_from_those_who_come():
         made, first = one_at_a_time()
         made.submit(ticket("second", 0.1935), 0.0)
         for at in (0.050 - period, 0.050):
-            made.arrivals.note(("", "steady"), at, 0.0)
+            made.arrivals.note(("", "steady"), at, 0.0, 1.0)
         made.finished(first, 0.096)
         assert bool(made.poll(0.096).batches) is tried, period
 
@@ -191,8 +191,8 @@ def test_chances_are_those_of_a_log_normal_distribution():
 def test_what_is_expected_follows_the_rhythm_of_robots_and_of_strangers_the_rate():
     arrivals = Arrivals()
     for turn in range(3):
-        arrivals.note(("", "a"), 1.0 * turn, 0.0)
-        arrivals.note(("", "b"), 1.0 * turn + 0.4, 0.0)
+        arrivals.note(("", "a"), 1.0 * turn, 0.0, 1.0)
+        arrivals.note(("", "b"), 1.0 * turn + 0.4, 0.0, 1.0)
     assert arrivals.expected_within(0.3, 2.45) == 0.0
     assert arrivals.expected_within(0.6, 2.45) == 1.0
     assert arrivals.expected_within(1.0, 2.45) == 2.0
@@ -200,6 +200,6 @@ def test_what_is_expected_follows_the_rhythm_of_robots_and_of_strangers_the_rate
     assert arrivals.expected_within(0.1, 99.0) == 0.0
     strangers = Arrivals()
     for number in range(3 * RHYTHMS):
-        strangers.note(("", str(number)), 0.01 * number, 0.0)
+        strangers.note(("", str(number)), 0.01 * number, 0.0, 1.0)
     end = 0.03 * RHYTHMS
     assert strangers.expected_within(0.1, end) == pytest.approx(0.1 * strangers.rate_hz(end))

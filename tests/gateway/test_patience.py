@@ -39,10 +39,10 @@ def test_robots_in_a_rhythm_are_not_left_waiting():
     worth = arrivals.patience_hz()
     for turn in range(2):
         for robot in range(4):
-            arrivals.note(("", str(robot)), 2.0 + turn + 0.1 * robot, 0.01)
+            arrivals.note(("", str(robot)), 2.0 + turn + 0.1 * robot, 0.01, 1.0)
     assert arrivals.patience_hz() == 0.0
     for robot in range(4, 8):
-        arrivals.note(("", str(robot)), 3.5, 0.01)
+        arrivals.note(("", str(robot)), 3.5, 0.01, 1.0)
     assert arrivals.patience_hz() == pytest.approx(worth / 2)
 
 
@@ -95,7 +95,7 @@ def test_only_production_waits_for_it(priority):
     def size(patient):
         made = scheduler(table=SLOW, max_batch=16)
         for turn in range(200):  # what came before: tight budgets and loose ones, 100 a second
-            made.arrivals.note((f"t{turn}", "before"), 0.01 * turn, 0.0)
+            made.arrivals.note((f"t{turn}", "before"), 0.01 * turn, 0.0, 1.0)
             made.arrivals.note_budget(0.2 if turn % 2 else 1.8, 0.01 * turn)
         assert made.arrivals.patience_hz() == pytest.approx(PATIENCE, rel=0.1)
         if not patient:

@@ -1,32 +1,32 @@
-"""What is expected by the sorted instants is what a sum over all robots says."""
+"""What is expected by the sorted instants is what a sum over all robots says; a rhythm is a line through instants."""
 
 from __future__ import annotations
 
+import random
+import statistics
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from taktline_gateway import rhythms
-from taktline_gateway.rhythms import OVERDUE, RHYTHM_MEMORY_S, Rhythms
+from taktline_gateway.rhythms import BEATS, OFF_BEAT, OVERDUE, PRESENT, RHYTHM_MEMORY_S, Rhythm, Rhythms
 
 KEPT = 4
 
 
 def by_sum(came, seconds, now):
     """(expected, share of strangers) of the robots that came last: the same question robot by robot."""
-    latest = sorted(came.items(), key=lambda item: -item[1][-1][1])[:KEPT]
-    robots = [[at for _, at in history] for _, history in latest]
-    robots = [history for history in robots if now - history[-1] <= RHYTHM_MEMORY_S]
+    latest = sorted(came.values(), key=lambda one: -one.came)[:KEPT]
+    robots = [one for one in latest if now - one.came <= RHYTHM_MEMORY_S]
     expected, strangers = 0.0, 0
-    for history in robots:
-        period = history[-1] - history[-2] if len(history) > 1 else 0.0
-        due = history[-1] + period
-        if not period:
+    for one in robots:
+        if not one.period_s:
             strangers += 1
-        elif now < due <= now + seconds:
+        elif now < one.expected <= now + seconds:
             expected += 1.0
-        elif due <= now < history[-1] + (1.0 + OVERDUE) * period:
+        elif one.expected <= now < one.expected + OVERDUE * one.period_s:
             expected += 0.5
     return expected, strangers / len(robots) if robots else 0.0
 
@@ -44,9 +44,10 @@ def test_what_is_expected_is_the_sum_over_the_robots_that_came_last(steps, later
         found = Rhythms()
         for robot, gap_ms in steps:
             now += gap_ms / 1e3
-            found.note(("", str(robot)), now)
-            came.setdefault(robot, []).append((robot, now))
-            for other in sorted(came, key=lambda one: -came[one][-1][1])[KEPT:]:
+            found.note(("", str(robot)), now, 0.5)
+            before = came.get(robot)
+            came[robot] = Rhythm(now, 0.5) if before is None else before.after(now, 0.5)
+            for other in sorted(came, key=lambda one: -came[one].came)[KEPT:]:
                 del came[other]
         assert len(found._next) == len(found._given_up) <= KEPT
         assert found._next == sorted(found._next)
@@ -56,10 +57,83 @@ def test_what_is_expected_is_the_sum_over_the_robots_that_came_last(steps, later
 
 def test_nothing_is_expected_of_nobody():
     assert Rhythms().expected_within(1.0, 0.0) == (0.0, 0.0)
+    assert Rhythms().coming(0.0, 1.0, 8) == []
     alone = Rhythms()
-    alone.note(("", "a"), 0.0)
-    alone.note(("", "a"), 1.0)
+    alone.note(("", "a"), 0.0, 0.5)
+    assert alone.coming(0.0, 9.0, 8) == []
+    alone.note(("", "a"), 1.0, 0.5)
     assert alone.expected_within(1.0, 1.5) == (1.0, 0.0)
     assert alone.expected_within(1.0, 2.0 + RHYTHM_MEMORY_S) == (0.0, 0.0)
     assert not alone._next
     assert not alone._given_up
+
+
+def after(instants):
+    robot = Rhythm(instants[0], 0.5)
+    for instant in instants[1:]:
+        robot = robot.after(instant, 0.5)
+    return robot
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-0.05, 0.05), min_size=2, max_size=BEATS))
+def test_a_rhythm_is_the_line_of_least_squares_through_the_instants(offs):
+    instants = [turn + off for turn, off in enumerate(offs)]
+    robot = after(instants)
+    slope, first = np.polyfit(range(len(offs)), instants, 1)
+    assert robot.beats == len(offs)
+    assert robot.period_s == pytest.approx(slope)
+    assert robot.expected == pytest.approx(first + slope * len(offs))
+
+
+def test_a_rhythm_of_many_follows_a_period_that_changes():
+    robot = after([*(0.1 * turn for turn in range(100)), *(10.0 + 0.102 * turn for turn in range(100))])
+    assert robot.beats == BEATS
+    assert robot.period_s == pytest.approx(0.102, rel=2e-3)
+
+
+def test_a_pause_begins_a_new_rhythm():
+    robot = after([0.0, 0.1, 0.2, 0.3, 0.41 + OFF_BEAT * 0.1])
+    assert (robot.beats, robot.period_s) == (2, pytest.approx(0.11 + OFF_BEAT * 0.1))
+
+
+def fleet(robots, sigma_s, *, rounds=60, seed=5):
+    """Robots that came in step, once a second, and are about to come again at `rounds`."""
+    rng, found = random.Random(seed), Rhythms()
+    for turn in range(rounds):
+        coming = sorted((turn + rng.gauss(0.0, sigma_s), robot) for robot in range(robots))
+        for at, robot in coming:
+            found.note(("", str(robot)), at, 0.5)
+    return found, rng
+
+
+def test_who_is_missing_is_expected_as_order_statistics_say():
+    sigma_s, robots = 0.01, 8
+    found, rng = fleet(robots, sigma_s)
+    named = found.coming(59.5, 60.5, 32)
+    assert len(named) == robots
+    days = [sorted(60.0 + rng.gauss(0.0, sigma_s) for _ in range(robots)) for _ in range(4000)]
+    for index, one in enumerate(named):
+        on_the_day = [day[index] for day in days]
+        assert one.at == pytest.approx(statistics.fmean(on_the_day), abs=0.5 * sigma_s)
+        assert one.spread_s == pytest.approx(statistics.stdev(on_the_day), rel=0.35)
+        assert one.due == one.at + 0.5
+
+
+def test_who_has_not_come_yet_comes_later_and_is_given_up_in_the_end():
+    found, _ = fleet(8, 0.01)
+    (one,) = found.coming(59.5, 60.5, 1)
+    for now in (60.0, 60.01, 60.02):
+        later = found.coming(now, 60.5, 1)[0]
+        assert later.at > max(now, one.at)
+        one = later
+    assert found.coming(60.0 + (PRESENT + 1.0) * 0.012, 60.5, 8) == []
+
+
+def test_only_those_until_then_and_no_more_than_asked_for():
+    found = Rhythms()
+    for turn in range(4):
+        for robot in range(5):
+            found.note(("", str(robot)), turn + 0.1 * robot, 0.3)
+    assert [round(one.at, 2) for one in found.coming(3.9, 4.25, 9)] == [4.0, 4.1, 4.2]
+    assert [round(one.due, 2) for one in found.coming(3.9, 4.25, 2)] == [4.3, 4.4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from taktline_gateway.rhythms import Rhythms
+from taktline_gateway.rhythms import Coming, Rhythms
 
 ACTIVE_ROBOT_S = 2.0
 """A robot that sent nothing for so long is not waited for."""
@@ -37,8 +37,8 @@ class Arrivals:
         self._tight = self._tight_before = math.inf
         self._tight_since = 0.0
 
-    def note(self, source: tuple[str, str], now: float, within_s: float) -> None:
-        """An observation came; `within_s` is how close to the last one it must be to count as its company."""
+    def note(self, source: tuple[str, str], now: float, within_s: float, budget_s: float) -> None:
+        """An observation came with so much time left; `within_s` is how close to the last one its company comes."""
         if self._last is not None:
             follows = 1.0 if now - self._last <= within_s else 0.0
             self.company += COMPANY_WEIGHT * (follows - self.company)
@@ -48,7 +48,7 @@ class Arrivals:
         self._robots[source] = now
         self._robots.move_to_end(source)
         self._forget(now)
-        self._rhythms.note(source, now)
+        self._rhythms.note(source, now, budget_s)
 
     def note_budget(self, budget_s: float, now: float) -> None:
         """A ticket with a real deadline came with so much time left."""
@@ -79,7 +79,7 @@ class Arrivals:
         if differ <= 0.0:
             return 0.0
         full = (DIFFER_FULL - DIFFER_FROM) * usual_s
-        return PATIENCE / usual_s * min(1.0, differ / full) * self._rhythms.strangers
+        return PATIENCE / usual_s * min(1.0, differ / full) * self.strangers
 
     def active_robots(self, now: float) -> int:
         """Robots that sent something within ACTIVE_ROBOT_S."""
@@ -93,6 +93,15 @@ class Arrivals:
         """
         expected, strangers = self._rhythms.expected_within(seconds, now)
         return expected + self.rate_hz(now) * seconds * strangers
+
+    def coming(self, now: float, until: float, most: int) -> list[Coming]:
+        """The next observations of robots in a rhythm that are expected until then, in order, `most` at most."""
+        return self._rhythms.coming(now, until, most)
+
+    @property
+    def strangers(self) -> float:
+        """The share of robots without a rhythm yet; 1 where none came at all."""
+        return self._rhythms.strangers
 
     def tightest_s(self, now: float) -> float:
         """The smallest budget that came lately; infinite where none did."""

@@ -108,7 +108,7 @@ def weigh_batch(
             continue
         if plain and best_worth == everybody and best_cost < _least_cost(size, count, times, rate_hz, beyond):
             continue  # nobody is lost to either, and its end cannot be sooner than this
-        on_time, elapsed, waited, value = _follow(start, size, deadlines, now, times, limit, price_hz)
+        on_time, elapsed, waited, value = follow(start, size, deadlines, now, times, limit, price_hz)
         worth = round((value + gain) / GRAIN)
         # Whoever arrives while these are served, rate * elapsed of them, waits for their end, half of elapsed each, and
         # then for its own batch, which is about as long again where the load is high.
@@ -154,32 +154,49 @@ def _least_cost(size: int, count: int, times: ServiceTimes, rate_hz: float, beyo
     return size * first + rest * (first + 0.5 * rest / rate) + rate_hz * elapsed * elapsed
 
 
-def _follow(
-    start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes, limit: int, price_hz: float
+def follow(
+    start: int,
+    size: int,
+    deadlines: Sequence[float],
+    now: float,
+    times: ServiceTimes,
+    limit: int,
+    price_hz: float,
+    *,
+    fits: Sequence[float] | None = None,
+    wait_s: float = 0.0,
+    variance: float = 0.0,
 ) -> tuple[float, float, float, float]:
     """(tickets on time, duration, their summed waits in s, worth) when a candidate goes first and the rest follows.
 
     The heads before a candidate count as lost: they stood in its way because they could not wait. Its worth is that of
     the best beginning of this plan: where time has a price, a batch that is not worth it need not follow.
+
+    Args:
+        fits: the durations by size by which later batches must fit their most urgent members; the tail where not given.
+        wait_s: how long the candidate waits from `now` on, with a `variance` in the units of `ServiceTimes.variance`.
     """
     median, tail, thrifty, sqrt = times.median, times.tail, times.thrifty_table, math.sqrt
-    variance = times.variance
-    elapsed, spread = median[size], variance[size]
+    fits = tail if fits is None else fits
+    variances = times.variance
+    elapsed, spread = wait_s + median[size], variance + variances[size]
     on_time: float = size
-    if deadlines[start] < now + tail[size]:
+    if variance:
+        on_time -= _missing(deadlines, start, start + size, now + elapsed, sqrt(spread))
+    elif deadlines[start] < now + tail[size]:
         on_time = _expected(start, size, deadlines, now, times)
     worth = on_time - price_hz * elapsed
     waited = size * elapsed
     index = start + size
     total = len(deadlines)
-    shortest = now + tail[1]
+    shortest = now + fits[1]
     while index < total:
         most = total - index
-        fitting = bisect_right(tail, deadlines[index] - now - elapsed, 1, (most if most < limit else limit) + 1) - 1
+        fitting = bisect_right(fits, deadlines[index] - now - elapsed, 1, (most if most < limit else limit) + 1) - 1
         if fitting:
             size = thrifty[fitting]
             elapsed += median[size]
-            spread += variance[size]
+            spread += variances[size]
             on_time += size
             if spread and deadlines[index] < now + elapsed + sqrt(spread):
                 on_time -= _missing(deadlines, index, index + size, now + elapsed, sqrt(spread))

@@ -47,7 +47,7 @@ def compose(
     workers: int,
     asked_at: float,
     price_hz: float,
-    company_until: Callable[[list[float], int, int], float | None],
+    company_until: Callable[[list[float], int, int, tuple[int, int]], float | None],
 ) -> Composition:
     """The batch to launch now on a worker with these times.
 
@@ -63,7 +63,8 @@ def compose(
         now: when the worker can begin; `asked_at` is the instant of the decision, which is earlier behind a batch.
         arrivals: what came lately to all `workers`.
         price_hz: what a second of this one is worth (`overload`).
-        company_until: until when tickets may wait for company, by their deadlines, rank and position (`company`).
+        company_until: until when tickets may wait for company (`company`), by their deadlines, rank and position and
+            the slice of them that would be launched now.
     """
     tightest_s = arrivals.tightest_s(asked_at)
     soonest_s = min(times.median[1] for times in levels)
@@ -78,10 +79,6 @@ def compose(
     low = rank >= LOW_RANK
     if low:
         limit = min(limit, _unobtrusive(times, tightest_s, limit))
-    elif len(queue) == len(dues):  # who waits while others are there waits for nothing
-        wait_until = company_until(dues, rank, position)
-        if wait_until is not None:
-            return Composition(wait_until=wait_until)
     beyond = len(queue) - len(dues)
     bold = rank >= 2 * Priority.PRODUCTION  # with safety's deadlines no chances are taken
     rate_hz = arrivals.rate_hz(asked_at) / workers
@@ -93,6 +90,10 @@ def compose(
         )
 
     start, size, on_time = weighed(0)
+    if not low and len(queue) == len(dues):  # who waits while others are there waits for nothing
+        wait_until = company_until(dues, rank, position, (start, size))
+        if wait_until is not None:
+            return Composition(wait_until=wait_until)
     level = 0
     if on_time <= len(dues) - LOSS and len(levels) > 1 and not low:
         for cheaper in range(1, len(levels)):

@@ -1,9 +1,12 @@
-"""When robots are likely to send their next observations: each one's last, and the period before it."""
+"""When robots are likely to send their next observations: the rhythm of each, and how far off it they come."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from statistics import NormalDist
+from typing import NamedTuple
 
 RHYTHMS = 256
 """Robots whose rhythm is remembered, those that came last."""
@@ -11,51 +14,134 @@ RHYTHM_MEMORY_S = 20.0
 """A robot that sent nothing for so long has no rhythm any more."""
 OVERDUE = 0.5
 """Share of its period by which a robot may be overdue and still come, as likely as not."""
+OFF_BEAT = 0.3
+"""Whoever comes off its rhythm by more than this share of its period begins a new one."""
+BEATS = 40
+"""So many of a robot's last observations make its rhythm."""
+OFF_WEIGHT = 1 / 64
+"""Weight of the newest observation in the mean square of how far off robots come."""
+OFF_FIRST_S, OFF_FIRST = 0.0025, 4
+"""How far off is assumed before any came in a rhythm, and the number of observations that it counts for."""
+OFF_LEAST_S = 1e-4
+PRESENT = 3.0
+"""Whoever is overdue by more than so many standard deviations is not waited for."""
+_NORMAL = NormalDist()
+
+
+class Rhythm(NamedTuple):
+    """What a robot's last observations say of its next one.
+
+    Attributes:
+        came: when the last one came; `budget_s` is what it had left.
+        expected: when the next one is expected.
+        period_s: time between them; 0 where only one came.
+        beats: how many make this rhythm, BEATS at most.
+    """
+
+    came: float
+    budget_s: float
+    expected: float = 0.0
+    period_s: float = 0.0
+    beats: int = 1
+
+    def off_s(self, now: float) -> float | None:
+        """How much later than expected one comes at `now`; None where that begins a new rhythm."""
+        off = now - self.expected
+        return off if self.period_s and abs(off) <= OFF_BEAT * self.period_s else None
+
+    def after(self, now: float, budget_s: float) -> Rhythm:
+        """With one that comes now: a line through the instants by least squares, whose gains stay at those of BEATS."""
+        off = self.off_s(now)
+        if off is None:
+            gap = now - self.came
+            return Rhythm(now, budget_s, now + gap, gap, 2)
+        beats = min(self.beats + 1, BEATS)
+        gain = off / (beats * (beats + 1))
+        period_s = self.period_s + 6.0 * gain
+        return Rhythm(now, budget_s, self.expected + (4.0 * beats - 2.0) * gain + period_s, period_s, beats)
+
+
+class Coming(NamedTuple):
+    """One robot's next observation: expected at `at`, with a standard deviation of `spread_s`, due at `due`."""
+
+    at: float
+    spread_s: float
+    due: float
 
 
 class Rhythms:
-    """The last observations of the robots that came last.
+    """The rhythms of the robots that came last.
 
-    Both operations take O(log r) comparisons for r robots: the instants at which they are expected, and those at which
-    they are given up, lie in sorted lists.
+    `note` and `expected_within` take O(log r) comparisons for r robots: the instants at which they are expected, and
+    those at which they are given up, lie in sorted lists. `coming` takes as many, and a step for each that it names.
     """
 
     def __init__(self) -> None:
-        self._robots: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()  # (came last, period or 0)
-        self._next: list[float] = []
+        self._robots: OrderedDict[tuple[str, str], Rhythm] = OrderedDict()
+        self._next: list[tuple[float, float]] = []  # (expected, what it has left then)
         self._given_up: list[float] = []
+        self._square = OFF_FIRST_S**2
+        self._seen = OFF_FIRST
 
-    def note(self, source: tuple[str, str], now: float) -> None:
-        """An observation of this robot came."""
+    def note(self, source: tuple[str, str], now: float, budget_s: float) -> None:
+        """An observation of this robot came, with so much time left."""
         before = self._robots.pop(source, None)
-        period = 0.0
+        robot = Rhythm(now, budget_s)
         if before is not None:
-            self._leave(*before)
-            period = now - before[0]
-        self._robots[source] = (now, period)
-        if period:
-            insort(self._next, now + period)
-            insort(self._given_up, now + (1.0 + OVERDUE) * period)
+            self._leave(before)
+            off = before.off_s(now)
+            if off is not None:
+                self._seen += 1
+                self._square += max(OFF_WEIGHT, 1.0 / self._seen) * (off * off - self._square)
+            robot = before.after(now, budget_s)
+        self._robots[source] = robot
+        if robot.period_s:
+            insort(self._next, (robot.expected, budget_s))
+            insort(self._given_up, robot.expected + OVERDUE * robot.period_s)
         if len(self._robots) > RHYTHMS:
-            self._leave(*self._robots.popitem(last=False)[1])
+            self._leave(self._robots.popitem(last=False)[1])
 
     def expected_within(self, seconds: float, now: float) -> tuple[float, float]:
         """(how many robots in a rhythm are likely to send their next one, the share of robots without a rhythm yet)."""
-        while self._robots and now - next(iter(self._robots.values()))[0] > RHYTHM_MEMORY_S:
-            self._leave(*self._robots.popitem(last=False)[1])
+        self._forget(now)
         if not self._robots:
             return 0.0, 0.0
-        due = bisect_right(self._next, now)
-        coming = bisect_right(self._next, now + seconds) - due
+        due = bisect_right(self._next, (now, math.inf))
+        coming = bisect_right(self._next, (now + seconds, math.inf)) - due
         overdue = due - bisect_right(self._given_up, now)
         return coming + 0.5 * overdue, self.strangers
+
+    def coming(self, now: float, until: float, most: int) -> list[Coming]:
+        """The next observations that are expected until then, in order, `most` at most.
+
+        How far off robots come is taken to be normal. Of n who are missing, the i-th is expected at the quantile (i -
+        3/8) / (n + 1/4) of what is left to it, given that it has not come yet (Blom's plotting positions: of n alike
+        they are the means of the order statistics), with the variance of that order statistic.
+        """
+        self._forget(now)
+        sigma = max(OFF_LEAST_S, math.sqrt(self._square))
+        first = bisect_left(self._next, (now - PRESENT * sigma, 0.0))
+        found = self._next[first : bisect_right(self._next, (until, math.inf), first, len(self._next))][:most]
+        named = []
+        for index, (expected, budget_s) in enumerate(found):
+            share = (index + 0.625) / (len(found) + 0.25)
+            past = _NORMAL.cdf((now - expected) / sigma)
+            off = _NORMAL.inv_cdf(past + share * (1.0 - past))
+            density = _NORMAL.pdf(off) / ((1.0 - past) * sigma)
+            at = max(now, expected + sigma * off)
+            named.append(Coming(at, math.sqrt(share * (1.0 - share) / (len(found) + 2)) / density, at + budget_s))
+        return named
 
     @property
     def strangers(self) -> float:
         """The share of robots without a rhythm yet; 1 where none came at all."""
         return 1.0 - len(self._next) / len(self._robots) if self._robots else 1.0
 
-    def _leave(self, last: float, period: float) -> None:
-        if period:
-            del self._next[bisect_left(self._next, last + period)]
-            del self._given_up[bisect_left(self._given_up, last + (1.0 + OVERDUE) * period)]
+    def _forget(self, now: float) -> None:
+        while self._robots and now - next(iter(self._robots.values())).came > RHYTHM_MEMORY_S:
+            self._leave(self._robots.popitem(last=False)[1])
+
+    def _leave(self, robot: Rhythm) -> None:
+        if robot.period_s:
+            del self._next[bisect_left(self._next, (robot.expected, robot.budget_s))]
+            del self._given_up[bisect_left(self._given_up, robot.expected + OVERDUE * robot.period_s)]

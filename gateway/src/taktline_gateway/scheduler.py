@@ -151,7 +151,7 @@ class Scheduler:
         Returns:
             (refusal or None, the older ticket of the same robot that this one supersedes or None).
         """
-        self.arrivals.note(ticket.source, now, self.max_wait_s)
+        self.arrivals.note(ticket.source, now, self.max_wait_s, ticket.deadline - now)
         if ticket.priority <= Priority.PRODUCTION:
             self.arrivals.note_budget(ticket.deadline - now, now)
         if not len(self.fleet):
@@ -299,6 +299,14 @@ class Scheduler:
         begins = max(now, worker.flights[0].end - worker.times.hidden_s(limit)) if worker.flights else now
         if self.fleet.sooner_elsewhere(worker, len(self.queue), begins):
             return None, None
+        price = price_hz(
+            self._books.lost,
+            worker.busyness.share(now),
+            self.arrivals.usual_budget_s,
+            self.arrivals.budget_spread_s,
+            worker.times,
+            limit,
+        )
         choice = compose(
             self.queue,
             worker.levels,
@@ -307,23 +315,20 @@ class Scheduler:
             arrivals=self.arrivals,
             workers=max(1, len(self.fleet)),
             asked_at=now,
-            price_hz=price_hz(
-                self._books.lost,
-                worker.busyness.share(now),
-                self.arrivals.usual_budget_s,
-                self.arrivals.budget_spread_s,
-                worker.times,
-                limit,
-            ),
-            company_until=lambda dues, rank, position: company_until(
-                self.queue.members(rank, position, len(dues)),
+            price_hz=price,
+            company_until=lambda dues, rank, position, going: company_until(
                 dues,
+                going,
+                min(ticket.arrived_at for ticket in self.queue.members(rank, position, len(dues))),
                 worker.times,
                 self.max_batch,
                 self.arrivals,
-                self._in_flight,
-                self.max_wait_s,
-                now,
+                workers=len(self.fleet),
+                in_flight=self._in_flight,
+                max_wait_s=self.max_wait_s,
+                begins=begins,
+                price_hz=price,
+                now=now,
             ),
         )
         if choice.wait_until is not None:

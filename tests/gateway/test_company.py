@@ -1,0 +1,148 @@
+"""Who is waited for, where it is known when each robot comes: with the simulated clock, and in many bursts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from taktline_gateway.arrivals import Arrivals
+from taktline_gateway.company import company_until
+
+from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
+
+WAIT_S = 0.005
+GROOT_MS = {1: 6.6, 2: 8.2, 4: 11.4, 8: 17.7}
+"""Eight cost little more than four: two batches of four take 22.8 ms."""
+PI_MS = {1: 10.7, 2: 20.1, 4: 32.5, 8: 57.1}
+"""Two cost nearly as much as two batches of one."""
+
+
+def bursts(robots, period, budget, *, rounds, sigma=0.002, seed=1, absent=()):
+    """Robots that ask in step, each up to a few ms late; those in `absent` have left at half of the rounds."""
+    rng = random.Random(seed)
+    made = []
+    for turn in range(rounds):
+        for robot in range(robots):
+            at = turn * period + abs(rng.gauss(0.0, sigma))
+            if turn < rounds // 2 or robot not in absent:
+                made.append(ticket(robot, at + budget, at=at, seq=turn))
+    return made
+
+
+def played(arrivals, *, max_wait_s=WAIT_S, **options):
+    simulation = Simulation(scheduler(max_wait_s=max_wait_s, tail=1.07, **options))
+    simulation.run(arrivals)
+    on_time = sum(end <= one.deadline for one, end in simulation.done.items())
+    return on_time / len(arrivals), simulation
+
+
+def sizes(simulation, since):
+    return [len(batch.tickets) for batch in simulation.batches if batch.sent_at >= since]
+
+
+def test_all_are_waited_for_where_one_batch_of_all_is_in_time():
+    share, simulation = played(bursts(8, 0.029, 0.0232, rounds=300), table=GROOT_MS)
+    alone, _ = played(bursts(8, 0.029, 0.0232, rounds=300), table=GROOT_MS, max_wait_s=0.0)
+    late = sizes(simulation, 30 * 0.029)
+    assert late.count(8) > 0.7 * (300 - 30)
+    assert share > 0.975
+    assert alone < 0.8
+
+
+def test_nobody_is_waited_for_where_time_is_too_short_for_all_and_batches_gain_little():
+    """Eight with 51 ms: whoever is first goes alone, and those who come meanwhile share what is left."""
+    share, simulation = played(bursts(8, 0.0637, 0.0509, rounds=300), table=PI_MS)
+    alone, _ = played(bursts(8, 0.0637, 0.0509, rounds=300), table=PI_MS, max_wait_s=0.0)
+    assert share == pytest.approx(alone, abs=0.01)
+    assert share > 0.68
+    starts = [batch for batch in simulation.batches if batch.sent_at >= 3.0 and len(batch.tickets) == 1]
+    assert sum(batch.sent_at == batch.tickets[0].arrived_at for batch in starts) > 0.5 * (300 - 47)
+
+
+def test_a_robot_that_has_left_is_waited_for_once_and_no_more():
+    period = 0.029
+    _, simulation = played(bursts(8, period, 0.0232, rounds=200, absent=(7,)), table=GROOT_MS)
+    waits = [
+        batch.sent_at - max(one.arrived_at for one in batch.tickets)
+        for batch in simulation.batches
+        if batch.sent_at >= 102 * period and len(batch.tickets) == 7
+    ]
+    assert len(waits) > 60
+    assert max(waits) < 1e-9, "they go when the last of the seven has come"
+
+
+def waiting(sigma_s=0.001, period=0.1, rounds=60, robots=8):
+    """Arrivals of a fleet in step; its next burst is due at `rounds * period`."""
+    arrivals, rng = Arrivals(), random.Random(7)
+    for turn in range(rounds):
+        for at, robot in sorted((turn * period + rng.gauss(0.0, sigma_s), robot) for robot in range(robots)):
+            arrivals.note(("", str(robot)), at, WAIT_S, 0.0232)
+    return arrivals, rounds * period
+
+
+def asked(arrivals, dues, oldest, now, *, times=None, workers=1, **changes):
+    times = times or service_times(GROOT_MS, 8, 1.07)
+    options = {"workers": workers, "in_flight": 0, "max_wait_s": WAIT_S, "begins": now, "price_hz": 0.0, "now": now}
+    return company_until(dues, (0, len(dues)), oldest, times, 8, arrivals, **{**options, **changes})
+
+
+def came(arrivals, at, robots, gap_s=1e-4):
+    for index in range(robots):
+        arrivals.note(("", str(index)), at + gap_s * index, WAIT_S, 0.0232)
+    return [at + gap_s * index + 0.0232 for index in range(robots)]
+
+
+def test_one_who_is_about_to_come_is_waited_for_beyond_the_tail_of_the_first():
+    """To be late with one in a few is a risk worth taking for an eighth, and to be late with two is not."""
+    times = service_times(GROOT_MS, 8, 1.07)
+    arrivals, at = waiting()
+    first_at = at - 0.003
+    dues = came(arrivals, first_at, 7, gap_s=5e-4)
+    now = dues[0] - times.tail[8] + 0.0002
+    until = asked(arrivals, dues, first_at, now, times=times, max_wait_s=0.006)
+    assert until is not None
+    assert until > now
+    later = dues[0] - times.median[8] + 0.0008
+    assert asked(arrivals, dues, first_at, later, times=times, max_wait_s=0.009) is None
+
+
+def test_it_is_over_when_all_are_here():
+    arrivals, at = waiting()
+    dues = came(arrivals, at, 8)
+    assert asked(arrivals, dues, at, at + 0.001) is None
+    dues = came(arrivals, at + 0.1, 7)
+    assert asked(arrivals, dues, at + 0.1, at + 0.101) is not None
+
+
+def test_each_worker_waits_for_its_share():
+    """Of two who are missing one is the other worker's; one alone is."""
+    for robots, workers, waits in ((2, 1, True), (2, 2, False), (3, 2, True)):
+        arrivals, at = waiting(robots=robots)
+        dues = came(arrivals, at - 0.001, 1)
+        assert (asked(arrivals, dues, at - 0.001, at - 0.001, workers=workers) is not None) is waits
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 7),
+    st.floats(-0.004, 0.004),
+    st.floats(0.0, 0.006),
+    st.sampled_from([GROOT_MS, PI_MS]),
+    st.floats(0.0, 300.0),
+    st.integers(1, 3),
+)
+def test_no_wait_is_longer_than_allowed_or_over_before_it_begins(robots, early, later, table, price_hz, workers):
+    arrivals, at = waiting(rounds=20)
+    dues = came(arrivals, at + early, robots)
+    now = max(at + early + later, dues[-1] - 0.0232)
+    times = service_times(table, 8, 1.07)
+    until = asked(arrivals, dues, at + early, now, times=times, workers=workers, price_hz=price_hz)
+    assert until is None or now < until <= at + early + WAIT_S
+
+
+def test_without_a_wait_nothing_waits():
+    arrivals, at = waiting()
+    dues = came(arrivals, at, 4)
+    assert asked(arrivals, dues, at, at, max_wait_s=0.0) is None
