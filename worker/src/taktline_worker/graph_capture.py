@@ -50,9 +50,11 @@ class GraphPool:
         """
         if not compiling.ON:
             return
-        with compiling.together(dry=True):
+        stream = self._begun()
+        with torch.cuda.stream(stream), compiling.together(dry=True):
             for compute in computes:
                 compute()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
 
     @torch.inference_mode()
     def capture(self, compute: Callable[[], object], **shape: int) -> Captured:
@@ -67,11 +69,7 @@ class GraphPool:
         gc.collect()
         torch.cuda.empty_cache()
         started, before = time.monotonic(), torch.cuda.memory_reserved(device)
-        # One for all graphs: the matrix libraries keep a workspace for every stream that they have seen.
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream = self._begun()
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 compute()
@@ -86,6 +84,16 @@ class GraphPool:
             extra={**shape, "capture_s": round(found.capture_s, 3), "pool_bytes": found.pool_bytes},
         )
         return found
+
+    def _begun(self) -> torch.cuda.Stream:
+        """The pool's stream, behind what the current one holds.
+
+        One for all: the matrix libraries keep a workspace for every stream that they have seen.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._stream
 
 
 class Beside:
