@@ -1,6 +1,6 @@
 """One policy end to end: robots with cameras over the stream, `taktline up`'s gateway and worker; what each hop costs.
 
-    python benchmarks/end_to_end.py [--clients 1,8,32] [--seconds 10] [--fit worker,robot] [--folder DIR] [--out DIR]
+    python benchmarks/end_to_end.py [--clients 1,8] [--seconds 2,10] [--fit worker,robot] [--folder DIR] [--out DIR]
 
 π0.5 of the published size with random weights, in openpi's layout, on a GPU; without one the tests' tiny policy, which
 shows that the script works and no more. Robots ask again as soon as they have their chunk; no frame is sent twice, and
@@ -157,6 +157,7 @@ async def ask(url: str, robots: int, seconds: float, metrics_address: str, fit: 
     return {
         "fit": fit,
         "robots": robots,
+        "seconds": seconds,
         "per_s": len(chunks) / seconds,
         "round_trip_ms": median(trips),
         "p99_ms": float(np.quantile(trips, 0.99)),
@@ -244,7 +245,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="1,2,4,8,16,32", help="numbers of robots (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured time of each (%(default)s)")
+    parser.add_argument("--seconds", default="10", help="measured time, of all or of each number (%(default)s)")
     parser.add_argument("--fit", default=",".join(FITS), help="who fits the frames (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep the random checkpoint here, and take it where it is there")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder (%(default)s)")
@@ -252,6 +253,11 @@ def main() -> None:
     fits = options.fit.split(",")
     if not set(fits) <= set(FITS):
         parser.error(f"--fit takes {' and '.join(FITS)}")
+    clients = [int(number) for number in options.clients.split(",")]
+    seconds = [float(number) for number in options.seconds.split(",")]
+    seconds *= len(clients) if len(seconds) == 1 else 1
+    if len(seconds) != len(clients):
+        parser.error("--seconds takes one number, or one for each of --clients")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tiny = device.type == "cpu"
     fast = Path("/dev/shm") if not tiny and Path("/dev/shm").is_dir() else None  # noqa: S108
@@ -271,8 +277,8 @@ def main() -> None:
             say("the gateway serves")
             with urllib.request.urlopen(f"{url}/v1/policies/{POLICY}", timeout=10) as answer:  # noqa: S310
                 stated = json.load(answer)
-            for robots, fit in itertools.product(map(int, options.clients.split(",")), fits):
-                rows.append(asyncio.run(ask(url, robots, options.seconds, address, fit)))
+            for (robots, length), fit in itertools.product(zip(clients, seconds, strict=True), fits):
+                rows.append(asyncio.run(ask(url, robots, length, address, fit)))
                 save(rows, stated.get("t_sync"), options.out)
                 say(json.dumps(rows[-1]))
     target = save(rows, stated.get("t_sync"), options.out)

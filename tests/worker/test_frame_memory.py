@@ -13,8 +13,9 @@ import pytest
 import torch
 from taktline_worker.engine import Engine, Item
 from taktline_worker.frames import FrameCache
+from taktline_worker.models.pi import frame_memory
 from taktline_worker.models.pi.adapter import PiAdapter, load
-from taktline_worker.models.pi.frame_memory import FrameMemory
+from taktline_worker.models.pi.frame_memory import STOCK, FrameMemory
 
 SHAPE = (4, 6, 3)
 
@@ -130,3 +131,24 @@ def test_frames_of_batches_that_run_together_are_each_their_own(engine: Any, obs
     assert len(free) == len(set(free))
     assert not kept & set(free)
     assert 0 < len(free) <= 4 * len(wanted[0].images) + KEPT, "memory is used again"
+
+
+def test_pinned_memory_is_got_ahead_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def new(shape: tuple[int, int, int]) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return torch.empty(shape, dtype=torch.uint8)
+
+    monkeypatch.setattr(frame_memory, "is_pinned", lambda _: True)
+    monkeypatch.setattr(frame_memory, "new_frame", new)
+    memory, taken = FrameMemory(), []
+    for number in range(60):
+        taken.append(memory.take(SHAPE))
+        end = time.monotonic() + 30
+        while memory._stocked and time.monotonic() < end:
+            time.sleep(0.001)
+        if number:
+            assert made.count("MainThread") == 1, "whoever takes one does not wait for it, but for the first"
+    assert len({frame.data_ptr() for frame in taken}) == len(taken)
+    assert len(made) <= len(taken) + 2 * STOCK
