@@ -15,7 +15,7 @@ PINNED_FRAME_BYTES = 1920 * 1080 * 3
 KEPT_BYTES = 256 << 20
 """Most memory that waits for frames of its shape."""
 STOCK_BYTES, STOCK = 16 << 20, 24
-"""Of a shape that is pinned, a thread gets so many ahead, where there are less than half of them: nobody waits for it."""
+"""Of a pinned shape a thread gets so many ahead, once there are less than half of them: nobody waits for it."""
 
 Shape = tuple[int, int, int]
 
