@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from taktline_gateway.arrivals import Arrivals
-from taktline_gateway.company import company_until
+from taktline_gateway.company import Company
 
 from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
 
@@ -85,7 +86,7 @@ def waiting(sigma_s=0.001, period=0.1, rounds=60, robots=8):
 def asked(arrivals, dues, oldest, now, *, times=None, workers=1, **changes):
     times = times or service_times(GROOT_MS, 8, 1.07)
     options = {"workers": workers, "in_flight": 0, "max_wait_s": WAIT_S, "begins": now, "price_hz": 0.0, "now": now}
-    return company_until(dues, (0, len(dues)), oldest, times, 8, arrivals, **{**options, **changes})
+    return Company(arrivals).until(dues, (0, len(dues)), oldest, times, 8, **{**options, **changes})
 
 
 def came(arrivals, at, robots, gap_s=1e-4):
@@ -122,6 +123,28 @@ def test_each_worker_waits_for_its_share():
         arrivals, at = waiting(robots=robots)
         dues = came(arrivals, at - 0.001, 1)
         assert (asked(arrivals, dues, at - 0.001, at - 0.001, workers=workers) is not None) is waits
+
+
+def test_it_is_decided_once_and_again_when_they_have_come_or_one_comes_who_is_tighter():
+    arrivals, at = waiting(robots=4)
+    times = service_times({1: 6.6, 4: 11.4, 8: 17.7}, 8, 1.07)
+    company, dues = Company(arrivals), came(arrivals, at - 0.001, 1)
+    options = {"workers": 1, "in_flight": 0, "max_wait_s": WAIT_S, "price_hz": 0.0}
+
+    def until(dues, now, oldest=at - 0.001):
+        return company.until(dues, (0, len(dues)), oldest, times, 8, begins=now, now=now, **options)
+
+    first = until(dues, at - 0.001)
+    assert first is not None
+    two = [*dues, at + 0.0232]
+    with mock.patch.object(company, "_planned", side_effect=AssertionError("it is decided already")):
+        assert until(two, at) == first
+    with mock.patch.object(company, "_planned", return_value=None) as again:
+        assert until([dues[0] - 0.002, *two], at) is None, "a tighter one"
+        assert until(two, at, oldest=at - 0.0005) is None, "others wait"
+        assert until(two, first) is None, "time is up"
+        assert until([*two, at + 0.0233, at + 0.0234], at) is None, "all are here"
+    assert again.call_count == 4
 
 
 @settings(deadline=None, max_examples=100)

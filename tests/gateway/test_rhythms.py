@@ -57,10 +57,10 @@ def test_what_is_expected_is_the_sum_over_the_robots_that_came_last(steps, later
 
 def test_nothing_is_expected_of_nobody():
     assert Rhythms().expected_within(1.0, 0.0) == (0.0, 0.0)
-    assert Rhythms().coming(0.0, 1.0, 8) == []
+    assert Rhythms().coming(0.0, 1.0, 8, 8) == ([], [], [])
     alone = Rhythms()
     alone.note(("", "a"), 0.0, 0.5)
-    assert alone.coming(0.0, 9.0, 8) == []
+    assert alone.coming(0.0, 9.0, 8, 8).at == []
     alone.note(("", "a"), 1.0, 0.5)
     assert alone.expected_within(1.0, 1.5) == (1.0, 0.0)
     assert alone.expected_within(1.0, 2.0 + RHYTHM_MEMORY_S) == (0.0, 0.0)
@@ -110,24 +110,31 @@ def fleet(robots, sigma_s, *, rounds=60, seed=5):
 def test_who_is_missing_is_expected_as_order_statistics_say():
     sigma_s, robots = 0.01, 8
     found, rng = fleet(robots, sigma_s)
-    named = found.coming(59.5, 60.5, 32)
-    assert len(named) == robots
+    named = found.coming(59.5, 60.5, 32, 32)
     days = [sorted(60.0 + rng.gauss(0.0, sigma_s) for _ in range(robots)) for _ in range(4000)]
-    for index, one in enumerate(named):
-        on_the_day = [day[index] for day in days]
-        assert one.at == pytest.approx(statistics.fmean(on_the_day), abs=0.5 * sigma_s)
-        assert one.spread_s == pytest.approx(statistics.stdev(on_the_day), rel=0.35)
-        assert one.due == one.at + 0.5
+    for at, spread_s, due, on_the_day in zip(named.at, named.spread_s, named.due, zip(*days, strict=True), strict=True):
+        assert at == pytest.approx(statistics.fmean(on_the_day), abs=0.5 * sigma_s)
+        assert spread_s == pytest.approx(statistics.stdev(on_the_day), rel=0.35)
+        assert due == at + 0.5
+
+
+def test_beyond_the_first_ones_the_rhythm_alone_says_when():
+    found, _ = fleet(8, 0.01)
+    named, exact = found.coming(59.5, 60.5, 32, 3), found.coming(59.5, 60.5, 32, 8)
+    assert len(named.spread_s) == 3
+    assert named.at[:3] == exact.at[:3]
+    assert named.at[3:] == [expected for expected, _ in found._next[3:]]
+    assert found.coming(60.015, 60.5, 32, 0).at == [60.015] * len(found.coming(60.015, 60.5, 32, 0).at) != []
 
 
 def test_who_has_not_come_yet_comes_later_and_is_given_up_in_the_end():
     found, _ = fleet(8, 0.01)
-    (one,) = found.coming(59.5, 60.5, 1)
+    last = found.coming(59.5, 60.5, 1, 1).at[0]
     for now in (60.0, 60.01, 60.02):
-        later = found.coming(now, 60.5, 1)[0]
-        assert later.at > max(now, one.at)
-        one = later
-    assert found.coming(60.0 + (PRESENT + 1.0) * 0.012, 60.5, 8) == []
+        at = found.coming(now, 60.5, 1, 1).at[0]
+        assert at > max(now, last)
+        last = at
+    assert found.coming(60.0 + (PRESENT + 1.0) * 0.012, 60.5, 8, 8).at == []
 
 
 def test_only_those_until_then_and_no_more_than_asked_for():
@@ -135,5 +142,5 @@ def test_only_those_until_then_and_no_more_than_asked_for():
     for turn in range(4):
         for robot in range(5):
             found.note(("", str(robot)), turn + 0.1 * robot, 0.3)
-    assert [round(one.at, 2) for one in found.coming(3.9, 4.25, 9)] == [4.0, 4.1, 4.2]
-    assert [round(one.due, 2) for one in found.coming(3.9, 4.25, 2)] == [4.3, 4.4]
+    assert [round(at, 2) for at in found.coming(3.9, 4.25, 9, 9).at] == [4.0, 4.1, 4.2]
+    assert [round(due, 2) for due in found.coming(3.9, 4.25, 2, 9).due] == [4.3, 4.4]

@@ -94,9 +94,9 @@ class Arrivals:
         expected, strangers = self._rhythms.expected_within(seconds, now)
         return expected + self.rate_hz(now) * seconds * strangers
 
-    def coming(self, now: float, until: float, most: int) -> list[Coming]:
-        """The next observations of robots in a rhythm that are expected until then, in order, `most` at most."""
-        return self._rhythms.coming(now, until, most)
+    def coming(self, now: float, until: float, most: int, exact: int) -> Coming:
+        """The next observations of robots in a rhythm that are expected until then (`Rhythms.coming`)."""
+        return self._rhythms.coming(now, until, most, exact)
 
     @property
     def strangers(self) -> float:

@@ -26,6 +26,8 @@ OFF_LEAST_S = 1e-4
 PRESENT = 3.0
 """Whoever is overdue by more than so many standard deviations is not waited for."""
 _NORMAL = NormalDist()
+_SQRT2 = math.sqrt(2.0)
+_DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
 class Rhythm(NamedTuple):
@@ -62,11 +64,16 @@ class Rhythm(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """One robot's next observation: expected at `at`, with a standard deviation of `spread_s`, due at `due`."""
+    """The next observations of several robots, in the order in which they are expected.
 
-    at: float
-    spread_s: float
-    due: float
+    Attributes:
+        at: when each is expected; `due` is when it would be due.
+        spread_s: the standard deviation of the first ones of `at`.
+    """
+
+    at: list[float]
+    due: list[float]
+    spread_s: list[float]
 
 
 class Rhythms:
@@ -111,26 +118,28 @@ class Rhythms:
         overdue = due - bisect_right(self._given_up, now)
         return coming + 0.5 * overdue, self.strangers
 
-    def coming(self, now: float, until: float, most: int) -> list[Coming]:
-        """The next observations that are expected until then, in order, `most` at most.
+    def coming(self, now: float, until: float, most: int, exact: int) -> Coming:
+        """The next observations that are expected until then, `most` at most.
 
         How far off robots come is taken to be normal. Of n who are missing, the i-th is expected at the quantile (i -
         3/8) / (n + 1/4) of what is left to it, given that it has not come yet (Blom's plotting positions: of n alike
-        they are the means of the order statistics), with the variance of that order statistic.
+        they are the means of the order statistics), with the variance of that order statistic. So much is asked of the
+        first `exact` of them, of the others when their rhythm says.
         """
         self._forget(now)
         sigma = max(OFF_LEAST_S, math.sqrt(self._square))
         first = bisect_left(self._next, (now - PRESENT * sigma, 0.0))
         found = self._next[first : bisect_right(self._next, (until, math.inf), first, len(self._next))][:most]
-        named = []
-        for index, (expected, budget_s) in enumerate(found):
-            share = (index + 0.625) / (len(found) + 0.25)
-            past = _NORMAL.cdf((now - expected) / sigma)
-            off = _NORMAL.inv_cdf(past + share * (1.0 - past))
-            density = _NORMAL.pdf(off) / ((1.0 - past) * sigma)
-            at = max(now, expected + sigma * off)
-            named.append(Coming(at, math.sqrt(share * (1.0 - share) / (len(found) + 2)) / density, at + budget_s))
-        return named
+        at, spread_s, count, quantile = [], [], len(found), _NORMAL.inv_cdf
+        for index, (expected, _) in enumerate(found[:exact]):
+            share = (index + 0.625) / (count + 0.25)
+            left = 0.5 - 0.5 * math.erf((now - expected) / (sigma * _SQRT2))
+            off = quantile(1.0 - (1.0 - share) * left)
+            at.append(max(now, expected + sigma * off))
+            density = _DENSITY * math.exp(-0.5 * off * off) / (left * sigma)
+            spread_s.append(math.sqrt(share * (1.0 - share) / (count + 2)) / density)
+        at += [expected if expected > now else now for expected, _ in found[exact:]]
+        return Coming(at, [when + budget_s for when, (_, budget_s) in zip(at, found, strict=True)], spread_s)
 
     @property
     def strangers(self) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from taktline_gateway.arrivals import Arrivals
-from taktline_gateway.company import company_until
+from taktline_gateway.company import Company
 from taktline_gateway.composition import compose
 from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
 from taktline_gateway.decisions import Plan, Refusal, Refused
@@ -50,6 +50,7 @@ class Scheduler:
         self.fleet = Fleet()
         self.arrivals = Arrivals()
         self._books = QueueBooks(self.queue)
+        self._company = Company(self.arrivals)
         self._in_flight = 0
         self._trial = TableTrial(self.fleet)
         self._long = LongShot(self.fleet, self.arrivals, goes_elsewhere)
@@ -316,13 +317,12 @@ class Scheduler:
             workers=max(1, len(self.fleet)),
             asked_at=now,
             price_hz=price,
-            company_until=lambda dues, rank, position, going: company_until(
+            company_until=lambda dues, rank, position, going: self._company.until(
                 dues,
                 going,
                 min(ticket.arrived_at for ticket in self.queue.members(rank, position, len(dues))),
                 worker.times,
                 self.max_batch,
-                self.arrivals,
                 workers=len(self.fleet),
                 in_flight=self._in_flight,
                 max_wait_s=self.max_wait_s,
