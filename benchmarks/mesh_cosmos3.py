@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from taktline_worker.models.cosmos3 import synthetic, vae
 from taktline_worker.models.cosmos3.graphs import GraphRunner
-from taktline_worker.models.cosmos3.group import PolicyGroup, dismiss, follow
+from taktline_worker.models.cosmos3.group import PolicyGroup, follow
 from taktline_worker.models.cosmos3.mesh import Mesh, OneRank, Place, ProcessGroupMesh, Split, debug_checksum
+from taktline_worker.models.cosmos3.orders import dismiss
 from taktline_worker.models.cosmos3.ranks import Joined
 from taktline_worker.models.cosmos3.request import PolicyRequest, draw_noise
 from taktline_worker.models.cosmos3.synthetic import POLICIES, PROMPT_TOKENS, random_tensors, random_vae

@@ -153,18 +153,19 @@ def _replica(options: argparse.Namespace) -> None:
 
 def _rank(options: argparse.Namespace) -> None:
     from taktline_worker.lifecycle import read_config
-    from taktline_worker.models.cosmos3 import ranks as policy_ranks
-    from taktline_worker.models.vjepa2_ac import adapter
-    from taktline_worker.planning import ranks
-    from taktline_worker.planning.relay import follow
     from taktline_worker.replicas.child import leave_with_parent
 
     leave_with_parent()
     config = read_config(options.config)
-    if config.model.family in policy_ranks.FAMILIES:
-        told = (options.rank, options.ranks, options.store_port, options.generation, options.store_host)
-        policy_ranks.serve_rank(config, *told)
+    if config.model.family.startswith("cosmos3-"):
+        from taktline_worker.models.cosmos3.rank_process import serve_rank
+
+        serve_rank(config, options.rank, options.ranks, options.store_port, options.generation, options.store_host)
         return
+    from taktline_worker.models.vjepa2_ac import adapter
+    from taktline_worker.planning import ranks
+    from taktline_worker.planning.relay import follow
+
     if options.grouped:
         from taktline_worker.planning import group_pod
 

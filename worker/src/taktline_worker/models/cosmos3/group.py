@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,37 +14,16 @@ from torch import Tensor
 from taktline_worker.models.cosmos3 import mesh as policy_mesh
 from taktline_worker.models.cosmos3 import vae, video
 from taktline_worker.models.cosmos3.graphs import GraphRunner
+from taktline_worker.models.cosmos3.orders import receive, send, tensors_of
 from taktline_worker.models.cosmos3.ranks import Member, PolicyRanks
 from taktline_worker.models.cosmos3.request import PolicyOutcome, PolicyRequest
 from taktline_worker.models.cosmos3.runner import Inputs
 from taktline_worker.models.cosmos3.vae_tiles import decode_tiled, gather_to_first, grid_of
 from taktline_worker.models.cosmos3.vae_weights import VaeWeights
 from taktline_worker.planning.mesh import Mesh as Control
-from taktline_worker.planning.mesh import hear, tell
 
 RETRY_MS = 5_000.0
 """When a robot whose request was lost with a rank may try again: a group takes longer to load, another worker less."""
-
-
-class _Head(msgspec.Struct, frozen=True):
-    """One tensor that follows, fp32."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-class _Order(msgspec.Struct, frozen=True):
-    """A batch that every rank solves; without rows it is the end.
-
-    Attributes:
-        imagined: rows whose video is decoded after it.
-    """
-
-    conditional: tuple[tuple[int, ...], ...] = ()
-    unconditional: tuple[tuple[int, ...], ...] = ()
-    imagine: bool = False
-    imagined: tuple[int, ...] = ()
-    tensors: tuple[_Head, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +102,7 @@ class PolicyGroup:
         inputs = _on(self.runner.device, self.runner.prepare(requests))
         imagined = tuple(row for row, request in enumerate(requests) if request.imagine)
         if self._control is not None:
-            _send(self._control, inputs, imagined)
+            send(self._control, inputs, imagined)
         result = self.runner.solve(inputs)
         outcomes = self.runner.outcomes(requests, inputs, result)
         frames = _decode(self.runner, self._decoder, inputs, result, imagined)
@@ -132,24 +110,10 @@ class PolicyGroup:
 
 
 def follow(runner: GraphRunner, decoder: VaeWeights | None, control: Control) -> None:
-    """Runs on every rank but 0: solves as ordered, returns on `dismiss`."""
-    while (order := hear(control, _Order)).conditional:
-        got = {head.name: control.send(torch.empty(head.shape, device=runner.device)) for head in order.tensors}
-        inputs = Inputs(
-            conditional=order.conditional,
-            unconditional=order.unconditional,
-            clean=got["clean"],
-            state=got.get("state"),
-            video=got["video"],
-            actions=got["actions"],
-            imagine=order.imagine,
-        )
-        _decode(runner, decoder, inputs, runner.solve(inputs), order.imagined)
-
-
-def dismiss(control: Control) -> None:
-    """From rank 0: lets the others return."""
-    tell(control, _Order())
+    """Runs on every rank but 0: solves as ordered, returns on `orders.dismiss`."""
+    while (order := receive(control, runner.device)) is not None:
+        inputs, imagined = order
+        _decode(runner, decoder, inputs, runner.solve(inputs), imagined)
 
 
 def _is_of_the_mesh(error: RuntimeError) -> bool:
@@ -159,14 +123,9 @@ def _is_of_the_mesh(error: RuntimeError) -> bool:
     )
 
 
-def _tensors(inputs: Inputs) -> dict[str, Tensor]:
-    named = {"clean": inputs.clean, "state": inputs.state, "video": inputs.video, "actions": inputs.actions}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
 def _on(device: torch.device, inputs: Inputs) -> Inputs:
     """The same with fp32 tensors on `device`, as all ranks take them."""
-    moved = {name: tensor.to(device, torch.float32).contiguous() for name, tensor in _tensors(inputs).items()}
+    moved = {name: tensor.to(device, torch.float32).contiguous() for name, tensor in tensors_of(inputs).items()}
     return Inputs(
         conditional=inputs.conditional,
         unconditional=inputs.unconditional,
@@ -176,14 +135,6 @@ def _on(device: torch.device, inputs: Inputs) -> Inputs:
         actions=moved["actions"],
         imagine=inputs.imagine,
     )
-
-
-def _send(control: Control, inputs: Inputs, imagined: tuple[int, ...]) -> None:
-    named = _tensors(inputs)
-    heads = tuple(_Head(name, tuple(tensor.shape)) for name, tensor in named.items())
-    tell(control, _Order(inputs.conditional, inputs.unconditional, inputs.imagine, imagined, heads))
-    for tensor in named.values():
-        control.send(tensor)
 
 
 def _decode(

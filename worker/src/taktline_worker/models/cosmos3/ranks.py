@@ -6,7 +6,6 @@ loaded.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from taktline_protocol.deployment import EngineConfig
 
 from taktline_worker.models.cosmos3.graphs import GraphRunner
 from taktline_worker.models.cosmos3.mesh import Mesh, ProcessGroupMesh, Split
+from taktline_worker.models.cosmos3.orders import dismiss
 from taktline_worker.planning import ranks as processes
 from taktline_worker.planning.mesh import Mesh as Control
 
-logger = logging.getLogger(__name__)
-
-FAMILIES = ("cosmos3-nano", "cosmos3-edge")
 Member = Callable[[Mesh], GraphRunner]
 """Makes a rank's runner for the mesh that it has joined; the weights are loaded before."""
 
@@ -77,8 +74,6 @@ class PolicyRanks(processes.FollowerRanks):
         super()._leave()
 
     def _dismiss(self, mesh: Control) -> None:
-        from taktline_worker.models.cosmos3.group import dismiss
-
         dismiss(mesh)
 
 
@@ -94,24 +89,3 @@ def check_devices(size: int, device: torch.device) -> None:
             f"engine.parallel asks for {size} ranks (cfg x tp), and {visible} GPUs are visible",
             "give the pod one GPU for each rank, or lower engine.parallel.cfg or tp",
         )
-
-
-def serve_rank(config: EngineConfig, rank: int, size: int, store_port: int, generation: int, host: str) -> None:
-    """What the process of a rank other than 0 does: load its share, join, follow orders until the group ends.
-
-    Raises:
-        TaktlineError: the checkpoint or the configuration is refused.
-    """
-    from taktline_worker.models.cosmos3 import adapter
-    from taktline_worker.models.cosmos3.group import follow
-
-    store = processes.follower_store(store_port, host)
-    loaded = adapter.load_rank(config, rank)
-    store.set(processes.loaded_key(generation, rank), "1")
-    try:
-        control = processes.join(store, generation, rank, size, loaded.device)
-        parallel = config.engine.parallel
-        mesh = ProcessGroupMesh(parallel.cfg, parallel.tp, loaded.split)
-        follow(loaded.member(mesh), loaded.decoder, control)
-    except RuntimeError as error:  # what torch.distributed raises for a closed connection
-        logger.warning("the mesh broke up; this rank leaves", extra={"rank": rank, "cause": str(error)[:300]})
