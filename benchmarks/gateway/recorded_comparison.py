@@ -29,7 +29,6 @@ def compare(names: Sequence[str] | None, seeds: int, output: Path | None, comman
     for engine in (engine for engine in ENGINES if engine.name in (names or NAMES)):
         makers = [make(engine).name for make in POLICIES]
         head = "".join(f"{name:>16}" for name in makers)
-        head = "".join(f"{name:>16}" for name in makers)
         print(f"\n{engine.name}\n{'on-time %':<22}{'load':>5}{head}{'bound':>8}")
         for recording in recordings():
             for load in (None, *LOADS):
