@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 16
 _LINE_SECONDS = 2.0
-ON = bool(os.environ.get("TAKTLINE_COMPILE_TOGETHER"))
 _current: ContextVar[Batch | None] = ContextVar("kernels being compiled", default=None)
 
 
@@ -35,14 +35,16 @@ class Batch:
     def __init__(self, *, dry: bool) -> None:
         self.dry = dry
         begin = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
-        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) + 1)  # who waits for ptxas needs no core
         self._pool = ThreadPoolExecutor(threads, "compile", begin)
+        # Compilers take the interpreter's lock now and then; who still launches would wait for it at every operation.
+        self._begun = threading.Event()
         self._futures: list[Future[Any]] = []
         self._then: list[tuple[Future[Any], Callable[[], None]]] = []
         self._asked: set[Hashable] = set()
 
     def add(self, compile_it: Callable[[], object], load: Callable[[], None]) -> None:
-        """Begins to compile; `load` is called at the end, in the thread that waits."""
+        """Compiles at the end; `load` is called after it, in the thread that waits."""
         self._then.append((self._submit(compile_it), load))
 
     def first(self, launch: Hashable) -> bool:
@@ -68,6 +70,7 @@ class Batch:
             RuntimeError: the first kernel that cannot be compiled or loaded; not of a dry batch, whose kernels say it
                 again when they are launched.
         """
+        self._begun.set()
         began = said = time.monotonic()
         total = len(self._futures)
         for done, _ in enumerate(as_completed(self._futures), 1):
@@ -85,10 +88,12 @@ class Batch:
 
     def close(self) -> None:
         """Gives up what has not begun."""
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._begun.set()
+        self._pool.shutdown()
 
     def _submit(self, call: Callable[[], Any]) -> Future[Any]:
-        future = self._pool.submit(call)
+        future = self._pool.submit(lambda: self._begun.wait() and call())
         self._futures.append(future)
         return future
 
@@ -109,16 +114,13 @@ def together(*, dry: bool = False) -> Iterator[None]:
     Raises:
         RuntimeError: at the end, for a kernel that cannot be compiled or loaded; not where `dry`.
     """
-    if not ON:
-        yield
-        return
     batch = Batch(dry=dry)
     with ExitStack() as stack:
-        stack.callback(batch.close)
         if dry:
             from triton import AsyncCompileMode  # a machine without it has no kernels to launch
 
             stack.enter_context(AsyncCompileMode(batch, ignore_errors=True))
+        stack.callback(batch.close)  # before Triton's mode ends, which waits for all that it has asked for
         token = _current.set(batch)
         try:
             yield

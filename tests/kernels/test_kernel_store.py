@@ -1,0 +1,118 @@
+"""Compiled kernels on disk: found again by what decides them, whole or not at all, and never a reason not to start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from taktline_kernels import store
+
+PARTS = [b"13.0", b"--std=c++17", b"source"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A store of this test's own."""
+    path = tmp_path / "a" / "kernels"
+    monkeypatch.setenv(store.VARIABLE, str(path))
+    monkeypatch.setattr(store, "_warned", [])
+    store.folder.cache_clear()
+    store.scratch.cache_clear()
+    yield path
+    store.folder.cache_clear()
+    store.scratch.cache_clear()
+
+
+def files(path: Path) -> list[Path]:
+    return [one for one in path.rglob("*") if one.is_file()]
+
+
+def refuses() -> bytes:
+    raise AssertionError("compiled again")
+
+
+def test_what_is_kept_is_found_by_all_that_decides_it(folder: Path) -> None:
+    assert store.kept(PARTS, lambda: b"cubin") == b"cubin"
+    assert store.kept(PARTS, refuses) == b"cubin"
+    for index in range(len(PARTS)):
+        other = [part + b"x" if at == index else part for at, part in enumerate(PARTS)]
+        assert store.kept(other, lambda: b"another") == b"another"
+    # Where one part ends and the next begins decides, too.
+    assert store.kept([b"13.0-", b"-std=c++17", b"source"], lambda: b"moved") == b"moved"
+    assert len(files(folder)) == 5
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(one.stat().st_mode) for one in files(folder)} == {0o600}
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_made_again(folder: Path, damage: bytes | None) -> None:
+    store.kept(PARTS, lambda: b"cubin")
+    (path,) = files(folder)
+    path.write_bytes(path.read_bytes()[:-1] + b"?" if damage is None else damage)
+    assert store.kept(PARTS, lambda: b"again") == b"again"
+    assert store.kept(PARTS, refuses) == b"again"
+
+
+def test_a_compiler_that_refuses_leaves_nothing(folder: Path) -> None:
+    def fails() -> bytes:
+        raise RuntimeError("few_tokens.cu: error")
+
+    with pytest.raises(RuntimeError, match="few_tokens"):
+        store.kept(PARTS, fails)
+    assert files(folder) == []
+
+
+def test_a_full_disk_costs_one_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert store.kept(PARTS, lambda: b"cubin") == b"cubin"
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiled kernels are not kept, so the next start compiles them again: [Errno 28] No space left on device"
+    ]
+    assert files(folder) == []
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert store.kept(PARTS, lambda: b"cubin") == b"cubin"
+    assert files(folder) == []
+    assert "anyone may write to it" in caplog.text
+    assert store.folder() == store.scratch() != folder
+
+
+def test_a_place_that_cannot_be_made_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.parent.write_bytes(b"a file")
+    with caplog.at_level(logging.WARNING):
+        assert store.kept(PARTS, lambda: b"cubin") == b"cubin"
+    assert "not kept" in caplog.text
+
+
+def test_many_write_one_file_at_once(folder: Path) -> None:
+    content = os.urandom(1 << 20)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: store.kept(PARTS, lambda: content), range(32)))
+    assert set(found) == {content}
+    assert len(files(folder)) == 1
+
+
+def test_a_lost_folder_is_made_again(folder: Path) -> None:
+    store.kept(PARTS, lambda: b"cubin")
+    (path,) = files(folder)
+    path.unlink()
+    path.parent.rmdir()
+    assert store.kept(PARTS, lambda: b"cubin") == b"cubin"
+    assert files(folder) == [path]
