@@ -28,12 +28,6 @@ class Result:
         """On-time requests over all requests."""
         return self.on_time / max(1, self.total)
 
-    @property
-    def p99_margin_ms(self) -> float:
-        """Margin that 99% of the served requests had at least."""
-        ordered = sorted(self.margins_ms)
-        return ordered[int(0.01 * len(ordered))] if ordered else float("nan")
-
 
 def simulate(trace: Trace, policy: Policy, engine: Engine, seed: int = 11) -> Result:
     """Plays `trace`; every policy meets the same arrivals and its batches take times from the same distribution."""

@@ -10,7 +10,6 @@ SLO_ON_TIME = "on-time"
 """Value of the label `slo`: the share of observations that get their chunk before the hand-off deadline."""
 LABEL_SLO = "slo"
 LABEL_SEVERITY = "severity"
-LABEL_WINDOW = "window"
 
 # What the ratios are made of; events are observations that had a deadline: on-time chunks and misses.
 EVENTS_RATE = "slo:events:rate5m"

@@ -18,7 +18,6 @@ from taktline_local.kubectl import Kubectl, wait_until
 from taktline_local.programs import build_programs, can_build, find_programs
 
 KUBECONFIG_VARIABLE = "TAKTLINE_KUBECONFIG"
-PROCESS_NODE_LABEL = "taktline.dev/process-node"
 STOP_GRACE_S = 15.0
 
 

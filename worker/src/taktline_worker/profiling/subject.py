@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, QuantisationOptions
 
@@ -150,11 +149,6 @@ def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
     if not found or found[0] < 1 or found[-1] > 1024:
         raise _invalid(f"batch sizes {list(batches)} cannot be measured", "give sizes from 1 to 1024, as 1,2,4")
     return found
-
-
-def device_of(profile: Profile) -> torch.device:
-    """Where it runs."""
-    return torch.device(profile.device)
 
 
 def _invalid(message: str, next_step: str) -> TaktlineError:

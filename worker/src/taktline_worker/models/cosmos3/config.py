@@ -16,7 +16,6 @@ TRANSFORMER_FOLDER = "transformer"
 CONFIG_FILE = "config.json"
 METADATA_FILE = "checkpoint.json"
 """Only policy checkpoints carry it."""
-SCHEDULER_FILE = "scheduler/scheduler_config.json"
 STEM = "diffusion_pytorch_model"
 CLASS_NAME = "Cosmos3OmniTransformer"
 

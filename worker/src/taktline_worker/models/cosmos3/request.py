@@ -54,12 +54,6 @@ class RequestSettings:
     interval: tuple[float, float] | None = None
 
     @property
-    def encoded_grid(self) -> tuple[int, int, int]:
-        """(latent frames, rows, columns) that the VAE gives for the encoded frames, before the cut."""
-        height, width = self.padded
-        return (self.encoded_frames - 1) // TEMPORAL_FACTOR + 1, height // SPATIAL_FACTOR, width // SPATIAL_FACTOR
-
-    @property
     def latent_grid(self) -> tuple[int, int, int]:
         """(latent frames, rows, columns) that are denoised."""
         height, width = self.content

@@ -23,8 +23,6 @@ Resize = Literal["bilinear", "bilinear_legacy", "pil"]
 # Facts of the published models that no tensor shape tells.
 RMS_EPS = 1e-6
 LAYER_NORM_EPS = 1e-6
-ROPE_THETA = 10_000.0
-PALIGEMMA_VOCABULARY = 257_152
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _VISION_HEADS = {1152: 16}  # SigLIP So400m, the only published tower
 
@@ -55,11 +53,6 @@ class PiArchitecture:
     def tokens_per_image(self) -> int:
         """Patches of one camera."""
         return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def vision_head_dim(self) -> int:
-        """Width of one vision head."""
-        return self.vision_width // self.vision_heads
 
     @property
     def parameters(self) -> int:
