@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,17 +21,11 @@ from taktline_worker.delivery.fetch import fetch
 
 from tests.delivery.conftest import HASTE, content
 from tests.delivery.mirror import Mirror
+from tests.waiting import until
 
 FILES = {"config.json": b"{}", "a.safetensors": content(600_000, 1), "b.safetensors": content(600_000, 2)}
 SIZE = sum(map(len, FILES.values()))
 FETCH = [str(Path(sys.executable).with_name("taktline-worker")), "model", "fetch"]
-
-
-def wait_until(holds: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -81,7 +74,7 @@ def test_a_process_that_waits_tells_how_far_the_other_one_is(mirror, delivery, t
     )
     cache = tmp_path / "cache"
     ended.append(start(delivery, cache))
-    wait_until(lambda: mirror.served_bytes >= 600_000, "both files are on their way")
+    until(lambda: mirror.served_bytes >= 600_000, "both files are on their way")
     ended.append(start(delivery, cache))
     waiting = ended[1]
     assert waiting.stderr is not None
@@ -95,7 +88,7 @@ def test_a_process_that_waits_tells_how_far_the_other_one_is(mirror, delivery, t
 def test_killed_in_the_middle_it_goes_on_and_nobody_waits_for_the_dead(mirror, delivery, tmp_path, ended):
     mirror.pace_s = 0.02
     ended.append(start(delivery, tmp_path / "cache"))
-    wait_until(lambda: mirror.served_bytes > 300_000, "a part has come")
+    until(lambda: mirror.served_bytes > 300_000, "a part has come")
     os.kill(ended[0].pid, signal.SIGKILL)
     ended[0].wait()
     assert not list((tmp_path / "cache" / "models").iterdir()), "no half of it is to be seen"
@@ -114,7 +107,7 @@ def test_told_to_end_it_ends_at_once_also_as_the_first_process_of_a_container(mi
         {"cut": 300_000, "stall": True} if asked.method == "GET" and "safetensors" in asked.path else None
     )
     ended.append(start(delivery, tmp_path / "cache"))
-    wait_until(lambda: mirror.served_bytes >= 600_000, "both files are on their way")
+    until(lambda: mirror.served_bytes >= 600_000, "both files are on their way")
     os.kill(ended[0].pid, signal.SIGTERM)
     assert ended[0].wait(timeout=60) == 128 + signal.SIGTERM, "a handler of its own; the first process has no other"
     mirror.fault = lambda asked: None
@@ -137,7 +130,7 @@ def test_a_reader_never_sees_a_half(mirror, delivery, cache):
     reader.start()
     try:
         fetch(config, cache, patience=HASTE)
-        wait_until(lambda: seen, "the reader has seen it")
+        until(lambda: seen, "the reader has seen it")
     finally:
         done.set()
         reader.join()

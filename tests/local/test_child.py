@@ -6,19 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from taktline_local.child import Child, tail
 
-
-def until(holds: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never held")
+from tests.waiting import until
 
 
 def gone(process: int) -> bool:
@@ -31,32 +23,32 @@ def gone(process: int) -> bool:
 def test_exit_codes_are_those_of_containers(tmp_path: Path) -> None:
     log = tmp_path / "log"
     plain = Child(["sh", "-c", "echo out; echo err >&2; exit 3"], log=log)
-    until(lambda: plain.exit_code() is not None)
+    until(lambda: plain.exit_code() is not None, "the end of a process")
     assert plain.exit_code() == 3
     assert log.read_text() == "out\nerr\n"
     killed = Child(["sh", "-c", "kill -9 $$"], log=log)
-    until(lambda: killed.exit_code() is not None)
+    until(lambda: killed.exit_code() is not None, "the end of a killed process")
     assert killed.exit_code() == 137
     absent = Child(["no-such-program"], log=log)
-    until(lambda: absent.exit_code() is not None)
+    until(lambda: absent.exit_code() is not None, "the end of what is no program")
     assert absent.exit_code() == 127
     assert "no-such-program" in tail(log)
 
 
 def test_stop_asks_first_and_kills_afterwards(tmp_path: Path) -> None:
     polite = Child(["sh", "-c", "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done"], log=tmp_path / "polite")
-    until(lambda: "up" in tail(polite.log))
+    until(lambda: "up" in tail(polite.log), "its first line")
     assert polite.stop_blocking(30) == 7
     deaf = Child(["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"], log=tmp_path / "deaf")
-    until(lambda: "up" in tail(deaf.log))
+    until(lambda: "up" in tail(deaf.log), "its first line")
     assert deaf.stop_blocking(0.2) == 137
 
 
 def test_what_a_process_leaves_running_goes_with_it(tmp_path: Path) -> None:
     child = Child(["sh", "-c", "sleep 600 & echo $!"], log=tmp_path / "log")
-    until(lambda: child.exit_code() is not None)
+    until(lambda: child.exit_code() is not None, "the end of the process")
     left = int(tail(child.log))
-    until(lambda: gone(left))
+    until(lambda: gone(left), "the end of what it left running")
 
 
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
@@ -72,4 +64,4 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
         assert not gone(process)
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-        until(lambda: gone(process))
+        until(lambda: gone(process), "the end of the child")

@@ -14,19 +14,14 @@ from taktline_worker.models.pi import pending as pi_pending
 from taktline_worker.models.pi import processor as pi_processor
 from taktline_worker.models.pi.adapter import PiAdapter, load
 
+from tests.waiting import until
+
 LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def adapter(folders: Any, config_of: Any, tmp_path_factory: pytest.TempPathFactory) -> PiAdapter:
     return load(config_of(folders.lerobot(tmp_path_factory.mktemp("pending") / "policy", "pi05"), frame_cache_mb=0))
-
-
-def _until(condition: Any) -> None:
-    ends_at = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < ends_at
-        time.sleep(0.001)
 
 
 def test_whoever_waits_for_frames_that_no_thread_has_begun_decodes_them(
@@ -47,7 +42,7 @@ def test_whoever_waits_for_frames_that_no_thread_has_begun_decodes_them(
     with ThreadPoolExecutor(1, "pool") as pool, ThreadPoolExecutor(1, "waits") as waiting:
         pool.submit(occupied.wait, LIMIT_S)
         job = waiting.submit(adapter.begin(observation, pool).result)
-        _until(lambda: len(threads) == len(observation.images))
+        until(lambda: len(threads) == len(observation.images), "a thread for each frame")
         occupied.set()
         row = job.result(LIMIT_S)
     assert {name.split("_")[0] for name in threads} == {"waits"}

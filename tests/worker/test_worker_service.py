@@ -15,6 +15,8 @@ from taktline_protocol import ErrorCode, worker_pb2, worker_pb2_grpc
 from taktline_worker.server import SERVICE_NAME, ServeOptions, Worker
 from taktline_worker.service import MAX_WAITING_BATCHES
 
+from tests.waiting import until
+
 
 @pytest.fixture(scope="module")
 def worker(folders: Any, config_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
@@ -89,14 +91,6 @@ def gate(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.opened.set()
     # The engine's thread must be free again before the next test counts its runs.
     worker.engine._lane.submit(lambda: None).result(20)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("the condition never came true")
 
 
 def test_health_names_both_services(channel: grpc.Channel) -> None:
@@ -191,7 +185,7 @@ def test_a_cancelled_batch_is_not_run(stub: Any, request_of: Any, gate: Any, wor
     first = stub.Infer.future(request_of({}), timeout=30)
     assert gate.entered.acquire(timeout=20)
     second = stub.Infer.future(request_of({}), timeout=30)
-    _wait_until(lambda: worker.engine._lane._work_queue.qsize() == 1)
+    until(lambda: worker.engine._lane._work_queue.qsize() == 1, "a batch that waits")
     second.cancel()
     time.sleep(1.0)  # the cancellation must reach the server before the engine is free
     gate.opened.set()
@@ -206,7 +200,7 @@ def test_an_item_whose_budget_ran_out_while_it_waited_is_dropped_alone(
     first = stub.Infer.future(request_of({}), timeout=30)
     assert gate.entered.acquire(timeout=20)
     second = stub.Infer.future(request_of({"budget_ms": 50.0}, {"budget_ms": 60_000.0}), timeout=30)
-    _wait_until(lambda: worker.engine._lane._work_queue.qsize() == 1)
+    until(lambda: worker.engine._lane._work_queue.qsize() == 1, "a batch that waits")
     time.sleep(0.1)
     gate.opened.set()
     first.result()
@@ -221,7 +215,7 @@ def test_more_waiting_batches_than_places_are_refused_at_once(
     first = stub.Infer.future(request_of({}), timeout=30)
     assert gate.entered.acquire(timeout=20)
     waiting = [stub.Infer.future(request_of({}), timeout=30) for _ in range(MAX_WAITING_BATCHES - 1)]
-    _wait_until(lambda: worker.engine._lane._work_queue.qsize() == len(waiting))
+    until(lambda: worker.engine._lane._work_queue.qsize() == len(waiting), "all batches waiting")
     answer = stub.Infer(request_of({}), timeout=20)
     assert answer.results[0].error.code == ErrorCode.OVERLOADED.value
     # Health still answers while every place is taken.
@@ -261,7 +255,7 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(
                 return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
             return bool(status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
-        _wait_until(not_serving)
+        until(not_serving, "NOT_SERVING")
 
         def refused() -> bool:
             try:
@@ -270,7 +264,7 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(
                 return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
             return False
 
-        _wait_until(refused)
+        until(refused, "a refused call")
         assert drain.is_alive()
         opened.set()
         assert call.result().results[0].WhichOneof("outcome") == "actions"
