@@ -200,6 +200,7 @@ def test_no_policy_many_policies_and_strange_names(page, bare_stack):
     assert page.text("#name") == "policy-07"
     assert page.text("#ready") == "no worker"
     assert "No worker is routed" in page.text("#workers")
+    assert page.text("#refusals") == "No request since start."
     field = "document.getElementById('filter')"
     page.value(f"{field}.value = '3'; {field}.dispatchEvent(new Event('input'))")
     assert page.value("document.querySelectorAll('#rows tr').length") == 13

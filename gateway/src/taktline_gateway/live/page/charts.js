@@ -57,8 +57,12 @@ function timeAxis(g, colour, left, right, bottom) {
   }
 }
 
+/** Says in the middle why nothing is drawn, on a plate that keeps lines and curves off the words. */
 function nothing(g, colour, words, left, right, top, bottom) {
-  text(g, colour.soft, words, (left + right) / 2, (top + bottom) / 2, "center");
+  const [x, y, width] = [(left + right) / 2, (top + bottom) / 2, g.measureText(words).width + 16];
+  g.fillStyle = colour.card;
+  g.fillRect(x - width / 2, y - 15, width, 22);
+  text(g, colour.soft, words, x, y, "center");
 }
 
 export function drawMargins(canvas, history, now) {

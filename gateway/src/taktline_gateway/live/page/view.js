@@ -102,7 +102,8 @@ function showCauses(policy, lately) {
   );
   const others = Object.entries(policy.codes).filter(([code]) => code !== "ok");
   const told = others.map(([code, number]) => `${code} ${count(number)}`).join(" · ");
-  find("refusals").textContent = told ? `Requests without a chunk since start: ${told}` : "Every request since start got its chunk.";
+  const without = policy.codes.ok ? "Every request since start got its chunk." : "No request since start.";
+  find("refusals").textContent = told ? `Requests without a chunk since start: ${told}` : without;
 }
 
 const STATE_CLASS = { idle: "good", busy: "good", suspended: "warn", draining: "warn", down: "bad" };
