@@ -8,7 +8,7 @@ import torch
 from engine import event_times, say
 from taktline_kernels.ops import frame_products as products
 from taktline_kernels.ops import frames as ops
-from taktline_kernels.ops.frame_products import Rows, Weights
+from taktline_kernels.ops.frame_products import Weights
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from torch import Tensor
 
@@ -34,7 +34,8 @@ def parts(world: VJepa2World) -> dict[str, float]:
     cos = torch.randn(a.frame_tokens, a.head_dim, device=device)
     angles = torch.randn(2, 2, a.tokens, a.head_dim, device=device)
     turned = Weights.of(weight["qkv"], torch.randn(3 * width, device=device)).in_pairs()
-    active = Weights.quantised(weight["fc1"], torch.randn(mlp, device=device)).in_fours()
+    active = Weights.quantised(weight["fc1"], torch.randn(mlp, device=device), 0.05).in_fours()
+    eight = Weights.quantised(weight["qkv"], torch.randn(3 * width, device=device), 0.05).in_pairs()
     quantised = {name: ops.quantise_rows(value) for name, value in weight.items()}
     x8, hidden8 = ops.quantise_rows(x), ops.quantise_rows(hidden)
     fp32 = torch.float32
@@ -44,6 +45,11 @@ def parts(world: VJepa2World) -> dict[str, float]:
         return lambda: torch._scaled_mm(
             inputs[0], values.t(), inputs[1], scales.t().contiguous(), out_dtype=torch.bfloat16, use_fast_accum=True
         )
+
+    def summed(inputs: tuple[Tensor, Tensor], name: str) -> Callable[[], object]:
+        values, scales = quantised[name]
+        onto = torch.zeros(rows, width, device=device, dtype=torch.bfloat16)
+        return lambda: products.frame_sum_product(*inputs, values, scales.t().contiguous(), onto)
 
     calls: dict[str, Callable[[], object]] = {
         "qkv": lambda: torch.mm(x, weight["qkv"].t()),
@@ -58,12 +64,15 @@ def parts(world: VJepa2World) -> dict[str, float]:
         "fc2 fp8": scaled(hidden8, "fc2"),
         "norm and keep": lambda: ops.frame_norm(kept, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, keep=kept),
         "norm and add": lambda: ops.frame_norm(kept, (x,), vector, vector, vector, 1e-6, torch.bfloat16),
-        "norm and add fp8": lambda: ops.frame_norm(kept, (x,), vector, vector, vector, 1e-6, ops.FP8),
+        "norm fp8": lambda: ops.frame_norm(x, (), vector, None, None, 1e-6, ops.FP8, unit=0.05),
         "norm": lambda: ops.frame_norm(stream, (), vector, vector, vector, 1e-6, torch.bfloat16),
         "rotate": lambda: ops.frame_rotate(wide, cos, cos, m),
         "gelu fp8": lambda: ops.frame_gelu(hidden, bias, ops.FP8),
-        "qkv turned": lambda: products.frame_turned_product(Rows(x), turned, angles[1], m, wide),
-        "fc1 and gelu fp8": lambda: products.frame_gelu_product(Rows(*x8), active, 0.05),
+        "qkv turned": lambda: products.frame_turned_product(x, turned, angles[1], m, wide),
+        "qkv turned fp8": lambda: products.frame_turned_product(x8[0], eight, angles[1], m, wide),
+        "fc1 and gelu fp8": lambda: products.frame_gelu_product(x8[0], active, 0.05),
+        "out onto bf16, fp8": summed(x8, "out"),
+        "fc2 onto bf16, fp8": summed(hidden8, "fc2"),
         "attention, 1 frame": lambda: ops.frame_attention(frames[:1], m, a.heads),
         "attention, 2 frames": lambda: ops.frame_attention(frames, m, a.heads),
     }
@@ -80,8 +89,8 @@ def parts(world: VJepa2World) -> dict[str, float]:
         )
     for together, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
         config = {"rows": together, "num_warps": warps}
-        calls[f"norm and add, {together} rows, {warps} warps"] = (
-            lambda config=config: kernels.norm(kept, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, kept, config)  # type: ignore[misc]
+        calls[f"norm and add, {together} rows, {warps} warps"] = lambda config=config: kernels.norm(  # type: ignore[misc]
+            kept, (x, x), vector, vector, vector, 1e-6, torch.bfloat16, kept, 1.0, config
         )
     for warps in (2, 4, 8):
         config = {"num_warps": warps}

@@ -19,6 +19,8 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
 BARS = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-3}
 GENERATOR = torch.Generator().manual_seed(11)
+NORMED = 1.0 / 14
+"""What normed rows are counted in: of 32, the largest number of a row of 1,024, e4m3 makes 448."""
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -33,14 +35,19 @@ def close(actual: Tensor, expected: Tensor, bar: float | None = None) -> None:
 
 
 def same_quantised(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """The interpreter's conversion loses the carry into the exponent, so the values are compared on a GPU only."""
     close(actual[1], expected[1], 1e-5)
+    near_in_steps(actual[0], expected[0])
+    assert float(actual[0].float().abs().max()) == ops.FP8_MAX
+
+
+def near_in_steps(actual: Tensor, expected: Tensor) -> None:
+    """The interpreter's conversion loses the carry into the exponent, so the values are compared on a GPU only."""
+    assert actual.dtype == expected.dtype == ops.FP8
+    assert actual.shape == expected.shape
     if HAS_GPU:
-        ours, theirs = actual[0].float(), expected[0].float()
+        ours, theirs = actual.float(), expected.float()
         assert bool(((ours - theirs).abs() <= theirs.abs() / 8 + 2**-9).all()), "more than one step away"
         assert float((ours == theirs).float().mean()) > 0.99
-    assert actual[0].dtype == ops.FP8
-    assert float(actual[0].float().abs().max()) == ops.FP8_MAX
 
 
 @pytest.mark.parametrize("width", [96, 1024])
@@ -62,28 +69,42 @@ def test_norm(width: int, dtype: torch.dtype, halved: bool) -> None:
     ):
         *inputs, keep = given
         ours, theirs = (ops.split(stream) if halved else stream.clone() for _ in range(2))
-        actual = kernels.norm(ours, *inputs, 1e-6, dtype, ours if keep else None, config={})
-        expected = reference(theirs, *inputs, 1e-6, dtype, theirs if keep else None)
+        actual = kernels.norm(ours, *inputs, 1e-6, dtype, ours if keep else None, NORMED, config={})
+        expected = reference(theirs, *inputs, 1e-6, dtype, theirs if keep else None, NORMED)
         close(ops.joined(ours), ops.joined(theirs))
         assert torch.equal(ops.joined(ours), ops.joined(ops.split(stream) if halved else stream)) != keep
         if dtype == ops.FP8:
-            same_quantised(actual, expected)
+            near_in_steps(actual, expected)
         else:
-            close(actual[0], expected[0])
-            assert actual[1] is None
+            close(actual, expected)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, ops.FP8])
+def test_norm_of_a_stream_in_bf16(offset: bool, dtype: torch.dtype) -> None:
+    stream, weight, bias = 3.0 * rand(7, 96, dtype=torch.bfloat16), rand(96), rand(96)
+    given = ((), rand(96) if offset else None, weight, bias, 1e-6, dtype, None, NORMED)
+    reference = REGISTRY["frame_norm"].reference
+    expected = reference(stream, *given)
+    assert torch.equal(expected.float(), reference(stream.float(), *given).float())
+    actual = kernels.norm(stream, *given, config={})
+    if dtype == ops.FP8:
+        near_in_steps(actual, expected)
+    else:
+        close(actual, expected)
 
 
 def test_a_stream_in_fp32_goes_on_in_24_bits() -> None:
     stream, update = 3.0 * rand(7, 96), rand(7, 96, dtype=torch.bfloat16)
     ours, theirs = ops.split(torch.zeros_like(stream)), ops.split(torch.zeros_like(stream))
     given = (stream, (update,), None, None, None, 1e-6, torch.bfloat16)
-    close(kernels.norm(*given, ours, config={})[0], REGISTRY["frame_norm"].reference(*given, theirs)[0])
+    close(kernels.norm(*given, ours, 1.0, config={}), REGISTRY["frame_norm"].reference(*given, theirs, 1.0))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     exact = stream + update.float()
     assert bool(((ops.joined(ours) - exact).abs() <= exact.abs() * 2**-16).all())
     # What is not finite must reach the energies, where it is an error.
     stream[0, 0], stream[1, 1], stream[2, 2] = torch.nan, torch.inf, -torch.inf
-    kernels.norm(stream, (), None, None, None, 1e-6, torch.bfloat16, ours, config={})
+    kernels.norm(stream, (), None, None, None, 1e-6, torch.bfloat16, ours, 1.0, config={})
     assert torch.equal(ops.joined(ours).isfinite(), stream.isfinite())
     assert torch.equal(ops.joined(ops.split(stream)).isfinite(), stream.isfinite())
 
@@ -105,8 +126,7 @@ def test_rotation(candidates: int, others: int) -> None:
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
 @pytest.mark.parametrize("rows", [1, 7, 5000])
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, ops.FP8])
-def test_norm_on_hopper(rows: int, count: int, dtype: torch.dtype) -> None:
+def test_norm_on_hopper(rows: int, count: int) -> None:
     """Rows of large numbers and small ones; in one an infinity, which stays one where the sum is kept."""
     hopper = importlib.import_module("taktline_kernels.cuda.frame_norm").norm
     stream = 3.0 * rand(rows, 1024) * (10.0 ** torch.linspace(-2, 3, rows))[:, None].to(DEVICE)
@@ -115,14 +135,23 @@ def test_norm_on_hopper(rows: int, count: int, dtype: torch.dtype) -> None:
     finite = torch.arange(rows, device=DEVICE) != (rows // 2 if rows > 1 else -1)
     for keeps in (False, True):
         ours, theirs = ops.split(stream), ops.split(stream)
-        found = hopper(ours, *given, 1e-6, dtype, ours if keeps else None, config={})
-        expected = REGISTRY["frame_norm"].reference(theirs, *given, 1e-6, dtype, theirs if keeps else None)
-        if dtype == ops.FP8:
-            same_quantised((found[0][finite], found[1][finite]), (expected[0][finite], expected[1][finite]))
-        else:
-            close(found[0][finite], expected[0][finite])
+        found = hopper(ours, *given, 1e-6, torch.bfloat16, ours if keeps else None, 1.0, config={})
+        expected = REGISTRY["frame_norm"].reference(
+            theirs, *given, 1e-6, torch.bfloat16, theirs if keeps else None, 1.0
+        )
+        close(found[finite], expected[finite])
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
+@pytest.mark.parametrize("rows", [1, 7, 5000, 25800])
+def test_norm_of_a_stream_in_bf16_into_e4m3_on_hopper(rows: int) -> None:
+    hopper = importlib.import_module("taktline_kernels.cuda.fp8_norm").norm
+    stream = (3.0 * rand(rows, 1024) * (10.0 ** torch.linspace(-2, 3, rows))[:, None].to(DEVICE)).bfloat16()
+    given = (stream, (), rand(1024), None, None, 1e-6, ops.FP8, None, NORMED)
+    near_in_steps(hopper(*given, config={}), REGISTRY["frame_norm"].reference(*given))
 
 
 @pytest.mark.gpu
@@ -132,7 +161,24 @@ def test_norm_on_hopper_refuses_what_it_is_not_for() -> None:
     stream, vector = ops.split(rand(4, 1024)), rand(1024)
     for given in ((stream, (), vector), (rand(4, 1024), (rand(4, 1024, dtype=torch.bfloat16),), vector)):
         with pytest.raises(ValueError, match="24 bits"):
-            hopper(*given, vector, vector, 1e-6, torch.bfloat16, None, config={})
+            hopper(*given, vector, vector, 1e-6, torch.bfloat16, None, 1.0, config={})
+
+
+def test_norm_into_e4m3_refuses_what_it_would_read_wrongly() -> None:
+    hopper = pytest.importorskip("taktline_kernels.cuda.fp8_norm").norm
+    stream, vector = rand(4, 1024, dtype=torch.bfloat16), rand(1024)
+    for given, said in (
+        ((stream, (stream,), vector, None, None, 1e-6, ops.FP8), "and an offset"),
+        ((stream, (), None, None, None, 1e-6, ops.FP8), "and an offset"),
+        ((stream, (), vector, vector, vector, 1e-6, ops.FP8), "and an offset"),
+        ((stream, (), vector, None, None, 1e-6, torch.bfloat16), "and an offset"),
+        ((ops.split(rand(4, 1024)), (), vector, None, None, 1e-6, ops.FP8), "and an offset"),
+        ((rand(4, 512, dtype=torch.bfloat16), (), vector, None, None, 1e-6, ops.FP8), "1024 numbers"),
+        ((stream.float(), (), vector, None, None, 1e-6, ops.FP8), "1024 numbers"),
+        ((stream, (), vector.bfloat16(), None, None, 1e-6, ops.FP8), "contiguous fp32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            hopper(*given, None, NORMED, config={})
 
 
 def test_norm_on_hopper_refuses_what_it_would_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +190,10 @@ def test_norm_on_hopper_refuses_what_it_would_read_wrongly(monkeypatch: pytest.M
 
     def run(count: int = 1, **other: Tensor) -> None:
         vectors = {"offset": vector, "weight": vector, "bias": vector} | other
-        updates, like = (update,) * count, {"eps": 1e-6, "dtype": torch.bfloat16, "keep": None, "config": {}}
+        updates, like = (
+            (update,) * count,
+            {"eps": 1e-6, "dtype": torch.bfloat16, "keep": None, "unit": 1.0, "config": {}},
+        )
         module.norm(stream, updates, **vectors, **like)
 
     run(1)
@@ -193,16 +242,18 @@ def test_attention_of_frames_smaller_than_the_tiles(patches: int, count: int) ->
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: a CUDA kernel")
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize(("candidates", "heads"), [(1, 1), (6, 16), (30, 16)])
-def test_attention_on_hopper(count: int, candidates: int, heads: int) -> None:
+@pytest.mark.parametrize("spread", [1.0, 5.0])
+def test_attention_on_hopper(count: int, candidates: int, heads: int, spread: float) -> None:
+    """Scores that differ little, and some that are far above those before them."""
     hopper = importlib.import_module("taktline_kernels.cuda.frame_attention").attention
-    frames = rand(count, candidates * 258, 3 * heads * 64, dtype=torch.bfloat16)
+    frames = (spread * rand(count, candidates * 258, 3 * heads * 64)).bfloat16()
     found = hopper(frames, candidates, heads, None, config={})
     expected = REGISTRY["frame_attention"].reference(frames, candidates, heads)
     boundary = candidates * 256
     close(found[:boundary], expected[:boundary])
     close(found[boundary:], expected[boundary:])
     assert torch.equal(found, hopper(frames, candidates, heads, None, config={}))
-    unit = 2.0**-7
+    unit = spread * 2.0**-6
     eight = hopper(frames, candidates, heads, unit, config={})
     assert eight.dtype == ops.FP8
     close(eight.float() * unit, expected.float(), 0.04)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 import torch
-from taktline_kernels.ops import frames
+from taktline_kernels.ops import frame_products, frames
 from taktline_kernels.ops.dispatch import REGISTRY
-from taktline_kernels.ops.frame_products import Rows, Weights
+from taktline_kernels.ops.frame_products import Weights
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,6 +17,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 GENERATOR = torch.Generator().manual_seed(17)
 BAR = 4e-3
+UNIT, ROWS_UNIT = 2.0**-5, 0.07
 hopper = pytest.mark.skipif(
     not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU: its matrix units"
 )
@@ -45,14 +47,13 @@ class Case:
     def __init__(self, kind: str, rows: int, n: int, k: int) -> None:
         weight, bias = (rand(n, k) / k**0.5).bfloat16(), 0.3 * rand(n)
         if kind == "e4m3":
-            self.rows = Rows(*frames.quantise_rows(rand(rows, k)))
-            self.weights = Weights.quantised(weight, bias)
-            assert self.rows.scales is not None
+            self.rows = frames.quantise_by(rand(rows, k), ROWS_UNIT)
+            self.weights = Weights.quantised(weight, bias, ROWS_UNIT)
             values, scales = frames.quantise_rows(weight)
-            self.product = (self.rows.values.float() * self.rows.scales) @ (values.float() * scales).t() + bias
+            self.product = (self.rows.float() * ROWS_UNIT) @ (values.float() * scales).t() + bias
         else:
-            self.rows, self.weights = Rows(rand(rows, k).bfloat16()), Weights.of(weight, bias)
-            self.product = self.rows.values.float() @ weight.float().t() + bias
+            self.rows, self.weights = rand(rows, k).bfloat16(), Weights.of(weight, bias)
+            self.product = self.rows.float() @ weight.float().t() + bias
 
     def turned(self, angles: Tensor, candidates: int) -> Tensor:
         turned = self.product.clone()
@@ -62,7 +63,6 @@ class Case:
 
 
 KINDS = ("plain", "e4m3")
-UNIT = 2.0**-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,8 +80,62 @@ def test_a_product_and_gelu(kind: str) -> None:
     expected = functional.gelu(case.product, approximate="tanh")
     unit = UNIT if kind == "e4m3" else None
     found = REGISTRY["frame_gelu_product"].reference(case.rows, case.weights.in_fours(), unit)
-    assert found.dtype == case.rows.values.dtype
+    assert found.dtype == case.rows.dtype
     assert error(found.float() * (unit or 1.0), expected) < (0.04 if unit else BAR)
+
+
+class SumCase:
+    """A product of e4m3 operands with scales of rows and of outputs, and a stream."""
+
+    def __init__(self, rows: int, n: int, k: int) -> None:
+        self.rows, self.scales = frames.quantise_rows(rand(rows, k))
+        self.weight, scales = frames.quantise_rows(rand(n, k) / k**0.5)
+        self.weight_scales = scales.t().contiguous()
+        self.stream = rand(rows, n).bfloat16()
+        product = (self.rows.float() * self.scales) @ (self.weight.float() * scales).t()
+        self.expected = self.stream.float() + product
+
+    def add(self, kernel: Callable[..., object], **config: object) -> Tensor:
+        found = self.stream.clone()
+        kernel(self.rows, self.scales, self.weight, self.weight_scales, found, **config)
+        return found
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_product_that_adds_onto_the_stream_is_rounded_once(rows: int) -> None:
+    case = SumCase(rows, 256, 128)
+    found = case.add(REGISTRY["frame_sum_product"].reference)
+    assert float((found == case.expected.bfloat16()).float().mean()) > 0.999
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("rows", "depth"), [(516, 1024), (25800, 1024), (25800, 4096)])
+def test_a_product_that_adds_onto_the_stream_on_hopper(rows: int, depth: int) -> None:
+    case = SumCase(rows, 1024, depth)
+    kernel = importlib.import_module("taktline_kernels.cuda.fp8_sum").sum_product
+    found = case.add(kernel, config={})
+    # Sums are nearly in fp32: few fall to the other side of a step, and none further.
+    assert error(found.float(), case.expected) < BAR
+    assert float((found == case.expected.bfloat16()).float().mean()) > 0.9
+    assert torch.equal(found, case.add(kernel, config={}))
+    assert torch.equal(found, case.add(frame_products.frame_sum_product))
+
+
+def test_a_sum_product_refuses_what_it_would_read_wrongly() -> None:
+    kernel = pytest.importorskip("taktline_kernels.cuda.fp8_sum").sum_product
+    case = SumCase(4, 256, 128)
+    wrong: dict[str, Tensor] = {
+        "rows": case.rows.float(),
+        "scales": case.scales.double(),
+        "stream": case.stream.float(),
+        "weight": case.weight.t().contiguous().t(),
+    }
+    for name, tensor in wrong.items():
+        given = SumCase(4, 256, 128)
+        setattr(given, name, tensor)
+        with pytest.raises(ValueError, match="contiguous e4m3"):
+            given.add(kernel, config={})
 
 
 @pytest.mark.gpu

@@ -180,14 +180,15 @@ def _innermost(error: BaseException) -> str:
 def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     nvrtc = importlib.import_module("taktline_kernels.cuda.nvrtc")
     cublaslt = importlib.import_module("taktline_kernels.cuda.cublaslt")
+    fp8_sum = importlib.import_module("taktline_kernels.cuda.fp8_sum")
     geglu = importlib.import_module("taktline_kernels.cuda.geglu")
     image_attention = importlib.import_module("taktline_kernels.cuda.image_attention")
     action_block = importlib.import_module("taktline_kernels.cuda.action_block")
     few_tokens = importlib.import_module("taktline_kernels.cuda.few_tokens")
     patch_attention = importlib.import_module("taktline_kernels.cuda.patch_attention")
-    fp8_frame_attention = importlib.import_module("taktline_kernels.cuda.fp8_frame_attention")
     frame_attention = importlib.import_module("taktline_kernels.cuda.frame_attention")
     frame_norm = importlib.import_module("taktline_kernels.cuda.frame_norm")
+    fp8_norm = importlib.import_module("taktline_kernels.cuda.fp8_norm")
     cached_attention = importlib.import_module("taktline_kernels.cuda.cached_attention")
     fp8_attention = importlib.import_module("taktline_kernels.cuda.fp8_attention")
     suffix_attention = importlib.import_module("taktline_kernels.cuda.suffix_attention")
@@ -241,10 +242,19 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
 
         return mock.Mock(algorithms=[None], run=run)
 
+    def summed(*shape: Any) -> Any:
+        del shape
+
+        def run(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, y: Tensor) -> None:
+            y += torch._scaled_mm(x, weight.t(), scales, weight_scales, out_dtype=y.dtype)
+
+        return mock.Mock(run=run)
+
     yield nvrtc.CudaKernel, "__init__", prepare
     yield nvrtc.CudaKernel, "launch", launch
     yield cublaslt, "linear", linear
     yield cublaslt, "_product", prepared
+    yield fp8_sum, "_product", summed
     yield nvrtc, "tensor_map", lambda tensor, box: None
     yield nvrtc, "processors", lambda device: PROCESSORS[ledger.arch]
     # Kernels that a process made before would not be seen, and these must not stay.
@@ -253,9 +263,9 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         action_block,
         few_tokens,
         patch_attention,
-        fp8_frame_attention,
         frame_attention,
         frame_norm,
+        fp8_norm,
         cached_attention,
         product,
         wide_product,

@@ -15,10 +15,10 @@ _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE = 1
 _EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}
-_WORKSPACE_BYTES = 32 << 20
+WORKSPACE_BYTES = 32 << 20
 
 
-class _Result(ctypes.Structure):
+class Result(ctypes.Structure):
     """`cublasLtMatmulHeuristicResult_t`."""
 
     _fields_ = (
@@ -36,31 +36,37 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0] if torch.version.cuda else ''}")
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> None:
+    """One function of the library.
+
+    Raises:
+        RuntimeError: it did not succeed.
+    """
     status = getattr(_library(), name)(*arguments)
     if status != 0:
         raise RuntimeError(f"{name} returned {status}")
 
 
 @functools.cache
-def _handle(device: torch.device) -> ctypes.c_void_p:
+def handle(device: torch.device) -> ctypes.c_void_p:
+    """The library's own, one a device."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _call("cublasLtCreate", ctypes.byref(handle))
+        call("cublasLtCreate", ctypes.byref(handle))
     return handle
 
 
 @functools.cache
-def _workspace(device: torch.device, stream: int) -> Tensor:
-    # One a stream: products that run beside each other must not share it.
+def workspace(device: torch.device, stream: int) -> Tensor:
+    """`WORKSPACE_BYTES`, one a stream: products that run beside each other must not share it."""
     del stream
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _layout(rows: int, columns: int, step: int, dtype: int, parts: int, part_step: int) -> ctypes.c_void_p:
+def layout(rows: int, columns: int, step: int, dtype: int, parts: int = 1, part_step: int = 0) -> ctypes.c_void_p:
     """`parts` column-major matrices, `part_step` elements from one to the next and `step` from column to column."""
     layout = ctypes.c_void_p()
-    _call(
+    call(
         "cublasLtMatrixLayoutCreate",
         ctypes.byref(layout),
         dtype,
@@ -75,7 +81,7 @@ def _layout(rows: int, columns: int, step: int, dtype: int, parts: int, part_ste
         )
         for attribute, value in attributes:
             size = ctypes.c_size_t(ctypes.sizeof(value))
-            _call("cublasLtMatrixLayoutSetAttribute", layout, attribute, ctypes.byref(value), size)
+            call("cublasLtMatrixLayoutSetAttribute", layout, attribute, ctypes.byref(value), size)
     return layout
 
 
@@ -99,23 +105,21 @@ class LtProduct:
         self, m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, parts: int = 1, limit: int = 64
     ) -> None:
         self._operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, _FP32)
+        call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, _FP32)
         self._set(_TRANSPOSE_A, ctypes.c_int32(1))
         self._set(_EPILOGUE, ctypes.c_int32(_EPILOGUES[bias, gelu]))
         # The library is column-major: weight.T (k, n) and x.T (k, m) give out.T (n, m).
         share = k // parts
-        self._weight = _layout(share, n, k, _BF16, parts, share)
-        self._x = _layout(share, m, k, _BF16, parts, share)
-        self._out = _layout(n, m, n, _BF16 if parts == 1 else _FP32, parts, n * m)
-        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        size = ctypes.c_size_t(_WORKSPACE_BYTES)
-        _call(
-            "cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(size), ctypes.c_size_t(8)
-        )
-        results, found = (_Result * limit)(), ctypes.c_int()
-        _call(
+        self._weight = layout(share, n, k, _BF16, parts, share)
+        self._x = layout(share, m, k, _BF16, parts, share)
+        self._out = layout(n, m, n, _BF16 if parts == 1 else _FP32, parts, n * m)
+        call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
+        call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(size), ctypes.c_size_t(8))
+        results, found = (Result * limit)(), ctypes.c_int()
+        call(
             "cublasLtMatmulAlgoGetHeuristic",
-            _handle(device),
+            handle(device),
             self._operation,
             self._weight,
             self._x,
@@ -126,13 +130,13 @@ class LtProduct:
             results,
             ctypes.byref(found),
         )
-        _call("cublasLtMatmulPreferenceDestroy", preference)
+        call("cublasLtMatmulPreferenceDestroy", preference)
         self.algorithms = [result for result in results[: found.value] if result.state == 0]
         self._device = device
 
     def _set(self, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        _call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
+        call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, algorithm: int) -> None:
         """Write the product of contiguous bf16 tensors to `out` (m, n), or to fp32 (parts, m, n).
@@ -144,11 +148,11 @@ class LtProduct:
             self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         stream = torch.cuda.current_stream().cuda_stream
-        chosen, space = self.algorithms[algorithm], _workspace(self._device, stream)
+        chosen, space = self.algorithms[algorithm], workspace(self._device, stream)
         pointer = ctypes.c_void_p
-        _call(
+        call(
             "cublasLtMatmul",
-            _handle(self._device),
+            handle(self._device),
             self._operation,
             ctypes.byref(one),
             pointer(weight.data_ptr()),
@@ -162,7 +166,7 @@ class LtProduct:
             self._out,
             ctypes.byref(chosen.algorithm),
             pointer(space.data_ptr()),
-            ctypes.c_size_t(_WORKSPACE_BYTES),
+            ctypes.c_size_t(WORKSPACE_BYTES),
             pointer(stream),
         )
 

@@ -18,6 +18,7 @@
 #define FEW_BYTES (FEW * 128)
 #define OUT_BYTES 2048  // of one warp: 16 rows
 #define LOWEST -1e30f
+#define SLACK 8.0f  // a weight is at most 2^8, which its bf16 rounds as finely as 1
 
 #if EIGHT
 typedef unsigned char Out;
@@ -61,25 +62,42 @@ DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-// A block's softmax over N / 2 scores of each of two rows: weights p, and what the sums so far are to be multiplied by.
-template <int N, bool FIRST>
-DEVICE void soften(const float (&s)[N], u32 (&p)[N / 2], float scale, float (&top)[2], float (&total)[2], float (&decay)[2]) {
+// The highest of N / 2 scores of a row that this thread has.
+template <int N>
+DEVICE float highest(const float (&s)[N], int row) {
+  float high = fmaxf(s[2 * row], s[2 * row + 1]);
+#pragma unroll
+  for (int i = 4; i < N; i += 4) high = fmaxf(high, fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
+  return high;
+}
+// A block's softmax: weights p of N / 2 scores of each of two rows, 2^(scale (score - top)), added to the totals.
+template <int N>
+DEVICE void weigh(const float (&s)[N], u32 (&p)[N / 2], float scale, const float (&top)[2], float (&total)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float high = FIRST ? s[2 * r] : top[r], sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < N; i += 4) high = fmaxf(high, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-    high = quad_max(high);
-    const float shift = high * scale;
-    if (!FIRST) decay[r] = exp2_fast(top[r] * scale - shift);
-    top[r] = high;
+    const float shift = top[r] * scale;
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
       const float x = exp2_fast(s[4 * i + 2 * r] * scale - shift), y = exp2_fast(s[4 * i + 2 * r + 1] * scale - shift);
       sum += x + y;
       p[2 * i + r] = pack_bf16(x, y);
     }
-    total[r] = FIRST ? sum : total[r] * decay[r] + sum;
+    total[r] += sum;
+  }
+}
+// Before: renews what weights refer to only where a score is above it by more than `slack`, and the sums so far with it.
+template <int N>
+DEVICE void renew(const float (&s)[N], float (&o)[32], float scale, float slack, float (&top)[2], float (&total)[2]) {
+  const float high[2] = {highest(s, 0), highest(s, 1)};
+  if (__any_sync(~0u, high[0] > top[0] + slack || high[1] > top[1] + slack)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float next = fmaxf(quad_max(high[r]), top[r]), decay = exp2_fast((top[r] - next) * scale);
+      top[r] = next, total[r] *= decay;
+#pragma unroll
+      for (int i = 0; i < 32; i += 4) o[i + 2 * r] *= decay, o[i + 2 * r + 1] *= decay;
+    }
   }
 }
 
@@ -298,12 +316,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
     const int t = lane & 3;
+    const float slack = SLACK / scale;
     int step = 0, number = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, ++number) {
       const int candidate = item / heads, head = item % heads, buffer = number & 1;
       const u32 own = queries + buffer * QUERY_BYTES + group * 2 * TILE_BYTES;
       const u64 q = descriptor(own);
-      float o[2][32], top[2][2], total[2][2], decay[2];
+      float o[2][32], top[2][2], total[2][2];
       barrier_wait(smem_address(&query_full[buffer]), number >> 1 & 1);
       barrier_wait(smem_address(&few_full[buffer]), number >> 1 & 1);
       {
@@ -325,7 +344,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
 #pragma unroll
           for (int i = 0; i < 8; ++i)
             if ((i >> 2) * 8 + 2 * t + (i & 1) >= OTHERS * frames) c[b][i] = LOWEST;
-          soften<8, true>(c[b], w[b], scale, top[b], total[b], decay);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) top[b][r] = quad_max(highest(c[b], r)), total[b][r] = 0.0f;
+          weigh(c[b], w[b], scale, top[b], total[b]);
           settle(w[b]);
           wgmma_fence();
           wgmma_values(o[b], w[b], v, 0);
@@ -363,9 +384,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_frames(const __grid_
             settle(s[b]);
             settle(o[b]);
             if (b == 1 && tile > 0 && lane == 0) barrier_arrive(empties + 8 * (tile - 1));
-            soften<32, false>(s[b], p[b], scale, top[b], total[b], decay);
-#pragma unroll
-            for (int i = 0; i < 32; ++i) o[b][i] *= decay[i >> 1 & 1];
+            renew(s[b], o[b], scale, slack, top[b], total[b]);
+            weigh(s[b], p[b], scale, top[b], total[b]);
             if (b == 0 && tile < FRAME_TILES - 1) barrier_wait(fulls + 8 * (tile + 1), parity);
             settle(o[b]);
             settle(p[b]);

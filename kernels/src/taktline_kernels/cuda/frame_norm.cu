@@ -1,11 +1,10 @@
 // Layer norm of a world model's residual stream on Hopper: a warp has a row of 1,024 numbers, 32 of them a lane, and goes on to
 // further rows with the norm's weight and bias in registers. The stream is in 24 bits, an upper half and a byte; what
 // sub-layers have added comes in UPDATES tensors of bf16 and an offset. With KEEP the sum is stored, again in 24 bits, rounded to
-// nearest. With EIGHT the result is e4m3, with a scale of its own for each row. The host prepends hopper.cuh.
+// nearest. The host prepends hopper.cuh.
 
 typedef unsigned char u8;
 #define WIDTH 1024
-#define LARGEST 448.0f
 #define CHUNKS 4  // of eight neighbours of a lane
 
 DEVICE float all_sum(float x) {
@@ -18,16 +17,10 @@ DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y :
 DEVICE float joined(u32 pair, u32 low, int odd, int byte) { return __uint_as_float(__byte_perm(pair, low, (odd ? 0x3200 : 0x1000) | (4 + byte) << 4) & 0xffffff00u); }
 DEVICE float lower_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float upper_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-DEVICE u32 pack_e4m3(float first, float second, float third, float fourth) {
-  u16 low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(second), "f"(first));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(fourth), "f"(third));
-  return (u32)low | (u32)high << 16;
-}
 
 extern "C" __global__ void __launch_bounds__(128, 3)
     frame_norm(const u16* upper, const u8* lower, u16* kept_upper, u8* kept_lower, const u16* update, const u16* second, const float* offset, const float* weight,
-               const float* bias, void* out, float* scales, int rows, float eps) {
+               const float* bias, u16* out, int rows, float eps) {
   __shared__ float4 offsets[2 * CHUNKS][32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
@@ -117,32 +110,11 @@ extern "C" __global__ void __launch_bounds__(128, 3)
       x[i] = x[i] * spread * w[i] + b[i];
       asm volatile("" : "+f"(x[i]));
     }
-#if EIGHT
-    float largest[2] = {1e-12f, 1e-12f};
-#pragma unroll
-    for (int i = 0; i < 32; ++i) largest[i & 1] = fmaxf(largest[i & 1], fabsf(x[i]));
-    float most = fmaxf(largest[0], largest[1]);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    if (lane == 0) scales[row] = most * (1.0f / LARGEST);
-    const float share = __fdividef(LARGEST, most);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      u32 packed[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* y = x + 8 * c + 4 * i;
-        packed[i] = pack_e4m3(y[0] * share, y[1] * share, y[2] * share, y[3] * share);
-      }
-      *reinterpret_cast<uint2*>((u8*)out + place + 256 * c) = make_uint2(packed[0], packed[1]);
-    }
-#else
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
       const float* y = x + 8 * c;
-      *reinterpret_cast<uint4*>((u16*)out + place + 256 * c) =
+      *reinterpret_cast<uint4*>(out + place + 256 * c) =
           make_uint4(pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]), pack_bf16(y[6], y[7]));
     }
-#endif
   }
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from taktline_kernels.cuda import nvrtc
 from taktline_kernels.cuda.nvrtc import CudaKernel
-from taktline_kernels.ops.frames import FP8, Stream
+from taktline_kernels.ops.frames import Stream
 
 WIDTH = 1024
 _WARPS, _BLOCKS = 4, 3
@@ -19,11 +19,11 @@ _WARPS, _BLOCKS = 4, 3
 
 
 @functools.cache
-def _kernel(updates: int, keep: bool, eight: bool) -> CudaKernel:
+def _kernel(updates: int, keep: bool) -> CudaKernel:
     return CudaKernel(
         "frame_norm.cu",
         "frame_norm",
-        {"UPDATES": updates, "KEEP": int(keep), "EIGHT": int(eight)},
+        {"UPDATES": updates, "KEEP": int(keep)},
         threads=32 * _WARPS,
         shared_bytes=0,
         prologue='#include "hopper.cuh"\n',
@@ -39,19 +39,20 @@ def norm(
     eps: float,
     dtype: torch.dtype,
     keep: Stream | None,
+    unit: float,
     config: Mapping[str, int],
-) -> tuple[Tensor, Tensor | None]:
-    """Run `ops.frames.frame_norm` for streams in 24 bits, 1,024 numbers wide, with bf16 updates; bf16 or e4m3.
+) -> Tensor:
+    """Run `ops.frames.frame_norm` for streams in 24 bits, 1,024 numbers wide, with bf16 updates, into bf16.
 
     Raises:
         ValueError: for any other call; the table's rule is too wide.
     """
-    del config
+    del unit, config
     whole = isinstance(stream, Tensor) or isinstance(keep, Tensor)
     if whole or len(updates) not in (1, 2) or offset is None or weight is None or bias is None:
         raise ValueError("this norm is of a stream in 24 bits with one or two updates, an offset, a weight and a bias")
-    if dtype not in (torch.bfloat16, FP8):
-        raise ValueError(f"this norm gives bf16 or e4m3, not {dtype}")
+    if dtype != torch.bfloat16:
+        raise ValueError(f"this norm gives bf16, not {dtype}")
     if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (offset, weight, bias)):
         raise ValueError("this norm takes its offset, weight and bias as contiguous fp32")
     upper, lower = stream
@@ -59,10 +60,8 @@ def norm(
     rows, width = upper.shape
     if width != WIDTH or any(update.dtype != torch.bfloat16 for update in updates):
         raise ValueError(f"this norm takes bf16 updates of {WIDTH} numbers, not {updates[0].dtype} of {width}")
-    eight = dtype == FP8
     out = torch.empty(rows, width, dtype=dtype, device=upper.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=upper.device) if eight else None
-    _kernel(len(updates), keep is not None, eight).launch(
+    _kernel(len(updates), keep is not None).launch(
         (min(_BLOCKS * nvrtc.processors(upper.device), -(-rows // _WARPS)), 1, 1),
         [
             upper,
@@ -74,10 +73,9 @@ def norm(
             weight,
             bias,
             out,
-            weight if scales is None else scales,
             ctypes.c_int(rows),
             ctypes.c_float(eps),
         ],
         overlap=True,
     )
-    return out, scales
+    return out

@@ -166,14 +166,12 @@ def processors(device: torch.device) -> int:
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
-    """Describe a bf16 tensor to the bulk tensor copy engine: swizzled over a line of the box, zeros outside.
+    """Describe a bf16 tensor to the bulk tensor copy engine: 128-byte swizzle, zeros outside.
 
     Args:
         tensor: bf16 of two dimensions or more, the last one contiguous.
-        box: shape of one copy; its last dimension, a line, times 2 bytes must be 128 or 64.
+        box: shape of one copy; its last dimension times 2 bytes must be 128.
     """
-    swizzles = driver.CUtensorMapSwizzle
-    swizzle = {64: swizzles.CU_TENSOR_MAP_SWIZZLE_128B, 32: swizzles.CU_TENSOR_MAP_SWIZZLE_64B}[box[-1]]
     unsigned, small = driver.cuuint64_t, driver.cuuint32_t
     return _check(
         driver.cuTensorMapEncodeTiled(
@@ -185,7 +183,7 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
             [small(size) for size in reversed(box)],
             [small(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

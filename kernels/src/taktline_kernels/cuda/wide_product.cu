@@ -5,7 +5,8 @@
 // token's place, before they are rounded; GELU is that. The order of the weights within a tile lets a thread have partners
 // (TURN: of every sixteen outputs even ones first) or four neighbours (GELU).
 // Angles: elements 0..19 of a head turn by the frame, 20..39 by the patch's row, 40..59 by its column, 60..63 not at all.
-// With EIGHT the operands are e4m3, each row with a scale, and GELU writes e4m3 in one unit.
+// With EIGHT the operands are e4m3, the tokens in one unit, the weights with a scale a row that counts it, and GELU writes e4m3
+// in one unit.
 // The host prepends hopper.cuh and wgmma(), generated for BN.
 
 #define TURN 0
@@ -22,12 +23,12 @@
 #define REST_AT (FRAME_AT + 10)
 #define ANGLES (REST_AT + 1)
 
-DEVICE void group_barrier(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 #if AFTER == GELU
-DEVICE float gelu(float x) {
+// Times 2 half.
+DEVICE float gelu(float x, float half) {
   float turned;
   asm("tanh.approx.f32 %0, %1;" : "=f"(turned) : "f"(x * (0.7978845608028654f + 0.035677408136300125f * x * x)));
-  return 0.5f * x + 0.5f * x * turned;
+  return half * x + half * x * turned;
 }
 DEVICE u32 pack_e4m3(float first, float second, float third, float fourth) {
   u16 low, high;
@@ -39,7 +40,7 @@ DEVICE u32 pack_e4m3(float first, float second, float third, float fourth) {
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     wide_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens, void* result, int rows, int token_tiles,
-                 int weight_tiles, int blocks, const float* bias, const float* weight_scales, const float* token_scales,
+                 int weight_tiles, int blocks, const float* bias, const float* weight_scales,
 #if AFTER == TURN
                  const float* angles, int turned_tiles, int boundary
 #else
@@ -50,9 +51,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES], turn;
 #if AFTER == TURN
   __shared__ float4 turns[ANGLES];  // of a pair: cosine and signed sine of its even element, then of its odd one
-#endif
-#if EIGHT
-  __shared__ float scales[2][BN];  // of the tile's tokens
 #endif
   const int group = threadIdx.x >> 7;
   const int tiles = token_tiles * weight_tiles;
@@ -134,11 +132,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       settle(low);
       settle(high);
       if (local == 0) barrier_arrive(smem_address(&empty[previous]));
-#if EIGHT
-      group_barrier(group);  // all have done with those of the tile before
-      for (int m = local; m < BN; m += 128) scales[group][m] = token_scales[min(token * BN + m, rows - 1)];
-      group_barrier(group);
-#endif
 #if AFTER == TURN
       // A thread's pair of both heads, and how a token's place leads to its angles.
       const int pair = 8 * warp + g, shift = pair >= 10 && pair < 20 ? 4 : 0, mask = pair >= 10 && pair < 30 && weight < turned_tiles ? 15 : 0;
@@ -159,15 +152,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float4 turn = line[((row + j < boundary ? row + j : 0) >> shift & mask) * LINE];
-#if EIGHT
-          const float share = scales[group][m + j];
-#endif
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* d = half ? high : low;
             float even = d[4 * i + j], odd = d[4 * i + 2 + j];
 #if EIGHT
-            even *= share * scale[half].x, odd *= share * scale[half].y;
+            even *= scale[half].x, odd *= scale[half].y;
 #endif
             even += added[half].x, odd += added[half].y;
             if (row + j < rows) target[(m + j) * words + half * 32] = pack_bf16(even * turn.x + odd * turn.y, odd * turn.z + even * turn.w);
@@ -178,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #else
       const int channel = weight * 128 + 32 * warp + 4 * g, width = weight_tiles * 128;
       const float4 added = *reinterpret_cast<const float4*>(bias + channel);
+      const float half = 0.5f * inverse_unit;
 #if EIGHT
       const float4 scale = *reinterpret_cast<const float4*>(weight_scales + channel);
 #endif
@@ -188,13 +179,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int j = 0; j < 2; ++j) {
           float x[4] = {low[4 * i + j], low[4 * i + 2 + j], high[4 * i + j], high[4 * i + 2 + j]};
 #if EIGHT
-          const float share = scales[group][8 * i + 2 * t + j];
-          x[0] *= share * scale.x, x[1] *= share * scale.y, x[2] *= share * scale.z, x[3] *= share * scale.w;
+          x[0] *= scale.x, x[1] *= scale.y, x[2] *= scale.z, x[3] *= scale.w;
 #endif
-          x[0] = gelu(x[0] + added.x), x[1] = gelu(x[1] + added.y), x[2] = gelu(x[2] + added.z), x[3] = gelu(x[3] + added.w);
+          x[0] = gelu(x[0] + added.x, half), x[1] = gelu(x[1] + added.y, half), x[2] = gelu(x[2] + added.z, half), x[3] = gelu(x[3] + added.w, half);
           const size_t place = (size_t)(row + j) * width + channel;
 #if EIGHT
-          const u32 packed = pack_e4m3(x[0] * inverse_unit, x[1] * inverse_unit, x[2] * inverse_unit, x[3] * inverse_unit);
+          const u32 packed = pack_e4m3(x[0], x[1], x[2], x[3]);
           if (row + j < rows) *reinterpret_cast<u32*>((char*)result + place) = packed;
 #else
           const uint2 packed = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from taktline_kernels.cuda import geglu, nvrtc
 from taktline_kernels.cuda.nvrtc import CudaKernel
-from taktline_kernels.ops.frame_products import Rows, Weights
+from taktline_kernels.ops.frame_products import Weights
 
 _TURN, _GELU = range(2)
 _STAGES, _TILE = 5, 200
@@ -30,9 +30,9 @@ def _kernel(after: int, columns: int, stages: int, eight: bool) -> CudaKernel:
     )
 
 
-def _launch(after: int, given: Rows, weights: Weights, out: Tensor, config: Mapping[str, int], *further: Any) -> None:
-    x, values = given.values, weights.values
-    eight = given.scales is not None
+def _launch(after: int, x: Tensor, weights: Weights, out: Tensor, config: Mapping[str, int], *further: Any) -> None:
+    values = weights.values
+    eight = weights.scales is not None
     if eight:  # two numbers of a byte as one of two, for the copy engine
         x, values = x.view(torch.bfloat16), values.view(torch.bfloat16)
     rows, width = x.shape[0], values.shape[0]
@@ -50,7 +50,6 @@ def _launch(after: int, given: Rows, weights: Weights, out: Tensor, config: Mapp
             ctypes.c_int(x.shape[1] // 64),
             weights.bias,
             weights.bias if weights.scales is None else weights.scales,
-            weights.bias if given.scales is None else given.scales,
             *further,
         ],
         overlap=True,
@@ -58,7 +57,7 @@ def _launch(after: int, given: Rows, weights: Weights, out: Tensor, config: Mapp
 
 
 def turned_product(
-    rows: Rows, weights: Weights, angles: Tensor, candidates: int, out: Tensor, config: Mapping[str, int]
+    rows: Tensor, weights: Weights, angles: Tensor, candidates: int, out: Tensor, config: Mapping[str, int]
 ) -> None:
     """Run `ops.frame_products.frame_turned_product` for 256 patches and heads of 64.
 
@@ -69,9 +68,8 @@ def turned_product(
     _launch(_TURN, rows, weights, out, config, angles, turned, boundary)
 
 
-def gelu_product(rows: Rows, weights: Weights, unit: float | None, config: Mapping[str, int]) -> Tensor:
+def gelu_product(rows: Tensor, weights: Weights, unit: float | None, config: Mapping[str, int]) -> Tensor:
     """Run `ops.frame_products.frame_gelu_product`; `config` as above."""
-    values = rows.values
-    out = torch.empty(values.shape[0], weights.values.shape[0], dtype=values.dtype, device=values.device)
+    out = torch.empty(rows.shape[0], weights.values.shape[0], dtype=rows.dtype, device=rows.device)
     _launch(_GELU, rows, weights, out, config, ctypes.c_float(1.0 if unit is None else 1.0 / unit))
     return out

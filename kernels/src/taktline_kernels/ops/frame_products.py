@@ -1,4 +1,4 @@
-"""Products of a world model's blocks with what follows them: rotation of queries and keys, and GELU."""
+"""Products of a world model's blocks with what follows them: rotation of queries and keys, GELU, the stream's sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Weights:
     Attributes:
         values: (n, k) bf16 or e4m3, rows in the order that its operation names.
         bias: (n,) fp32, in the order of the outputs, as are the scales.
-        scales: (n,) fp32 of e4m3 values; None otherwise.
+        scales: (n,) fp32 of e4m3 values, times what the product's other operand is counted in; None otherwise.
     """
 
     values: Tensor
@@ -38,10 +38,10 @@ class Weights:
         return cls(weight, bias.float())
 
     @classmethod
-    def quantised(cls, weight: Tensor, bias: Tensor) -> Weights:
-        """In e4m3, with a scale an output."""
+    def quantised(cls, weight: Tensor, bias: Tensor, unit: float) -> Weights:
+        """In e4m3, with a scale an output, for rows counted in `unit`."""
         values, scales = quantise_rows(weight)
-        return cls(values, bias.float(), scales[:, 0].contiguous())
+        return cls(values, bias.float(), unit * scales[:, 0])
 
     def in_pairs(self) -> Weights:
         """In the order of `frame_turned_product`: of every sixteen rows the even ones first."""
@@ -50,19 +50,6 @@ class Weights:
     def in_fours(self) -> Weights:
         """In the order of `frame_gelu_product`: of every 128 rows, those that one thread gets are four neighbours."""
         return replace(self, values=four_rows(self.values))
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What a product is of.
-
-    Attributes:
-        values: (rows, k) bf16, or e4m3.
-        scales: (rows, 1) fp32 of e4m3 values; None otherwise.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
 
 
 def pair_rows(weight: Tensor) -> Tensor:
@@ -87,35 +74,33 @@ def _from_fours(values: Tensor) -> Tensor:
     return values.view(n // _TILE, 2, _WARPS, 2, _GROUP, k).permute(0, 2, 4, 1, 3, 5).reshape(n, k)
 
 
-def _product(rows: Rows, values: Tensor, weights: Weights) -> Tensor:
+def _product(rows: Tensor, values: Tensor, weights: Weights) -> Tensor:
     """fp32 (rows, n), bias included; `values` are those of the weights in the order of the outputs."""
-    x, wide = rows.values.float(), values.float()
-    if rows.scales is not None:
-        assert weights.scales is not None
-        x, wide = x * rows.scales, wide * weights.scales[:, None]
-    return x @ wide.t() + weights.bias
+    product = rows.float() @ values.float().t()
+    return (product if weights.scales is None else product * weights.scales) + weights.bias
 
 
-def turned_rows(rows: Rows, weights: Weights, angles: Tensor, candidates: int) -> Tensor:
-    """fp32 (rows, 3 heads d) of `frame_turned_product`, before it is rounded."""
+def _turned_reference(rows: Tensor, weights: Weights, angles: Tensor, candidates: int, out: Tensor) -> None:
     product = _product(rows, _unpaired(weights.values), weights)
     # Conditioning tokens have the angles of the patch in row 0, column 0.
     cos, sin = (torch.cat((table, table[:1].expand(CONDITIONING, -1))) for table in angles)
     rotate_reference(product, cos, sin, candidates)
-    return product
+    out.copy_(product)
 
 
-def _turned_reference(rows: Rows, weights: Weights, angles: Tensor, candidates: int, out: Tensor) -> None:
-    out.copy_(turned_rows(rows, weights, angles, candidates))
-
-
-def _gelu_reference(rows: Rows, weights: Weights, unit: float | None) -> Tensor:
+def _gelu_reference(rows: Tensor, weights: Weights, unit: float | None) -> Tensor:
     active = functional.gelu(_product(rows, _from_fours(weights.values), weights), approximate="tanh")
-    return active.to(rows.values.dtype) if unit is None else quantise_by(active, unit)
+    return active.to(rows.dtype) if unit is None else quantise_by(active, unit)
+
+
+def _sum_reference(rows: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, stream: Tensor) -> None:
+    product = (rows.float() * scales) @ (weight.float() * weight_scales.t()).t()
+    stream.copy_(stream.float() + product)
 
 
 _TURNED = register("frame_turned_product", _turned_reference, {"cuda": f"{_CUDA}:turned_product"})
 _GELU = register("frame_gelu_product", _gelu_reference, {"cuda": f"{_CUDA}:gelu_product"})
+_SUM = register("frame_sum_product", _sum_reference, {"cublaslt": "taktline_kernels.cuda.fp8_sum:sum_product"})
 
 
 def turns_in_one(dtype: torch.dtype, device: torch.device, rows: int, width: int, patches: int, head_dim: int) -> bool:
@@ -128,15 +113,21 @@ def gelu_in_one(dtype: torch.dtype, device: torch.device, rows: int, n: int, k: 
     return _in_one(_GELU, dtype, device, rows=rows, n=n, k=k)
 
 
+def sums_in_one(stream: Tensor, depth: int) -> bool:
+    """Whether `frame_sum_product` onto `stream` is, of rows of `depth` numbers."""
+    rows, n = stream.shape
+    return _in_one(_SUM, FP8, stream.device, rows=rows, n=n, k=depth)
+
+
 def _in_one(op: Op, dtype: torch.dtype, device: torch.device, **shape: int) -> bool:
     return default_selector().choose(op.name, shape, dtype, device).kernel != REFERENCE
 
 
-def frame_turned_product(rows: Rows, weights: Weights, angles: Tensor, candidates: int, out: Tensor) -> None:
+def frame_turned_product(rows: Tensor, weights: Weights, angles: Tensor, candidates: int, out: Tensor) -> None:
     """Queries, keys and values of one frame's rows; the first two turn as in `frame_rotate`, before they are rounded.
 
     Args:
-        rows: m T and others, usually 2 m, k a multiple of 64 (e4m3: 128).
+        rows: (m T + others, k) bf16 or e4m3, usually 2 m others, k a multiple of 64 (e4m3: 128).
         weights: `in_pairs`, 3 heads d outputs, a multiple of 256 for each of q, k and v.
         angles: (2, T, d) fp32, cosine and signed sine of the frame's patches; conditioning tokens lie in row 0 and
             column 0. The fused kernel, for d = 64 and 16 x 16 patches, takes elements 0..19 to turn by the frame,
@@ -145,21 +136,35 @@ def frame_turned_product(rows: Rows, weights: Weights, angles: Tensor, candidate
         out: (m T + others, 3 heads d) bf16, overwritten.
     """
     shape = {"rows": out.shape[0], "width": out.shape[1], "patches": angles.shape[1], "head_dim": angles.shape[2]}
-    _TURNED.run(shape, rows.values, rows, weights, angles, candidates, out)
+    _TURNED.run(shape, rows, rows, weights, angles, candidates, out)
 
 
-def frame_gelu_product(rows: Rows, weights: Weights, unit: float | None = None) -> Tensor:
+def frame_gelu_product(rows: Tensor, weights: Weights, unit: float | None = None) -> Tensor:
     """GELU (tanh form) of a product.
 
     Args:
-        rows: k a multiple of 64 (e4m3: 128).
+        rows: (rows, k) bf16 or e4m3, k a multiple of 64 (e4m3: 128).
         weights: `in_fours`, a multiple of 256 outputs.
         unit: of e4m3 operands, the value that becomes 1 in the result; None for bf16.
 
     Returns:
         (rows, n) in the operands' dtype.
     """
-    assert (unit is None) == (rows.values.dtype != FP8)
-    shape = {"rows": rows.values.shape[0], "n": weights.values.shape[0], "k": rows.values.shape[1]}
-    result: Tensor = _GELU.run(shape, rows.values, rows, weights, unit)
+    assert (unit is None) == (rows.dtype != FP8)
+    shape = {"rows": rows.shape[0], "n": weights.values.shape[0], "k": rows.shape[1]}
+    result: Tensor = _GELU.run(shape, rows, rows, weights, unit)
     return result
+
+
+def frame_sum_product(rows: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, stream: Tensor) -> None:
+    """Adds a product of e4m3 operands onto the residual stream, which is rounded once.
+
+    Args:
+        rows: (rows, k) e4m3, k a multiple of 16.
+        scales: (rows, 1) fp32.
+        weight: (n, k) e4m3.
+        weight_scales: (1, n) fp32.
+        stream: (rows, n) bf16, in place.
+    """
+    shape = {"rows": stream.shape[0], "n": stream.shape[1], "k": weight.shape[1]}
+    _SUM.run(shape, rows, rows, scales, weight, weight_scales, stream)

@@ -20,9 +20,10 @@ _TRITON = "taktline_kernels.triton_impl.frames"
 _ATTEND = "taktline_kernels.triton_impl.frame_attention"
 _ATTEND_ON_HOPPER = "taktline_kernels.cuda.frame_attention"
 _NORM_ON_HOPPER = "taktline_kernels.cuda.frame_norm"
+_NORM_INTO_FP8 = "taktline_kernels.cuda.fp8_norm"
 
 Stream = Tensor | tuple[Tensor, Tensor]
-"""A residual stream (rows, width): fp32, or its upper 24 bits, int16 as in bf16 and uint8 for what follows."""
+"""A residual stream (rows, width): fp32 or bf16, or an fp32 one's upper 24 bits, int16 as in bf16 and uint8 behind."""
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 def joined(stream: Stream) -> Tensor:
     """The stream in fp32 (an fp64 one as it is)."""
     if isinstance(stream, Tensor):
-        return stream
+        return stream.float() if stream.dtype == torch.bfloat16 else stream
     upper, lower = stream
     return (upper.int() << 16 | lower.int() << 8).view(torch.float32)
 
@@ -55,7 +56,8 @@ def _norm_reference(
     eps: float,
     dtype: torch.dtype,
     keep: Stream | None,
-) -> tuple[Tensor, Tensor | None]:
+    unit: float,
+) -> Tensor:
     total = joined(stream)
     for update in updates:
         total = total + update.to(total.dtype)
@@ -67,7 +69,7 @@ def _norm_reference(
         for kept, part in zip(keep, split(total), strict=True):
             kept.copy_(part)
     normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, eps)
-    return quantise_rows(normed) if dtype == FP8 else (normed.to(dtype), None)
+    return quantise_by(normed, unit) if dtype == FP8 else normed.to(dtype)
 
 
 def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor, candidates: int) -> None:
@@ -126,7 +128,11 @@ def _energy_reference(out: Tensor, offset: Tensor, goal: Tensor, candidates: int
     return (latents.view(candidates, -1, out.shape[-1]) - goal).abs().flatten(1).mean(dim=1)
 
 
-_NORM = register("frame_norm", _norm_reference, {"triton": f"{_TRITON}:norm", "cuda": f"{_NORM_ON_HOPPER}:norm"})
+_NORM = register(
+    "frame_norm",
+    _norm_reference,
+    {"triton": f"{_TRITON}:norm", "cuda": f"{_NORM_ON_HOPPER}:norm", "cuda_fp8": f"{_NORM_INTO_FP8}:norm"},
+)
 _ROTATE = register("frame_rotate", rotate_reference, {"triton": f"{_TRITON}:rotate"})
 _ATTENTION = register(
     "frame_attention",
@@ -147,7 +153,8 @@ def frame_norm(
     dtype: torch.dtype,
     *,
     keep: Stream | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    unit: float = 1.0,
+) -> Tensor:
     """Layer norm of the residual stream with what sub-layers have added to it.
 
     Args:
@@ -156,18 +163,17 @@ def frame_norm(
         offset: (width,) fp32, biases that belong to the stream but were left out of it so far; or None.
         weight: (width,) fp32 or None; `bias` likewise.
         eps: added to the variance.
-        dtype: of the result; float8_e4m3fn quantises each row.
+        dtype: of the result.
         keep: where the sum goes, which may be the stream itself. In 24 bits it costs a quarter less to write, and then
             to read; that rounds by at most 2^-17 of a value, beside updates in bf16 that were rounded by 2^-9.
+        unit: of float8_e4m3fn, the value that becomes 1.
 
     Returns:
-        (rows, width) in `dtype`, and the scales (rows, 1) fp32 where quantised.
+        (rows, width) in `dtype`.
     """
     like = stream if isinstance(stream, Tensor) else stream[0]
-    shape = {"rows": like.shape[0], "width": like.shape[1]}
-    result: tuple[Tensor, Tensor | None] = _NORM.run(
-        shape, like, stream, updates, offset, weight, bias, eps, dtype, keep
-    )
+    shape = {"rows": like.shape[0], "width": like.shape[1], "bytes": dtype.itemsize}
+    result: Tensor = _NORM.run(shape, like, stream, updates, offset, weight, bias, eps, dtype, keep, unit)
     return result
 
 

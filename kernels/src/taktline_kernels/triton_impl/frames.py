@@ -25,9 +25,9 @@ def _norm_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
-    scale_ptr,
     rows,
     eps,
+    inverse_unit,
     top,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,7 +53,7 @@ def _norm_kernel(
         lower = tl.load(lower_ptr + place, mask=inside, other=0).to(tl.int32)
         x = ((upper << 16) | (lower << 8)).to(tl.float32, bitcast=True)
     else:
-        x = tl.load(stream_ptr + place, mask=inside, other=0.0)
+        x = tl.load(stream_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if UPDATES >= 1:
         x += tl.load(update_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if UPDATES >= 2:
@@ -75,9 +75,7 @@ def _norm_kernel(
         out = out * tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
         out += tl.load(bias_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
     if QUANTISE:
-        largest = tl.maximum(tl.max(tl.abs(tl.where(inside, out, 0.0)), axis=1), 1e-12)
-        tl.store(scale_ptr + row, largest / top, mask=row < rows)
-        out = out * (top / largest)[:, None]
+        out = tl.clamp(out * inverse_unit, -top, top)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -90,15 +88,15 @@ def norm(
     eps: float,
     dtype: torch.dtype,
     keep: Stream | None,
+    unit: float,
     config: Mapping[str, int],
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Run `ops.frames.frame_norm`."""
     first, lower = (stream, stream) if isinstance(stream, Tensor) else stream
     kept = stream if keep is None else keep
     kept_first, kept_lower = (kept, kept) if isinstance(kept, Tensor) else kept
     rows, width = first.shape
     out = torch.empty(rows, width, dtype=dtype, device=first.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=first.device) if dtype == FP8 else None
     together = config.get("rows", 1)
     launch(
         _norm_kernel,
@@ -112,9 +110,9 @@ def norm(
         first if weight is None else weight,
         first if bias is None else bias,
         out,
-        first if scales is None else scales,
         rows,
         eps,
+        1.0 / unit,
         FP8_MAX,
         WIDTH=width,
         BLOCK=power_of_two(width),
@@ -125,10 +123,10 @@ def norm(
         KEEP_SPLIT=not isinstance(kept, Tensor),
         OFFSET=offset is not None,
         AFFINE=weight is not None,
-        QUANTISE=scales is not None,
+        QUANTISE=dtype == FP8,
         num_warps=config.get("num_warps", 4),
     )
-    return out, scales
+    return out
 
 
 @triton.jit
