@@ -57,7 +57,8 @@ def compose(
     that would outlast what the tightest recent budget leaves beside a batch of one, so that whoever comes during it is
     still on time.
 
-    Quality is lowered, level by level, only where a ticket in sight would otherwise be lost more likely than not.
+    Quality is lowered, level by level, only where a ticket in sight would otherwise be lost more likely than not, and
+    never to a chunk that is over for one of the batch before it is there.
 
     Args:
         now: when the worker can begin; `asked_at` is the instant of the decision, which is earlier behind a batch.
@@ -94,15 +95,21 @@ def compose(
         wait_until = company_until(dues, rank, position, (start, size))
         if wait_until is not None:
             return Composition(wait_until=wait_until)
-    level = 0
+    level, too_short = 0, False
     if on_time <= len(dues) - LOSS and len(levels) > 1 and not low:
         for cheaper in range(1, len(levels)):
             found = weighed(cheaper)
-            if found[2] >= on_time + LOSS:
+            if found[2] < on_time + LOSS:
+                continue
+            if _long_enough(levels[cheaper], queue.members(rank, position + found[0], found[1]), now):
                 (start, size, on_time), level = found, cheaper
+            else:
+                too_short = True
             if on_time > len(dues) - LOSS:
                 break
         times = levels[level]
+        if too_short and dues[start + size - 1] < now + times.median[size]:
+            return NOTHING  # only what is over too soon would be in time
     tickets = queue.members(rank, position + start, size)
     slices = [(rank, position + start, size)]
     if size < limit and len(queue) > size:
@@ -141,11 +148,23 @@ def _fill(
         if together > room:
             # Beyond the bucket's own room: only as much as is the quickest way to serve them all.
             together = max(times.thrifty(together), min(room, together))
-        taken = together - total
-        if taken:
-            tickets.extend(queue.members(other, position, taken))
-            slices.append((other, position, taken))
-        exhausted = exhausted and taken == queue.count(other)
+        more = queue.members(other, position, together - total)
+        if times.actions and not _long_enough(times, [*tickets, *more], now):
+            more = []
+        if more:
+            tickets.extend(more)
+            slices.append((other, position, len(more)))
+        exhausted = exhausted and len(more) == queue.count(other)
+
+
+def _long_enough(times: ServiceTimes, tickets: Sequence[Ticket], now: float) -> bool:
+    """Whether something is left of the chunk for each when a batch of them ends that begins now.
+
+    Only a chunk that is shorter than the policy's own can be over by then: whose delay a whole one cannot bear is told
+    so by the worker.
+    """
+    ends_at = now + times.median[len(tickets)]
+    return not times.actions or all(ticket.passing(ends_at) < times.actions for ticket in tickets)
 
 
 def _unobtrusive(times: ServiceTimes, tightest_s: float, limit: int) -> int:

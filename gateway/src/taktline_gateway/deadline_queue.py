@@ -58,6 +58,11 @@ class Ticket:
     account: Account | None = None
     charged: int = -1
     extra: bool = False
+
+    def passing(self, ends_at: float) -> int:
+        """Actions that its robot executes before a batch that ends then answers it; 0 where it continues no chunk."""
+        return 0
+
     due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)
 

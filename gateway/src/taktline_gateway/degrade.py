@@ -31,7 +31,7 @@ def levels_of(info: PolicyInfo, options: DegradeOptions, max_batch: int, known: 
     found = []
     for level in info.cheaper:
         if level.t_sync and _allowed(level, options):
-            times = measured.get(_numbers(level)) or ServiceTimes(level.t_sync, max_batch)
+            times = measured.get(_numbers(level)) or ServiceTimes(level.t_sync, max_batch, level.action_horizon)
             times.limit(max_batch)
             found.append((level, times))
     # Steps and actions are not of one kind: what a full batch takes says which of two levels gives up more.

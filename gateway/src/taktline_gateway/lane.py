@@ -221,6 +221,7 @@ class Lane:
             item=to_item(request_id, observation, 0.0, images=False),
             images=observation.images,
             outside_s=seconds_outside(observation) if needs_delay(observation) else None,
+            info=self.info() if needs_delay(observation) else None,
             extra=observation.imagine is not None,
         )
         if pending.priority <= Priority.PRODUCTION:

@@ -54,7 +54,8 @@ class LongShot(HeldTicket):
             return None
         for worker in self._fleet.idle(now):
             times = worker.levels[worker.quickest]
-            if worker.flights or worker.probation:
+            over = times.actions and ticket.passing(now + times.median[1]) >= times.actions
+            if worker.flights or worker.probation or over:
                 continue
             comes = self._arrivals.expected_within(times.median[1], now) / len(self._fleet)
             if chance(times.median[1], times.tail[1], ticket.deadline - now) >= max(LEAST_CHANCE, WHO_COMES * comes):

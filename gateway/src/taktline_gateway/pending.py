@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 from taktline_protocol import ErrorCode, worker_pb2
-from taktline_protocol.messages import Array, Degraded, Image, ImaginedVideo, PlanReport, RtcReport
+from taktline_protocol.messages import Array, Degraded, Image, ImaginedVideo, PlanReport, PolicyInfo, RtcReport
 from taktline_protocol.rpc import from_error, from_imagined, from_plan, from_rtc, from_tensor
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.refusals import worker_failed
+from taktline_gateway.rtc_delay import delay_within
 from taktline_gateway.tracing.requests import RequestTrace
 from taktline_gateway.worker_state import Batch
 
@@ -65,6 +66,7 @@ class Pending(Ticket):
         hedged: the batch of a silent worker that it was hedged from.
         item, images: what the worker gets, the camera frames apart from the rest.
         outside_s: of a tail without a delay, the part of its way that is not seen here; None where there is none.
+        info: what its policy says of itself; None unless such a delay is to be told.
     """
 
     policy: str = ""
@@ -77,9 +79,18 @@ class Pending(Ticket):
     item: worker_pb2.InferItem = dataclasses.field(default_factory=worker_pb2.InferItem)
     images: Mapping[str, Image] = dataclasses.field(default_factory=dict)
     outside_s: float | None = None
+    info: PolicyInfo | None = None
     result: asyncio.Future[Served] = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+    def passing(self, ends_at: float) -> int:
+        """The delay of real-time chunking: the robot's own word, or what is estimated for one that does not say."""
+        if not self.item.rtc.HasField("tail"):
+            return 0
+        if self.outside_s is None:
+            return self.item.rtc.delay
+        return delay_within(self.item, self.info, self.outside_s + ends_at - self.arrived_at) or 0
 
     def traced(self, trace: RequestTrace | None) -> None:
         """Its request is sampled: its batches belong to this trace."""

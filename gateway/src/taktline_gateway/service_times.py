@@ -31,13 +31,18 @@ class ServiceTimes:
     A table that is too slow refuses the very requests that would correct it; `rescale` is the way out.
     """
 
-    def __init__(self, calibration: Sequence[BucketTime], max_batch: int) -> None:
-        """Raises ValueError on an empty calibration."""
+    def __init__(self, calibration: Sequence[BucketTime], max_batch: int, actions: int = 0) -> None:
+        """Raises ValueError on an empty calibration.
+
+        Args:
+            actions: how many a chunk has at this quality, where they are fewer than the policy's own; else 0.
+        """
         if not calibration:
             raise ValueError("a worker without calibrated buckets cannot be scheduled")
         ordered = sorted(calibration, key=lambda time: time.batch)
         self.buckets = tuple(time.batch for time in ordered)
         self.max_batch = self._most(max_batch)
+        self.actions = actions
         self._calibrated = {time.batch: (time.median_ms / 1e3, time.p99_ms / 1e3) for time in ordered}
         self._median: dict[int, float] = {}
         self._tail: dict[int, float] = {}
