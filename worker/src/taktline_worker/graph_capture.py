@@ -11,23 +11,24 @@ from dataclasses import dataclass
 import torch
 from taktline_kernels import compiling
 
+from taktline_worker.graph_parts import Replayed, captured
+
 logger = logging.getLogger(__name__)
 
-WARM_UP_RUNS = 2
 Stage = Callable[[int], None]
 """Something to call with the number of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One captured graph and what it took.
+    """One captured computation, in one graph or a few, and what it took.
 
     Attributes:
         capture_s: warm-up and capture, seconds.
         pool_bytes: growth of the graphs' shared memory pool.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Replayed
     capture_s: float
     pool_bytes: int
 
@@ -56,25 +57,21 @@ class GraphPool:
 
     @torch.inference_mode()
     def capture(self, compute: Callable[[], object], **shape: int) -> Captured:
-        """Runs `compute` to warm it up, then captures it. Capture the largest first: the pool then grows once.
+        """Runs `compute` once to warm it up, then captures it. Capture the largest first: the pool then grows once.
 
         Args:
             compute: reads and writes buffers that stay where they are; allocates as it likes.
             shape: what the log line says of it.
         """
         device = self._device
+        stream = self._begun()
         # What nothing uses any more must not hide what this graph takes: capturing gives it back.
-        gc.collect()
         torch.cuda.empty_cache()
         started, before = time.monotonic(), torch.cuda.memory_reserved(device)
-        stream = self._begun()
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                compute()
+            compute()
             stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                compute()
+            graph = captured(compute, self._pool, stream)
         torch.cuda.current_stream(device).wait_stream(stream)
         found = Captured(graph, time.monotonic() - started, torch.cuda.memory_reserved(device) - before)
         logger.info(
@@ -89,6 +86,7 @@ class GraphPool:
         One for all: the matrix libraries keep a workspace for every stream that they have seen.
         """
         if self._stream is None:
+            gc.collect()  # a quarter of a second with a policy loaded; between two graphs nothing is left that needs it
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._stream
