@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import uvloop
-from taktline_gateway.batch_channel import BatchChannel
+from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
 from taktline_protocol import worker_pb2
 from taktline_worker.batch_connection import InThreads
 from taktline_worker.batch_port import listen
@@ -44,6 +45,58 @@ def test_answers_of_several_threads_come_whole(loop: Any, wanted: int, size: int
         came = runner.run(answers(wanted, size))
     for number, response in enumerate(came):
         assert response.results[0].request_id == f"{number % 256:02x}" * size
+
+
+def test_a_call_that_is_alone_begins_on_the_loop_and_waits_in_a_thread() -> None:
+    began: list[tuple[str, int]] = []
+    waiting = threading.Event()
+
+    def whole(request: Any, frames: Any, context: Any, answered: Any) -> None:
+        began.append((request.policy, threading.get_ident()))
+        answered(worker_pb2.InferResponse(revision="thread"))
+
+    def begin(request: Any, frames: Any, context: Any) -> Any:
+        if request.policy == "later":
+            return None
+        began.append((request.policy, threading.get_ident()))
+        if request.policy == "broken":
+            raise ValueError("no such thing")
+
+        def rest(answered: Any) -> None:
+            assert threading.get_ident() != loop_thread
+            if request.policy == "long":
+                assert waiting.wait(60.0)
+            answered(worker_pb2.InferResponse(revision="loop"))
+
+        return rest
+
+    async def body() -> None:
+        port = await listen("127.0.0.1", InThreads(whole, list, pool, begin))
+        channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+
+        async def ask(policy: str) -> str:
+            return str((await channel.infer(worker_pb2.InferRequest(policy=policy), [], 60.0, ())).revision)
+
+        try:
+            assert await ask("alone") == "loop"
+            assert await ask("later") == "thread"
+            with pytest.raises(WorkerCallError, match="no such thing"):
+                await ask("broken")
+            long = asyncio.ensure_future(ask("long"))
+            while "long" not in dict(began):
+                await asyncio.sleep(0.001)
+            assert await ask("beside") == "thread"
+            waiting.set()
+            assert await long == "loop"
+        finally:
+            channel.close()
+            await port.close(5.0)
+
+    loop_thread = threading.get_ident()
+    with ThreadPoolExecutor(4) as pool:
+        asyncio.run(body())
+    places = {policy: thread == loop_thread for policy, thread in began}
+    assert places == {"alone": True, "later": False, "broken": True, "long": True, "beside": False}
 
 
 class Transport:

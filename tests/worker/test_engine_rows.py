@@ -319,3 +319,27 @@ def test_closing_waits_for_a_batch_that_is_launched_by_its_callers_thread(monkey
         assert second.result(30).outcomes[0].item() == 2.0
         closing.result(30)
         assert closed.is_set()
+
+
+def test_a_batch_may_be_begun_by_one_thread_and_ended_by_another(launching: tuple[Engine, Launching]) -> None:
+    engine, adapter = launching
+    assert not engine.launches_at_once, "nobody knows yet that it need not compute"
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
+        _until(lambda: len(adapter.launched) == 1)
+        adapter.launched[0].ends.set()
+        first.result(30)
+        assert engine.launches_at_once
+        rest = engine.begin([Item(Asked(2.0, "", None))])
+        assert len(adapter.launched) == 2
+        ended = callers.submit(rest)
+        adapter.may_launch.clear()
+        third = callers.submit(engine.infer, [Item(Asked(3.0, "", None))])
+        _until(lambda: engine._asked == 1)
+        assert not engine.launches_at_once, "another one is being launched"
+        adapter.may_launch.set()
+        _until(lambda: len(adapter.launched) == 3)
+        for running in adapter.launched:
+            running.ends.set()
+        assert ended.result(30).outcomes[0].item() == 2.0
+        assert third.result(30).outcomes[0].item() == 3.0

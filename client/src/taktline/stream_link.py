@@ -17,6 +17,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
+from websockets.protocol import State
 
 from taktline.access import Access
 from taktline.address import unreachable
@@ -33,9 +34,19 @@ class NoStream(Exception):
 
 
 class _Connection(ClientConnection):
-    """Hands messages over as they come, where somebody listens: past the library's queue, and a turn of the loop."""
+    """Hands messages over as they come, where somebody listens: past the library's queue, and a turn of the loop; and
+    takes them without its contexts, where there is nothing to wait for."""
 
     hear: Callable[[bytes], None] | None = None
+
+    def send_at_once(self, body: bytes) -> bool:
+        """Whether a message has been sent: not one that would have to wait, or has no connection."""
+        protocol = self.protocol
+        if protocol.state is not State.OPEN or protocol.close_expected() or self.transport.get_write_buffer_size():
+            return False
+        protocol.send_binary(body)
+        self.send_data()
+        return True
 
     def process_event(self, event: object) -> None:
         """One frame, or the answer to the handshake."""
@@ -69,7 +80,8 @@ class Link:
 
     async def send(self, body: bytes) -> None:
         """Sends one frame. Raises ConnectionClosed."""
-        await self._connection.send(body)
+        if not self._connection.send_at_once(body):
+            await self._connection.send(body)
 
     def listen(self, hear: Callable[[bytes], None]) -> None:
         """From now on `hear` gets each frame at once, but for those that have come already or come in pieces.

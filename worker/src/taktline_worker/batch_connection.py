@@ -63,7 +63,9 @@ class CallContext:
     """What a service asks of a call, under the names that gRPC gives it."""
 
     def __init__(self, call: Call) -> None:
-        self._ends_at = time.monotonic() + call.timeout_s
+        self.received = time.monotonic()
+        """When its last byte had come."""
+        self._ends_at = self.received + call.timeout_s
         self._metadata = tuple(call.metadata.items())
         self.cancelled = False
 
@@ -93,13 +95,20 @@ InferThere = Callable[[worker_pb2.InferRequest, Images, CallContext, Answered], 
 """Runs a batch in the thread that calls it, and hands out the response once; or raises."""
 
 
+Begin = Callable[[worker_pb2.InferRequest, Images, CallContext], Callable[[Answered], None] | None]
+"""As `InferThere`, up to where it begins to wait, and what goes on from there in another thread; None where it would
+wait before."""
+
+
 class InThreads:
     """Batches that are run by threads of a pool, for a service whose calls wait."""
 
-    def __init__(self, infer: InferThere, coming: Coming, pool: Executor) -> None:
+    def __init__(self, infer: InferThere, coming: Coming, pool: Executor, begin: Begin | None = None) -> None:
+        """`begin` is tried on the loop where no other call runs."""
         self.infer = infer
         self.coming = coming
         self.pool = pool
+        self.begin = begin
 
 
 class BatchConnection(FrameProtocol):
@@ -216,11 +225,22 @@ class BatchConnection(FrameProtocol):
         if isinstance(self._infer, InThreads):
             done = loop.create_future()
             self._calls[call.number] = (done, context)
-            work = _Work(self._infer.infer, call.number, partial(self._tell, loop, call.number))
-            self._infer.pool.submit(work, message, self._infer.coming(images), context)
+            work = _Work(call.number, partial(self._tell, loop, call.number))
+            self._infer.pool.submit(work, self._begun(self._infer, message, self._infer.coming(images), context))
         else:
             task = loop.create_task(self._run(self._infer, call.number, message, images, context))
             self._calls[call.number] = (task, context)
+
+    def _begun(
+        self, infer: InThreads, message: worker_pb2.InferRequest, images: Images, context: CallContext
+    ) -> Callable[[Answered], None]:
+        """What is left of a call for a thread."""
+        alone = sum(len(connection._calls) for connection in self._connections) <= 1
+        try:
+            rest = infer.begin(message, images, context) if infer.begin is not None and alone else None
+        except Exception as error:
+            return partial(_raise, error)
+        return partial(infer.infer, message, images, context) if rest is None else rest
 
     def _tell(self, loop: asyncio.AbstractEventLoop, number: int, pieces: list[bytes | memoryview]) -> None:
         """In a thread. Where the loop has to write, it goes on when that is said: it would hold the interpreter's lock
@@ -263,12 +283,12 @@ class BatchConnection(FrameProtocol):
 class _Work:
     """One call in a thread of the pool: says once what becomes of it, and goes on with what nobody waits for."""
 
-    def __init__(self, infer: InferThere, number: int, tell: Callable[[list[bytes | memoryview]], object]) -> None:
-        self._infer, self._number, self._tell, self._told = infer, number, tell, False
+    def __init__(self, number: int, tell: Callable[[list[bytes | memoryview]], object]) -> None:
+        self._number, self._tell, self._told = number, tell, False
 
-    def __call__(self, request: worker_pb2.InferRequest, images: Images, context: CallContext) -> None:
+    def __call__(self, run: Callable[[Answered], None]) -> None:
         try:
-            self._infer(request, images, context, self._answer)
+            run(self._answer)
             if not self._told:
                 raise RuntimeError("there is no answer")
         except Abort as abort:
@@ -284,6 +304,10 @@ class _Work:
             self._told = True
             with contextlib.suppress(RuntimeError):  # the port has been closed, and its loop with it
                 self._tell(pieces)
+
+
+def _raise(error: Exception, _: Answered) -> None:
+    raise error
 
 
 def _fault(number: int, error: Exception) -> Failure:

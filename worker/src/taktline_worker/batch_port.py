@@ -19,6 +19,7 @@ from taktline_worker.adapter import Frame
 from taktline_worker.batch_connection import (
     Answered,
     BatchConnection,
+    Begin,
     CallContext,
     Coming,
     Frames,
@@ -168,6 +169,7 @@ class BatchPort:
         threads: int,
         port: int = 0,
         context: ssl.SSLContext | None = None,
+        begin: Begin | None = None,
     ) -> None:
         """Listens at once, as `listen`. Raises OSError where host and port cannot be listened on."""
         self._loop = uvloop.new_event_loop()
@@ -176,7 +178,7 @@ class BatchPort:
         self._thread.start()
 
         try:
-            opening = listen(host, InThreads(infer, coming, self._pool), port, context)
+            opening = listen(host, InThreads(infer, coming, self._pool, begin), port, context)
             self._listener = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
         except OSError:
             self._stop()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from taktline_worker.adapter import (
 )
 from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import RobotInput
+from taktline_worker.row_errors import expired, no_rtc, no_video, own_error
 
 logger = logging.getLogger(__name__)
 
@@ -150,19 +152,46 @@ class Engine:
             BatchDroppedError: the batch was not run.
             KeyError: there is no such level.
         """
+        return self.begin(items, deadline, cancelled, level)()
+
+    @property
+    def launches_at_once(self) -> bool:
+        """Whether `begin` would launch a batch rather than run it, and wait for no other that asks."""
+        return self._launches and not self._asked
+
+    def begin(
+        self,
+        items: Sequence[Item],
+        deadline: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+        level: Level = FULL,
+        since: float | None = None,
+    ) -> Callable[[], BatchResult]:
+        """As `infer`, up to the launch; what it gives waits for the batch, in any thread.
+
+        Args:
+            since: monotonic instant from which preprocessing counts; now where None.
+        """
         adapter = self.adapter if level == FULL else self._levels[level]
-        started = time.monotonic()
+        started = time.monotonic() if since is None else since
         outcomes: list[Outcome | None] = [None] * len(items)
         rows, draft = self._prepare(items, outcomes, adapter)
-        prepared = time.monotonic()
-        bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, 0.0, prepared
+        prepared = turn = time.monotonic()
+        parts: list[_Part] = []
         if rows:
             turn, parts = self._in_turn(items, rows, outcomes, deadline, cancelled, adapter, draft)
-            waited_s = turn - prepared
-            for part in parts:
-                ended = self._collect(part, outcomes, ended)
-                bucket = max(bucket, part.bucket)
-                engine_s, post_s, waited_s = engine_s + part.engine_s, post_s + part.post_s, waited_s + part.waited_s
+        return partial(self._end, outcomes, parts, started, prepared, turn)
+
+    def _end(
+        self, outcomes: list[Outcome | None], parts: list[_Part], started: float, prepared: float, turn: float
+    ) -> BatchResult:
+        """Waits for what has been launched; the instants are those of the batch's beginning, rows and turn."""
+        bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, turn - prepared, prepared
+        for part in parts:
+            ended = self._collect(part, outcomes, ended)
+            bucket = max(bucket, part.bucket)
+            engine_s, post_s, waited_s = engine_s + part.engine_s, post_s + part.post_s, waited_s + part.waited_s
+        if parts:
             ended = time.monotonic()
         assert all(outcome is not None for outcome in outcomes)
         return BatchResult(
@@ -208,12 +237,12 @@ class Engine:
                 if isinstance(item.observation, TaktlineError):
                     raise item.observation
                 if item.observation.rtc is not None and not adapter.description.rtc:
-                    raise _no_rtc(adapter.description.family)
+                    raise no_rtc(adapter.description.family)
                 if item.observation.imagine is not None and not adapter.description.imagines:
-                    raise _no_video(adapter.description.family)
+                    raise no_video(adapter.description.family)
                 pending.append((index, adapter.begin(item.observation, self._decoders)))
             except Exception as error:
-                outcomes[index] = _own(error)
+                outcomes[index] = own_error(error)
         draft = None
         launching: LaunchingAdapter | None = as_one(adapter, LaunchingAdapter)
         if pending and len(pending) <= self.buckets[-1] and launching is not None:
@@ -226,7 +255,7 @@ class Engine:
             try:
                 rows.append((index, row.result()))
             except Exception as error:
-                outcomes[index] = _own(error)
+                outcomes[index] = own_error(error)
         return rows, draft if len(rows) == len(pending) else None
 
     def _in_turn(self, *batch: Any) -> tuple[float, list[_Part]]:
@@ -275,7 +304,7 @@ class Engine:
         for index, row in rows:
             expires = items[index].expires_at
             if expires is not None and now >= expires:
-                outcomes[index] = _expired(now - expires)
+                outcomes[index] = expired(now - expires)
             else:
                 live.append((index, row))
         parts = []
@@ -350,39 +379,3 @@ def _fail(part: _Part, error: Exception, outcomes: list[Outcome | None]) -> None
     )
     for index in part.indices:
         outcomes[index] = failure
-
-
-def _own(error: Exception) -> TaktlineError:
-    """What one observation is answered whose preprocessing failed; its neighbours are none the wiser."""
-    if isinstance(error, TaktlineError):
-        return error
-    logger.error("preprocessing failed", exc_info=error)
-    return TaktlineError(
-        ErrorCode.INTERNAL,
-        f"preprocessing this observation failed: {type(error).__name__}",
-        "the worker's log has the details; this is a fault of the worker, not of its neighbours in the batch",
-    )
-
-
-def _no_rtc(family: str) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.RTC_INVALID,
-        f"this worker serves {family} without real-time chunking",
-        "leave rtc out of the observation, or set spec.engine.rtc where the family has it",
-    )
-
-
-def _no_video(family: str) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.IMAGINE_INVALID,
-        f"this worker serves {family} without imagined videos",
-        "leave imagine out of the observation, or set spec.engine.worldAction.imagine where the family has it",
-    )
-
-
-def _expired(late_s: float) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.DEADLINE_EXPIRED,
-        f"the hand-off deadline passed {late_s * 1000.0:.1f} ms before the engine was free",
-        "send a larger budget, or add workers",
-    )

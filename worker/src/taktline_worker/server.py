@@ -146,7 +146,7 @@ def _batch_port(options: ServeOptions, service: WorkerService) -> BatchPort | No
     host, port = split_address(address)
     context = server_context(options.tls) if options.tls is not None else None
     try:
-        return BatchPort(host, service.infer, service.coming, MAX_WAITING_BATCHES + 8, port, context)
+        return BatchPort(host, service.infer, service.coming, MAX_WAITING_BATCHES + 8, port, context, service.begin)
     except OSError as error:
         raise address_error(address, error.strerror or str(error)) from error
 
