@@ -78,12 +78,12 @@ def wait_until(condition, what: str, logs: list[Path], timeout_s: float = READY_
 
 
 @contextlib.contextmanager
-def started(folder: Path, config: EngineConfig) -> Iterator[RunningStack]:
-    """A worker that serves `config`, and a gateway before it, once both can be asked."""
+def started(folder: Path, config: EngineConfig, **route: object) -> Iterator[RunningStack]:
+    """A worker that serves `config`, and a gateway before it with more of its `route`, once both can be asked."""
     stack = RunningStack(f"http://127.0.0.1:{free_port()}", config.policy, Path(config.model.path))
     address = f"127.0.0.1:{free_port()}"
     routes = folder / "routes.json"
-    routes.write_text(json.dumps({"routes": [{"policy": stack.policy, "targets": [{"address": address}]}]}))
+    routes.write_text(json.dumps({"routes": [{"policy": stack.policy, "targets": [{"address": address}], **route}]}))
     stack.processes["worker"] = start_worker(folder, config, address)
     stack.processes["gateway"] = subprocess.Popen(
         [
