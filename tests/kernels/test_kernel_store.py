@@ -101,6 +101,15 @@ def test_a_place_that_cannot_be_made_is_not_used(folder: Path, caplog: pytest.Lo
     assert "not kept" in caplog.text
 
 
+def test_without_the_variable_it_is_in_the_users_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(store.VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store.folder() == tmp_path / ".cache" / "taktline" / "kernels"
+    store.folder.cache_clear()
+    monkeypatch.delenv("HOME")
+    assert store.folder() == store.scratch()
+
+
 def test_many_write_one_file_at_once(folder: Path) -> None:
     content = os.urandom(1 << 20)
     with ThreadPoolExecutor(8) as pool:

@@ -28,7 +28,7 @@ def folder() -> Path:
 
     Whoever can write to it decides what the GPU runs, so that it must be this user's or root's, and no one else's.
     """
-    wanted = Path(os.environ.get(VARIABLE) or os.path.join(os.path.expanduser("~"), ".cache", "taktline", "kernels"))
+    wanted = Path(os.environ.get(VARIABLE) or Path(os.environ.get("HOME", os.devnull), ".cache", "taktline", "kernels"))
     try:
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = wanted.stat()
