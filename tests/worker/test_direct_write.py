@@ -75,7 +75,7 @@ def test_a_call_that_is_alone_begins_on_the_loop_and_waits_in_a_thread() -> None
         channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
 
         async def ask(policy: str) -> str:
-            while any(connection.running() for connection in port._connections) and policy != "beside":
+            while any(connection.running() for connection in port._connections) and policy != "beside":  # noqa: ASYNC110
                 await asyncio.sleep(0.001)  # an answer may come before its call has ended
             return str((await channel.infer(worker_pb2.InferRequest(policy=policy), [], 60.0, ())).revision)
 
@@ -85,7 +85,7 @@ def test_a_call_that_is_alone_begins_on_the_loop_and_waits_in_a_thread() -> None
             with pytest.raises(WorkerCallError, match="no such thing"):
                 await ask("broken")
             long = asyncio.ensure_future(ask("long"))
-            while "long" not in dict(began):
+            while "long" not in dict(began):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             assert await ask("beside") == "thread"
             waiting.set()

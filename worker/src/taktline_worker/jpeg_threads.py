@@ -6,6 +6,7 @@ the bits that libjpeg-turbo gives; of others it says no. That it does so here is
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ _DECODED, _REFUSED = 1, 2
 _AWAKE_US = 500
 """So long a thread that waits for a frame stays awake, where there are processors to spare."""
 _SPARE_CORES = 4
+_END_LIMIT_S = 5.0
 _MOST_THREADS = 8
 
 
@@ -60,6 +63,23 @@ class JpegBatch:
         self, jobs: ctypes.Array[_Job], files: Sequence[bytes | memoryview], shapes: list[tuple[int, int, int] | None]
     ) -> None:
         self.jobs, self.files, self.shapes = jobs, files, shapes
+
+
+_under_way: deque[tuple[JpegBatch, object]] = deque()
+"""Batches and what they need, until all of their frames have ended, whoever has forgotten them."""
+_lock = threading.Lock()
+
+
+def _has_ended(batch: JpegBatch) -> bool:
+    return all(job.state for job in batch.jobs)
+
+
+@atexit.register
+def _end() -> None:
+    """Memory is not to be given back under threads that write to it."""
+    until = time.monotonic() + _END_LIMIT_S
+    while not all(_has_ended(batch) for batch, _ in list(_under_way)) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 class BegunFrame:
@@ -97,9 +117,6 @@ class JpegThreads:
         self._sizes, self._begin = self._quick.taktline_jpeg_sizes, self._quick.taktline_jpeg_begin
         self._sizes.argtypes = self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._awake_us = _AWAKE_US if (os.cpu_count() or 1) >= _SPARE_CORES else 0
-        self._under_way: deque[tuple[JpegBatch, object]] = deque()
-        """Batches and what they need, until all of their frames have ended, whoever has forgotten them."""
-        self._lock = threading.Lock()
         if self._quick.taktline_jpeg_threads(threads) < 1:
             raise OSError("no thread can be started")
         self._try_out()
@@ -122,10 +139,10 @@ class JpegThreads:
             else:
                 job.out = pixels.data_ptr()
                 begun.append(BegunFrame(self, job, pixels))
-        with self._lock:
-            while self._under_way and all(job.state for job in self._under_way[0][0].jobs):
-                self._under_way.popleft()
-            self._under_way.append((batch, memory))
+        with _lock:
+            while _under_way and _has_ended(_under_way[0][0]):
+                _under_way.popleft()
+            _under_way.append((batch, memory))
         self._begin(ctypes.addressof(batch.jobs), len(memory))
         return begun
 
