@@ -37,6 +37,8 @@ from taktline_worker.models.groot.weights import (
     VisionWeights,
 )
 
+_FIRST_BLOCKS = 3
+"""So many blocks of the vision tower take the GPU as long as the launch of a graph with the others takes."""
 _FEW_PATCHES = 2048
 """So many leave multiprocessors idle: a merger then runs beside the blocks behind it."""
 
@@ -78,23 +80,32 @@ def vision_rope(v: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tenso
 
 
 def encode_images(
-    weights: VisionWeights, v: VisionConfig, patches: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    weights: VisionWeights,
+    v: VisionConfig,
+    patches: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    begun: Callable[[], object] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Features of N images of one grid.
 
     Args:
         patches: (N, P, patch values) in merge order.
-        positions: (P, width) in the dtype of patches.
+        positions: (N, P, width) in the dtype of patches.
         cos: (P, half a head's width) fp32; `sin` likewise.
+        begun: called behind the first few blocks, when nothing works beside them yet.
 
     Returns:
         (N, P / merge^2, text width), and the same of each deepstack block in order.
     """
-    x = weights.patch(patches) + positions
-    n = weights.blocks[0].norm1(x)
+    x, n = weights.blocks[0].norm1.after_layer(positions, weights.patch, patches)
+    few = min(_FIRST_BLOCKS, len(weights.blocks) - 1, *weights.deepstack)
     following = [*(block.norm1 for block in weights.blocks[1:]), weights.merger.norm]
     deep: list[Branch[Tensor]] = []
     for index, (block, norm) in enumerate(zip(weights.blocks, following, strict=True)):
+        if index == few and begun is not None:
+            begun()
         qkv = block.qkv(n)
         attended = ops.attention_rotated(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
         x, n = _after_layer(block.norm2, x, block.out, attended.flatten(2))
@@ -224,7 +235,7 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
         if norm is None:
             break
         x, n = norm.after_layer(x, block.fc2, hidden)
-    return x + block.fc2(hidden)
+    return ops.linear(hidden, block.fc2.weight, block.fc2.bias, residual=x)
 
 
 def self_attention(attention: Attention, heads: int, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:

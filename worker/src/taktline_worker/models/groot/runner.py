@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from taktline_worker.branches import Branch
+from taktline_worker.graph_parts import cut
 from taktline_worker.models.groot import modules
 from taktline_worker.models.groot.batch import Grid, GrootBatch, GrootRow, lay_out
 from taktline_worker.models.groot.config import GrootArchitecture, HeadConfig
@@ -43,7 +43,7 @@ class Features:
 class GrootRunner:
     """Runs batches of mixed embodiments, image counts and prompt lengths; a row's answer is the one it gets alone.
 
-    Position tables are kept by image grid: their scope is the checkpoint.
+    Position tables are kept by image grid and number of images: their scope is the checkpoint.
     """
 
     def __init__(self, weights: GrootWeights, architecture: GrootArchitecture) -> None:
@@ -52,7 +52,7 @@ class GrootRunner:
         self.device = weights.text.embedding.device
         frequencies, axes = modules.text_frequencies(architecture.text)
         self._frequencies, self._axes = frequencies.to(self.device), axes.to(self.device)
-        self._tables: dict[Grid, tuple[Tensor, Tensor, Tensor]] = {}
+        self._tables: dict[tuple[Grid, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._chain = _head_chain(weights.head, architecture.head)
 
     @torch.inference_mode()
@@ -63,12 +63,18 @@ class GrootRunner:
     @torch.inference_mode()
     def compute(self, batch: GrootBatch, observer: StepObserver | None = None) -> Tensor:
         """(B, H, action width) of a batch on the device, in the weights' dtype; reads nothing back from it."""
-        # What needs no image runs beside the vision tower.
-        rotation = Branch(self.device, partial(self._rotation, batch))
-        first = Branch(self.device, partial(self._first_tokens, batch))
-        images, deep = self.encode_images(batch)
-        refined = self.encode_text(batch, images, deep, rotation.join()).refined
-        return self.solve(batch, refined, observer, first.join())
+        beside: list[Branch[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor | None]]]] = []
+
+        def begun() -> None:
+            cut()
+            # What needs no image runs beside the vision tower.
+            beside.append(Branch(self.device, lambda: (self._rotation(batch), self._first_tokens(batch))))
+
+        images, deep = self.encode_images(batch, begun)
+        rotation, first = beside[0].join()
+        cut()
+        refined = self.encode_text(batch, images, deep, rotation).refined
+        return self.solve(batch, refined, observer, first)
 
     @torch.inference_mode()
     def encode(self, batch: GrootBatch) -> Features:
@@ -76,15 +82,23 @@ class GrootRunner:
         return self.encode_text(batch, *self.encode_images(batch))
 
     @torch.inference_mode()
-    def encode_images(self, batch: GrootBatch) -> tuple[Tensor, list[Tensor]]:
-        """(image tokens, text width) in the order of `image_slots`, and the same of each deepstack block."""
+    def encode_images(
+        self, batch: GrootBatch, begun: Callable[[], object] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(image tokens, text width) in the order of `image_slots`, and the same of each deepstack block.
+
+        Args:
+            begun: as `modules.encode_images` takes it, for the first grid.
+        """
         a, weights = self.architecture, self.weights
         parts = []
         for patches, grid in zip(batch.patches, batch.grids, strict=True):
-            tables = self.tables(grid)
-            features, deep = modules.encode_images(weights.vision, a.vision, patches.to(weights.dtype), *tables)
+            tables = self.tables(grid, len(patches))
+            given = patches.to(weights.dtype)
+            features, deep = modules.encode_images(weights.vision, a.vision, given, *tables, begun)
+            begun = None
             parts.append([one.flatten(0, 1) for one in (features, *deep)])
-        images, *deep = [torch.cat(level) for level in zip(*parts, strict=True)]
+        images, *deep = [torch.cat(level) if len(level) > 1 else level[0] for level in zip(*parts, strict=True)]
         return images, deep
 
     @torch.inference_mode()
@@ -128,14 +142,15 @@ class GrootRunner:
             x = torch.addcmul(x, velocity, strength, value=dt)
         return x
 
-    def tables(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """Position embeddings (P, width) and the rotation's cosine and sine (P, half a head) of an image's grid."""
-        if grid not in self._tables:
+    def tables(self, grid: Grid, images: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Position embeddings (images, P, width) and the rotation's cosine and sine (P, half a head) of a grid."""
+        if (grid, images) not in self._tables:
             vision = self.architecture.vision
             positions = modules.vision_positions(self.weights.vision.positions, *grid, vision.merge)
             cos, sin = modules.vision_rope(vision, *grid)
-            self._tables[grid] = positions.to(self.weights.dtype), cos.to(self.device), sin.to(self.device)
-        return self._tables[grid]
+            positions = positions.to(self.weights.dtype).expand(images, -1, -1).contiguous()
+            self._tables[grid, images] = positions, cos.to(self.device), sin.to(self.device)
+        return self._tables[grid, images]
 
     def _rotation(self, batch: GrootBatch) -> tuple[Tensor, Tensor]:
         return modules.text_rope(self._frequencies, self._axes, batch.positions)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from taktline_worker.graph_capture import GraphPool
+from taktline_worker.graph_parts import Replayed
 from taktline_worker.models.vjepa2_ac import modules, poses, rope
 from taktline_worker.models.vjepa2_ac.config import ACTION_WIDTH, POSE_WIDTH, VJepa2Architecture
 from taktline_worker.models.vjepa2_ac.fused import MAX_FRAMES, FusedPredictor
@@ -82,7 +83,7 @@ class VJepa2World:
             self._tables.append((cos.to(self.device), sin.to(self.device)))
         m = micro_batch
         self._cache: tuple[Tensor, Tensor] | None = None
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, Replayed] = {}
         self._fused: FusedPredictor | None = None
         if fused is None:
             fused = self.device.type == "cuda" and precision.predictor == torch.bfloat16
