@@ -1,4 +1,4 @@
-"""Attention that norms and rotates heads on their way in: it compiles anywhere, and agrees on a GPU."""
+"""Attention that rotates heads on their way in: it compiles anywhere, and agrees on a GPU."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ rotated = pytest.importorskip("taktline_kernels.cuda.rotated_attention")
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
-EPS = 1e-6
-VISION = rotated.Tile(64, 4, 2, 8, norm=False, rotate=True, causal=False, masked=False, blocks=2)
-TEXT = rotated.Tile(128, 2, 4, 3, norm=True, rotate=True, causal=True, masked=False)
-MASKED = rotated.Tile(64, 2, 4, 3, norm=False, rotate=False, causal=False, masked=True)
 
 
-@pytest.mark.parametrize("tile", [VISION, TEXT, MASKED], ids=str)
-def test_it_compiles_for_hopper_on_any_machine(tile: Any) -> None:
+def test_it_compiles_for_hopper_on_any_machine() -> None:
     nvrtc = importlib.import_module("taktline_kernels.cuda.nvrtc")
     resources_of = importlib.import_module("taktline_kernels.ahead").resources_of
-    registers, stack = resources_of(nvrtc.compile_source("rotated_attention.cu", tuple(sorted(tile.defines().items()))))
-    assert stack == 0  # nothing is spilled
-    assert registers * 32 * tile.groups * tile.splits * tile.blocks <= 65536
+    binary = nvrtc.compile_source("rotated_attention.cu", tuple(sorted(rotated.defines().items())))
+    assert resources_of(binary) == (rotated.REGISTERS, 0)  # nothing is spilled
 
 
 def test_without_a_rule_rotation_and_attention_are_their_own_ops() -> None:
@@ -36,37 +30,37 @@ def test_without_a_rule_rotation_and_attention_are_their_own_ops() -> None:
     weights = [torch.rand(6, generator=generator) for _ in range(2)]
     expected = qkv.clone()
     ops.norm_rotate(expected, *weights, cos, sin, heads=4, kv_heads=2)
-    q, k, v = expected.view(2, 5, 8, 6).split((4, 2, 2), dim=2)
+    q, k, v = expected.view(2, 5, 8, 6).split((4, 2, 2), dim=2)  # type: ignore[no-untyped-call]
     found = ops.attention_rotated(qkv, *weights, cos, sin, heads=4, kv_heads=2, causal=True)
     assert torch.equal(found, ops.attention(q, k, v, causal=True))
 
 
-def test_it_refuses_what_it_would_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_refuses_what_it_is_not_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(rotated, "_kernel", lambda tile: SimpleNamespace(launch=lambda *_, **__: launched.append(tile)))
+    monkeypatch.setattr(rotated, "_kernel", lambda: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
 
-    def attend(tokens: int = 64, width: int = 64, rows: int = 64, **other: Any) -> None:
-        given = {"dtype": torch.bfloat16, "table": torch.float32, "weight": None} | other
-        qkv = torch.zeros(2, tokens, 3 * 4 * width, dtype=given["dtype"])
-        table = torch.zeros(rows, width // 2, dtype=given["table"])
-        rotated.attention_rotated(qkv, given["weight"], None, table, table, 4, 4, False, EPS, {"splits": 4})
+    def attend(
+        tokens: int = 256, width: int = 64, table: Any = torch.float32, dtype: Any = torch.bfloat16, **other: Any
+    ) -> None:
+        given = {"norm": None, "kv_heads": 4, "causal": False, "rows": tokens} | other
+        qkv, cos = torch.zeros(2, tokens, 12 * width, dtype=dtype), torch.zeros(given["rows"], width // 2, dtype=table)
+        rest = (4, given["kv_heads"], given["causal"], 1e-6, {})
+        rotated.attention_rotated(qkv, given["norm"], None, cos, cos, *rest)
 
     attend()
-    assert [(one.width, one.splits, one.tiles) for one in launched] == [(64, 4, 1)]
-    for wrong in ({"width": 32}, {"dtype": torch.float32}):
-        with pytest.raises(ValueError, match="heads of 64 or 128"):
+    for wrong in (
+        {"tokens": 128},
+        {"width": 128},
+        {"kv_heads": 2},
+        {"causal": True},
+        {"rows": 512},
+        {"dtype": torch.float32},
+        {"norm": torch.ones(64)},
+    ):
+        with pytest.raises(ValueError, match="256 tokens in bf16, heads of 64 without norms"):
             attend(**wrong)
     with pytest.raises(ValueError, match="in fp32"):
         attend(table=torch.bfloat16)
-    with pytest.raises(ValueError, match="does not come out even"):
-        attend(rows=96)
-    with pytest.raises(ValueError, match="do not fit"):
-        attend(tokens=1024, rows=1024)
-    with pytest.raises(ValueError, match="both, or neither"):
-        attend(weight=torch.zeros(64))
-    q = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="no gate"):
-        rotated.attention(q, q, q, None, False, q, config={})
     assert len(launched) == 1
 
 
@@ -81,32 +75,13 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("config", [{}, {"groups": 4, "splits": 2, "blocks": 2}, {"groups": 1, "splits": 8}], ids=str)
-@pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "kv_heads", "width", "norm", "causal"),
-    [(2, 256, 16, 16, 64, False, False), (1, 160, 16, 8, 128, True, True), (3, 77, 4, 2, 128, True, False)],
-)
-def test_it_is_as_near_to_fp32_as_the_two_ops(
-    batch: int, tokens: int, heads: int, kv_heads: int, width: int, norm: bool, causal: bool, config: dict[str, int]
-) -> None:
-    qkv = rand(batch, tokens, (heads + 2 * kv_heads) * width, seed=1)
-    cos, sin = (rand(tokens, width // 2, seed=seed, dtype=torch.float32) for seed in (2, 3))
-    weights = [1.0 + 0.2 * rand(width, seed=seed, dtype=torch.float32) for seed in (4, 5)] if norm else [None, None]
+@pytest.mark.parametrize(("images", "heads"), [(1, 16), (2, 16), (5, 3)])
+def test_it_is_as_near_to_fp32_as_the_two_ops(images: int, heads: int) -> None:
+    qkv = rand(images, 256, 3 * heads * 64, seed=1)
+    cos, sin = (rand(256, 32, seed=seed, dtype=torch.float32) for seed in (2, 3))
     reference = importlib.import_module("taktline_kernels.ops.attention")._rotated_reference
-    rest = (*weights, cos, sin, heads, kv_heads, causal, EPS)
+    rest = (None, None, cos, sin, heads, heads, False, 1e-6)
     expected = reference(qkv.float(), *rest)
-    found = rotated.attention_rotated(qkv, *rest, config)
-    assert all(torch.equal(found, rotated.attention_rotated(qkv, *rest, config)) for _ in range(3))
+    found = rotated.attention_rotated(qkv, *rest, {})
+    assert all(torch.equal(found, rotated.attention_rotated(qkv, *rest, {})) for _ in range(3))
     assert distance(found, expected) < 1.1 * distance(reference(qkv.clone(), *rest), expected)
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize(("tokens", "seen"), [(160, 156), (288, 3), (70, 70)])
-@pytest.mark.parametrize("config", [{}, {"groups": 5, "splits": 2}], ids=str)
-def test_keys_are_left_out(tokens: int, seen: int, config: dict[str, int]) -> None:
-    q, k, v = rand(2, tokens, 3, 8, 64, seed=1).unbind(2)
-    valid = torch.arange(tokens, device="cuda").expand(2, -1) < torch.tensor([[seen], [tokens]], device="cuda")
-    expected = ops.attention(q.float(), k.float(), v.float(), valid)
-    found = rotated.attention(q, k, v, valid, False, config=config)
-    assert distance(found, expected) < 5e-3

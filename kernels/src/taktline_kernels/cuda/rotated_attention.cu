@@ -1,26 +1,24 @@
-// Attention of a short sequence with itself on Hopper, straight from the projection's rows: query and key heads are normed and
-// rotated on their way in. A block has 16 * GROUPS queries of one head and all keys and values that they see in shared memory;
-// a warp has 16 of the queries and every SPLITS-th tile of 16 keys, with weights that refer to its own largest logit, and the
-// SPLITS answers of a query are joined at the end.
-// A thread brings pieces `u` and `u + PAIRS` of a key's row, 16 bytes each: what a rotation turns into each other. Queries come as
-// the operand of the product, where that is so by itself. Rows lie in shared memory with their pieces of 16 bytes in the order
-// in which eight rows fall on different banks.
-// D: width of a head, 64 or 128. TILES: of 16 keys that a warp has at most. NORM: the RMSNorm of each head; ROTATE; CAUSAL:
-// a query sees keys up to its own; MASKED: keys are left out by `valid`.
+// Attention inside images of TOKENS tokens on Hopper, heads of 64, straight from the projection's rows: queries and keys are
+// rotated on their way in. A block has 16 * GROUPS queries of one head and all its keys and values in shared memory; a warp has
+// 16 of the queries and every SPLITS-th tile of 16 keys, with weights that refer to its own largest logit, and the SPLITS
+// answers of a query are joined at the end.
+// A thread brings pieces `u` and `u + PAIRS` of a row, 16 bytes each: what a rotation turns into each other. Rows lie in shared
+// memory with their pieces in the order in which eight rows fall on different banks: the keys, the queries, the values.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 
 #define DEVICE __device__ __forceinline__
 #define THREADS (32 * GROUPS * SPLITS)
-#define ROOM (16 * SPLITS * TILES)  // keys
-#define ROW (D * 2)                 // bytes
-#define UNITS (D / 8)
+#define TILES (TOKENS / 16 / SPLITS)  // of 16 keys that a warp has
+#define WIDTH 64
+#define ROW (WIDTH * 2)               // bytes
+#define UNITS (WIDTH / 8)
 #define PAIRS (UNITS / 2)
-#define STEPS (D / 16)
-#define HALF (D / 2)
-#define ITEMS ((ROOM * PAIRS + THREADS - 1) / THREADS)
-#define LOWEST -1e30f
+#define STEPS (WIDTH / 16)
+#define HALF (WIDTH / 2)
+#define QUERIES (16 * GROUPS)
+#define ITEMS ((TOKENS + QUERIES) * PAIRS / THREADS)
 
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE u32 pack_bf16(float low, float high) {
@@ -36,17 +34,14 @@ DEVICE float exp2_fast(float x) {
   return v;
 }
 // What the kernel before wrote is read past the first cache.
-DEVICE u32 load1(const u16* p) {
-  u32 v;
-  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
+DEVICE void load4(u32 (&v)[4], const u16* p) {
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
 }
-DEVICE uint4 load4(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
+DEVICE void load8(float (&v)[8], const float* p) {
+  const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
-DEVICE u32 place(u32 base, int row, int unit) { return base + row * ROW + (((unit & ~7) | ((unit ^ row) & 7)) << 4); }
+DEVICE u32 place(u32 base, int row, int unit) { return base + row * ROW + ((unit ^ (row & 7)) << 4); }
 DEVICE void store4(u32 address, const u32 (&v)[4]) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -55,154 +50,72 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Two numbers of a row's first half and two of its second, normed and turned in place.
-DEVICE void turn(u32& low, u32& high, float factor, float2 first, float2 second, float2 c, float2 s) {
-  float a = low_of(low), b = high_of(low), x = low_of(high), y = high_of(high);
-#if NORM
-  a = a * factor * first.x, b = b * factor * first.y, x = x * factor * second.x, y = y * factor * second.y;
-#endif
-#if ROTATE
-  low = pack_bf16(a * c.x - x * s.x, b * c.y - y * s.y);
-  high = pack_bf16(x * c.x + a * s.x, y * c.y + b * s.y);
-#else
-  low = pack_bf16(a, b), high = pack_bf16(x, y);
-#endif
+// Two numbers of a row's first half and two of its second, turned in place.
+DEVICE void turn(u32& low, u32& high, const float* c, const float* s) {
+  const float a = low_of(low), b = high_of(low), x = low_of(high), y = high_of(high);
+  low = pack_bf16(a * c[0] - x * s[0], b * c[1] - y * s[1]);
+  high = pack_bf16(x * c[0] + a * s[0], y * c[1] + b * s[1]);
 }
-DEVICE float square(u32 x) { return low_of(x) * low_of(x) + high_of(x) * high_of(x); }
 
-// q: rows of `heads` heads of D, bf16, `stride` numbers from one token to the next; k and v likewise, of heads / share heads.
-// out: (batch, tokens, heads, D). cos and sin: fp32 (table_rows, HALF), table_rows a multiple of tokens.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    attend_rotated(const u16* q, const u16* k, const u16* v, u16* out, const float* cos, const float* sin, const float* q_weight, const float* k_weight,
-                   const unsigned char* valid, int tokens, int heads, int share, int stride, int table_rows, float eps, float factor) {
+// q, k and v: rows of `heads` heads, bf16, `stride` numbers from one token to the next. out: (images, TOKENS, heads, WIDTH).
+// cos and sin: fp32 (TOKENS, HALF); they were there before the kernel before began.
+extern "C" __global__ void __maxnreg__(REGISTERS)
+    attend_rotated(const u16* q, const u16* k, const u16* v, u16* out, const float* cos, const float* sin, int heads, int stride, float factor) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ float tops[SPLITS][16 * GROUPS], totals[SPLITS][16 * GROUPS];
+  __shared__ float tops[SPLITS][QUERIES], totals[SPLITS][QUERIES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = warp % GROUPS, split = warp / GROUPS;
-  const int first = blockIdx.x * 16 * GROUPS, head = blockIdx.y, row = first + group * 16 + g;
-  const int count = CAUSAL ? min(tokens, first + 16 * GROUPS) : tokens, padded = (count + 15) & ~15;
-  const u32 keys = smem_address(shared), values = keys + ROOM * ROW;
-  const size_t before = (size_t)blockIdx.z * tokens;
-  q += before * stride + head * D, k += before * stride + head / share * D, v += before * stride + head / share * D;
-  const size_t turned = before % table_rows;
+  const int first = blockIdx.x * QUERIES, head = blockIdx.y, u = threadIdx.x % PAIRS;
+  const u32 keys = smem_address(shared), queries = keys + TOKENS * ROW, values = queries + QUERIES * ROW;
+  const size_t before = (size_t)blockIdx.z * TOKENS;
+  q += before * stride + head * WIDTH, k += before * stride + head * WIDTH, v += before * stride + head * WIDTH;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  const int u = threadIdx.x % PAIRS;
-  float weights[2][8];
-#if NORM
-#pragma unroll
-  for (int i = 0; i < 8; ++i) weights[0][i] = k_weight[u * 8 + i], weights[1][i] = k_weight[HALF + u * 8 + i];
-#endif
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-
-  uint4 low[ITEMS], high[ITEMS];
+  // Rows of a thread: keys, behind them queries.
+  const auto row_of = [&](int i) { return (i * THREADS + (int)threadIdx.x) / PAIRS; };
+  const auto token_of = [&](int at) { return at < TOKENS ? at : first + at - TOKENS; };
+  float c[ITEMS][8], s[ITEMS][8];
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
-    const int key = (i * THREADS + threadIdx.x) / PAIRS;
-    low[i] = high[i] = make_uint4(0, 0, 0, 0);
-    if (key < count) low[i] = load4(k + (size_t)key * stride + u * 8), high[i] = load4(k + (size_t)key * stride + HALF + u * 8);
+    const int at = token_of(row_of(i)) * HALF + u * 8;
+    load8(c[i], cos + at), load8(s[i], sin + at);
   }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  u32 low[ITEMS][4], high[ITEMS][4];
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    const int at = row_of(i);
+    const u16* source = (at < TOKENS ? k : q) + (size_t)token_of(at) * stride + u * 8;
+    load4(low[i], source), load4(high[i], source + HALF);
+  }
+#pragma unroll
+  for (int i = 0; i < TOKENS * UNITS / THREADS; ++i) {
+    const int at = i * THREADS + threadIdx.x, key = at / UNITS, unit = at % UNITS;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place(values, key, unit)), "l"(v + (size_t)key * stride + unit * 8) : "memory");
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) turn(low[i][j], high[i][j], &c[i][2 * j], &s[i][2 * j]);
+    store4(place(keys, row_of(i), u), low[i]);
+    store4(place(keys, row_of(i), u + PAIRS), high[i]);
+  }
+  __syncthreads();
+
   u32 a[STEPS][4];
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int own = row + (e & 1) * 8;
-      a[i][e] = own < tokens ? load1(q + (size_t)own * stride + i * 16 + (e >> 1) * 8 + 2 * t) : 0;
-    }
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[i][0]), "=r"(a[i][1]), "=r"(a[i][2]), "=r"(a[i][3])
+                 : "r"(place(queries, group * 16 + (lane & 15), 2 * i + (lane >> 4)))
+                 : "memory");
   }
-  for (int i = threadIdx.x; i < padded * UNITS; i += THREADS) {
-    const int key = i / UNITS, unit = i % UNITS;
-    const u32 target = place(values, key, unit);
-    if (key < count)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(v + (size_t)key * stride + unit * 8) : "memory");
-    else
-      store4(target, {0, 0, 0, 0});
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  unsigned long long seen = 0;
-#if MASKED
-#pragma unroll
-  for (int i = 0; i < TILES * 4; ++i) {
-    const int key = (split + SPLITS * (i >> 2)) * 16 + (i >> 1 & 1) * 8 + 2 * t + (i & 1);
-    if (key < count && valid[before + key] != 0) seen |= 1ull << i;
-  }
-#endif
-
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int key = (i * THREADS + threadIdx.x) / PAIRS;
-    u32 lows[4] = {low[i].x, low[i].y, low[i].z, low[i].w}, highs[4] = {high[i].x, high[i].y, high[i].z, high[i].w};
-    float scale = 1.0f;
-#if NORM
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sum += square(lows[j]) + square(highs[j]);
-#pragma unroll
-    for (int offset = 1; offset < PAIRS; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    scale = rsqrtf(sum / D + eps);
-#endif
-    if (key >= padded) continue;
-#if ROTATE
-    const float4* cosines = reinterpret_cast<const float4*>(cos + (turned + min(key, tokens - 1)) * HALF + u * 8);
-    const float4* sines = reinterpret_cast<const float4*>(sin + (turned + min(key, tokens - 1)) * HALF + u * 8);
-    const float4 c[2] = {cosines[0], cosines[1]}, s[2] = {sines[0], sines[1]};
-#endif
-#if NORM || ROTATE
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#if ROTATE
-      const float4 cj = c[j >> 1], sj = s[j >> 1];
-      const float2 cosine = j & 1 ? make_float2(cj.z, cj.w) : make_float2(cj.x, cj.y), sine = j & 1 ? make_float2(sj.z, sj.w) : make_float2(sj.x, sj.y);
-#else
-      const float2 cosine = make_float2(1.0f, 1.0f), sine = make_float2(0.0f, 0.0f);
-#endif
-      turn(lows[j], highs[j], scale, make_float2(weights[0][2 * j], weights[0][2 * j + 1]), make_float2(weights[1][2 * j], weights[1][2 * j + 1]), cosine, sine);
-    }
-#endif
-    store4(place(keys, key, u), lows);
-    store4(place(keys, key, u + PAIRS), highs);
-  }
-#if NORM || ROTATE
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float scale = 1.0f;
-#if NORM
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) sum += square(a[i][half]) + square(a[i][2 + half]);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    scale = rsqrtf(sum / D + eps);
-#endif
-    const size_t own = (turned + min(row + half * 8, tokens - 1)) * HALF;
-#pragma unroll
-    for (int i = 0; i < STEPS / 2; ++i) {
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const int column = i * 16 + part * 8 + 2 * t;
-        float2 lower = make_float2(1.0f, 1.0f), upper = lower, cosine = lower, sine = make_float2(0.0f, 0.0f);
-#if NORM
-        lower = *reinterpret_cast<const float2*>(q_weight + column), upper = *reinterpret_cast<const float2*>(q_weight + HALF + column);
-#endif
-#if ROTATE
-        cosine = *reinterpret_cast<const float2*>(cos + own + column), sine = *reinterpret_cast<const float2*>(sin + own + column);
-#endif
-        turn(a[i][2 * part + half], a[i + STEPS / 2][2 * part + half], scale, lower, upper, cosine, sine);
-      }
-    }
-  }
-#endif
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncthreads();
-
-  float s[TILES][2][4];
-  float top_low = LOWEST, top_high = LOWEST;
-  const int last = CAUSAL ? min(count, first + group * 16 + 16) : count;  // behind the last key that the warp's queries see
+  float logits[TILES][2][4];
+  float top_low = -1e30f, top_high = -1e30f;
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int key = (split + SPLITS * i) * 16;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) s[i][n][0] = s[i][n][1] = s[i][n][2] = s[i][n][3] = 0.0f;
-    if (key >= last) continue;
+    for (int n = 0; n < 2; ++n) logits[i][n][0] = logits[i][n][1] = logits[i][n][2] = logits[i][n][3] = 0.0f;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       u32 b0, b1, b2, b3;
@@ -210,41 +123,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                    : "=r"(b0), "=r"(b1), "=r"(b2), "=r"(b3)
                    : "r"(place(keys, key + (lane & 7) + (lane >> 4) * 8, 2 * j + (lane >> 3 & 1)))
                    : "memory");
-      mma(s[i][0], a[j], b0, b1);
-      mma(s[i][1], a[j], b2, b3);
+      mma(logits[i][0], a[j], b0, b1);
+      mma(logits[i][1], a[j], b2, b3);
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int own = key + n * 8 + 2 * t + e;
-        const bool all = MASKED ? seen >> (i * 4 + n * 2 + e) & 1 : own < count;
-        s[i][n][e] = all && (!CAUSAL || own <= row) ? s[i][n][e] * factor : LOWEST;
-        s[i][n][2 + e] = all && (!CAUSAL || own <= row + 8) ? s[i][n][2 + e] * factor : LOWEST;
-        top_low = fmaxf(top_low, s[i][n][e]), top_high = fmaxf(top_high, s[i][n][2 + e]);
-      }
+      top_low = fmaxf(top_low, fmaxf(logits[i][n][0], logits[i][n][1]));
+      top_high = fmaxf(top_high, fmaxf(logits[i][n][2], logits[i][n][3]));
     }
   }
 #pragma unroll
   for (int offset = 1; offset <= 2; offset *= 2) {
     top_low = fmaxf(top_low, __shfl_xor_sync(~0u, top_low, offset)), top_high = fmaxf(top_high, __shfl_xor_sync(~0u, top_high, offset));
   }
+  top_low *= factor, top_high *= factor;
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
   float o[UNITS][4], total_low = 0.0f, total_high = 0.0f;
 #pragma unroll
   for (int n = 0; n < UNITS; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int key = (split + SPLITS * i) * 16;
-    if (key >= last) continue;
+    u32 p[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        s[i][n][e] = exp2_fast(s[i][n][e] - top_low), s[i][n][2 + e] = exp2_fast(s[i][n][2 + e] - top_high);
-        total_low += s[i][n][e], total_high += s[i][n][2 + e];
-      }
+      const float w0 = exp2_fast(logits[i][n][0] * factor - top_low), w1 = exp2_fast(logits[i][n][1] * factor - top_low);
+      const float w2 = exp2_fast(logits[i][n][2] * factor - top_high), w3 = exp2_fast(logits[i][n][3] * factor - top_high);
+      total_low += w0 + w1, total_high += w2 + w3;
+      p[2 * n] = pack_bf16(w0, w1), p[2 * n + 1] = pack_bf16(w2, w3);
     }
-    const u32 p[4] = {pack_bf16(s[i][0][0], s[i][0][1]), pack_bf16(s[i][0][2], s[i][0][3]), pack_bf16(s[i][1][0], s[i][1][1]), pack_bf16(s[i][1][2], s[i][1][3])};
 #pragma unroll
     for (int n = 0; n < UNITS; n += 2) {
       u32 b0, b1, b2, b3;
@@ -264,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     tops[split][group * 16 + g] = top_low, tops[split][group * 16 + 8 + g] = top_high;
     totals[split][group * 16 + g] = total_low, totals[split][group * 16 + 8 + g] = total_high;
   }
-  __syncthreads();  // Nobody reads keys and values any more: the answers go where they were.
+  // Nobody reads keys any more: the answers go where they were.
 #pragma unroll
   for (int n = 0; n < UNITS; ++n)
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(keys + (((split * GROUPS + group) * UNITS + n) * 32 + lane) * 16), "f"(o[n][0]), "f"(o[n][1]), "f"(o[n][2]), "f"(o[n][3])
@@ -274,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int own = group * 16 + half * 8 + g;
-    float top = LOWEST, total = 0.0f;
+    float top = -1e30f, total = 0.0f;
 #pragma unroll
     for (int i = 0; i < SPLITS; ++i) top = fmaxf(top, tops[i][own]);
 #pragma unroll
@@ -283,11 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int i = 0; i < SPLITS; ++i) shares[half][i] *= inverse;
   }
-  constexpr int OWN = (UNITS + SPLITS - 1) / SPLITS;
 #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    const int n = split * OWN + i;
-    if (n >= UNITS) continue;
+  for (int i = 0; i < UNITS / SPLITS; ++i) {
+    const int n = split * (UNITS / SPLITS) + i;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int j = 0; j < SPLITS; ++j) {
@@ -295,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(keys + (((j * GROUPS + group) * UNITS + n) * 32 + lane) * 16) : "memory");
       sum.x += x.x * shares[0][j], sum.y += x.y * shares[0][j], sum.z += x.z * shares[1][j], sum.w += x.w * shares[1][j];
     }
-    u16* target = out + ((before + row) * heads + head) * D + n * 8 + 2 * t;
-    if (row < tokens) *reinterpret_cast<u32*>(target) = pack_bf16(sum.x, sum.y);
-    if (row + 8 < tokens) *reinterpret_cast<u32*>(target + (size_t)8 * heads * D) = pack_bf16(sum.z, sum.w);
+    u16* target = out + ((before + first + group * 16 + g) * heads + head) * WIDTH + n * 8 + 2 * t;
+    *reinterpret_cast<u32*>(target) = pack_bf16(sum.x, sum.y);
+    *reinterpret_cast<u32*>(target + (size_t)8 * heads * WIDTH) = pack_bf16(sum.z, sum.w);
   }
 }

@@ -93,13 +93,14 @@ def _rotated_reference(
     return attention(q, k, v, causal=causal)
 
 
-_HOPPER = "taktline_kernels.cuda.rotated_attention"
 _MASKED = register(
-    "attention",
-    _masked_reference,
-    {"triton": "taktline_kernels.triton_impl.masked_attention:attention", "hopper": f"{_HOPPER}:attention"},
+    "attention", _masked_reference, {"triton": "taktline_kernels.triton_impl.masked_attention:attention"}
 )
-_ROTATED = register("attention_rotated", _rotated_reference, {"hopper": f"{_HOPPER}:attention_rotated"})
+_ROTATED = register(
+    "attention_rotated",
+    _rotated_reference,
+    {"hopper": "taktline_kernels.cuda.rotated_attention:attention_rotated"},
+)
 _VISION = register(
     "attention_vision",
     _vision_reference,
