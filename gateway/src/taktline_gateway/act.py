@@ -15,18 +15,11 @@ from taktline_protocol.codecs import decode_observation
 
 from taktline_gateway.access.http import credential_of, principal_of
 from taktline_gateway.demand import Way
-from taktline_gateway.http_io import (
-    Disconnected,
-    Exchange,
-    exchange_of,
-    internal_error,
-    read_body,
-    send_error,
-    send_message,
-)
-from taktline_gateway.lane import ClientGone, Pending, Served
+from taktline_gateway.http_io import Disconnected, Exchange, exchange_of, read_body, send_error, send_message
 from taktline_gateway.logs import log
+from taktline_gateway.pending import ClientGone, Pending, Served
 from taktline_gateway.phases import next_observation_at_ms
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.service import Gateway
 
 _logger = logging.getLogger(__name__)

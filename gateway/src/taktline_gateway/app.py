@@ -20,10 +20,11 @@ from taktline_gateway.admission_endpoint import admission_route
 from taktline_gateway.compat.gateway_service import GatewayService
 from taktline_gateway.compat.kserve import kserve_routes
 from taktline_gateway.compat.listeners import client_listeners
-from taktline_gateway.http_io import exchange_of, internal_error
+from taktline_gateway.http_io import exchange_of
 from taktline_gateway.live.routes import live_routes
 from taktline_gateway.logs import log
 from taktline_gateway.openapi import document
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.service import Gateway
 from taktline_gateway.stream.endpoint import STREAM_PATH, Streams
 from taktline_gateway.tracing.endpoint import timeline_route

@@ -21,7 +21,7 @@ from taktline_gateway.tracing.timeline import TimedRequest, Timeline
 
 if TYPE_CHECKING:
     from taktline_gateway.http_io import Exchange
-    from taktline_gateway.lane import Pending, Served
+    from taktline_gateway.pending import Pending, Served
 
 CLIENT_GONE = "client_gone"
 """The outcome of a request whose robot closed the connection; a metric label, never on the wire."""

@@ -22,8 +22,9 @@ from taktline_protocol.messages import Observation, PolicyInfo
 
 from taktline_gateway import shadow
 from taktline_gateway.access.rights import OPEN, Principal
-from taktline_gateway.lane import ClientGone, Lane, Pending, Served
+from taktline_gateway.lane import Lane
 from taktline_gateway.logs import log
+from taktline_gateway.pending import ClientGone, Pending, Served
 from taktline_gateway.robot_split import RobotSplit
 from taktline_gateway.tracing.requests import RequestTrace
 

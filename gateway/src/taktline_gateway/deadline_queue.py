@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
+from taktline_gateway.accounts import Account
 from taktline_gateway.due_list import DueList
-
-if TYPE_CHECKING:
-    from taktline_gateway.fairness import Account
 
 
 class Priority(IntEnum):
@@ -59,16 +56,16 @@ class Ticket:
     charged: int = -1
     extra: bool = False
 
-    def passing(self, ends_at: float) -> int:
-        """Actions that its robot executes before a batch that ends then answers it; 0 where it continues no chunk."""
-        return 0
-
     due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.due = self.deadline
         self.source = (self.tenant, self.robot)
+
+    def passing(self, ends_at: float) -> int:
+        """Actions that its robot executes before a batch that ends then answers it; 0 where it continues no chunk."""
+        return 0
 
 
 def rank_of(priority: Priority, *, over_share: bool) -> int:
@@ -92,7 +89,7 @@ class DeadlineQueue:
     """
 
     def __init__(self) -> None:
-        self._ranks = [DueList() for _ in range(RANKS)]
+        self._ranks = [DueList[Ticket]() for _ in range(RANKS)]
         self._sources: dict[tuple[str, str], Ticket] = {}
         self._orders = 0
 

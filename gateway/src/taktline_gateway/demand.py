@@ -13,7 +13,7 @@ from taktline_protocol.messages import Observation, PolicyInfo
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.canary import count
-from taktline_gateway.lane import ClientGone, Pending, Served
+from taktline_gateway.pending import ClientGone, Pending, Served
 
 
 class Way(Protocol):

@@ -15,11 +15,10 @@ from taktline_protocol.messages import CheaperLevel
 from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
-from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
 from taktline_gateway.pending import ClientGone, Pending, Served, read_result, results_of
 from taktline_gateway.phases import PhasePlanner
-from taktline_gateway.refusals import SHED, advised, superseded, worker_failed
+from taktline_gateway.refusals import SHED, advised, internal_error, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.telemetry import Telemetry

@@ -5,16 +5,15 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from taktline_gateway.deadline_queue import Ticket
+T = TypeVar("T")
 
 BLOCK = 512
 """Tickets of a block after a split; one of twice as many is split, one of a quarter is joined to its neighbour."""
 
 
-class DueList:
+class DueList(Generic[T]):
     """A sorted sequence of (due, order, ticket), by due instant and among equals by order.
 
     A decision looks at the instants of more than a hundred tickets and takes a few of them. So instants lie side by
@@ -29,18 +28,18 @@ class DueList:
     def __init__(self) -> None:
         self._dues: list[array[float]] = []
         self._orders: list[array[int]] = []
-        self._tickets: list[list[Ticket]] = []
+        self._tickets: list[list[T]] = []
         self._lasts: list[float] = []  # the last due instant of each block
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[T]:
         for block in self._tickets:
             yield from block
 
-    def add(self, due: float, order: int, ticket: Ticket) -> None:
+    def add(self, due: float, order: int, ticket: T) -> None:
         """Inserts a ticket; `order` is larger than that of every one that is due at the same instant."""
         self._length += 1
         if not self._dues:
@@ -100,9 +99,9 @@ class DueList:
             position = 0
         return found
 
-    def tickets(self, position: int, size: int) -> list[Ticket]:
+    def tickets(self, position: int, size: int) -> list[T]:
         """Up to `size` tickets from `position` on."""
-        found: list[Ticket] = []
+        found: list[T] = []
         for block in self._tickets:
             if position >= len(block):
                 position -= len(block)
@@ -113,7 +112,7 @@ class DueList:
             position = 0
         return found
 
-    def first(self) -> tuple[float, int, Ticket] | None:
+    def first(self) -> tuple[float, int, T] | None:
         """(due, order, ticket) of the one that is due first."""
         return (self._dues[0][0], self._orders[0][0], self._tickets[0][0]) if self._length else None
 

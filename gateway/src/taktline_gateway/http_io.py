@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -16,8 +15,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import MediaType, accepted_media_type, encode, error_body, media_type
 from taktline_protocol.limits import MIB, Limits, check_body_size
 
-if TYPE_CHECKING:
-    from taktline_gateway.lane import Pending
+from taktline_gateway.pending import Pending
 
 REQUEST_ID_MAX = 64
 LINGER_S = 2.0
@@ -212,13 +210,6 @@ async def _discard(receive: Receive) -> None:
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     return
                 left -= len(message.get("body", b""))
-
-
-def internal_error() -> TaktlineError:
-    """What a client is told where the gateway itself is at fault; the log has the rest under the request id."""
-    return TaktlineError(
-        ErrorCode.INTERNAL, "the gateway failed on this request", "report the request id with the gateway's log"
-    )
 
 
 def _request_id(given: bytes) -> str:

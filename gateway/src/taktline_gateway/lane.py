@@ -20,7 +20,7 @@ from taktline_gateway.admissions import Admissions
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import levels_of, stands_in
 from taktline_gateway.dispatch import Dispatch
-from taktline_gateway.pending import ClientGone, Pending, Served
+from taktline_gateway.pending import ClientGone, Pending
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.priorities import priority_of
 from taktline_gateway.refusals import refused_error, superseded, unavailable
@@ -30,9 +30,6 @@ from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry, WorkerLevel
 from taktline_gateway.tls import WorkerTls
 from taktline_gateway.worker_link import WorkerLink
-
-__all__ = ["ClientGone", "Lane", "Pending", "Served"]
-
 
 SWAP_S = 30.0
 """How long workers that a route no longer names may stand in for those that it names and that do not serve yet."""

@@ -19,6 +19,13 @@ SHED = frozenset(
 """Errors that are not the request's own fault, so that the robot must be told what is safe to do."""
 
 
+def internal_error() -> TaktlineError:
+    """What a client is told where the gateway itself is at fault; the log has the rest under the request id."""
+    return TaktlineError(
+        ErrorCode.INTERNAL, "the gateway failed on this request", "report the request id with the gateway's log"
+    )
+
+
 def advised(error: TaktlineError, deadline: float, now: float, dt_s: float) -> TaktlineError:
     """`error` with what the robot can safely do: go on with its buffer while that lasts, else hold.
 

@@ -19,9 +19,10 @@ from taktline_gateway.act import ActEndpoint
 from taktline_gateway.compat.service import Caller
 from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.demand import Way
-from taktline_gateway.http_io import Exchange, internal_error
-from taktline_gateway.lane import ClientGone, Pending
+from taktline_gateway.http_io import Exchange
 from taktline_gateway.logs import log
+from taktline_gateway.pending import ClientGone, Pending
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.service import Gateway
 
 _logger = logging.getLogger(__name__)

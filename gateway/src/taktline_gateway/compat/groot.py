@@ -31,8 +31,8 @@ from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, policy_of, until_ready
 from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S, PROBE_AFTER_S, PROBE_EVERY_S, PROBES
-from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.refusals import internal_error
 
 COLD_WAIT_S = 10.0
 """GR00T's client gives up after 15 s; a request of a cold start waits for less."""

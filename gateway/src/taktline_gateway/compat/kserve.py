@@ -18,8 +18,9 @@ from taktline_gateway.access.http import credential_of
 from taktline_gateway.compat.kserve_tensors import decode_request, wants_binary
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService
-from taktline_gateway.http_io import Disconnected, Exchange, exchange_of, internal_error, read_body, send_bytes
+from taktline_gateway.http_io import Disconnected, Exchange, exchange_of, read_body, send_bytes
 from taktline_gateway.logs import log
+from taktline_gateway.refusals import internal_error
 
 HEADER_LENGTH = "inference-header-content-length"
 _JSON = b"application/json"

@@ -34,8 +34,8 @@ from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
 from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S
-from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.tls import ServerTls, expired_but_resumed
 
 SERVICE = "transport.AsyncInference"

@@ -23,8 +23,8 @@ from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
 from taktline_gateway.compat.websocket_listener import Arrival, WebSocketListener, unless_closed
 from taktline_gateway.compat.wire_arrays import encode_openpi, packed_openpi, rebuild, unpack
-from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.tls import ServerTls
 
 HEALTH = ("/healthz", "OK\n", "text/plain; charset=utf-8")

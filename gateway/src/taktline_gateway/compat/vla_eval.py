@@ -25,8 +25,8 @@ from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
 from taktline_gateway.compat.websocket_listener import Arrival, WebSocketListener, unless_closed
 from taktline_gateway.compat.wire_arrays import decode, encode_vla_eval
-from taktline_gateway.http_io import internal_error
 from taktline_gateway.logs import log
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.tls import ServerTls
 
 PROTOCOL_VERSION = 1

@@ -33,9 +33,10 @@ from taktline_protocol.stream_codec import (
 )
 
 from taktline_gateway.access.rights import Principal
-from taktline_gateway.http_io import Exchange, internal_error
-from taktline_gateway.lane import ClientGone
+from taktline_gateway.http_io import Exchange
 from taktline_gateway.logs import log
+from taktline_gateway.pending import ClientGone
+from taktline_gateway.refusals import internal_error
 from taktline_gateway.stream.greeting import arrive, welcome
 from taktline_gateway.stream.progress import report
 from taktline_gateway.stream.resolving import budget_from, resolve
