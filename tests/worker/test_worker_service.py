@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import ErrorCode, worker_pb2, worker_pb2_grpc
+from taktline_protocol.batch_frames import Call
+from taktline_worker.batch_connection import CallContext
 from taktline_worker.server import SERVICE_NAME, ServeOptions, Worker
 from taktline_worker.service import MAX_WAITING_BATCHES
 
@@ -270,3 +273,47 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(
         assert call.result().results[0].WhichOneof("outcome") == "actions"
         drain.join(20)
         assert not drain.is_alive()
+
+
+def test_only_a_single_row_that_need_not_wait_is_begun_on_the_loop(worker: Worker, request_of: Any) -> None:
+    launching, begun, answers = False, [], []
+
+    class Launching:
+        """The worker's engine, as if a GPU had just taken what it was given."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(worker.engine, name)
+
+        @property
+        def launches_at_once(self) -> bool:
+            return launching
+
+        def begin(self, items: Any, *rest: Any, **more: Any) -> Any:
+            begun.append(more["since"])
+            return worker.engine.begin(items, *rest, **more)
+
+    service = copy.copy(worker._batches._listener._infer.begin.__self__)
+    service._engine = Launching()
+    call = CallContext(Call(1, 60.0, 0, []))
+    one, two = request_of({}), request_of({}, {})
+    tail = request_of({"rtc": worker_pb2.Rtc(tail=worker_pb2.Tensor(dtype="float32", shape=[1, 7], data=bytes(28)))})
+
+    def images_of(request: Any) -> Any:
+        return service.coming(
+            [{name: (i.encoding, (), i.data) for name, i in item.images.items()} for item in request.items]
+        )
+
+    assert service.begin(one, images_of(one), call) is None
+    launching = True
+    assert service.begin(two, images_of(two), call) is None
+    assert service.begin(tail, images_of(tail), call) is None
+    rest = service.begin(one, images_of(one), call)
+    assert rest is not None
+    assert begun == [call.received]
+    rest(answers.append)
+    assert answers[0].results[0].actions.shape
+    refused = service.begin(request_of({}, policy="other"), images_of(one), call)
+    assert refused is not None
+    refused(answers.append)
+    assert answers[1].results[0].error.code == ErrorCode.UNKNOWN_POLICY.value
+    assert len(begun) == 1
