@@ -14,6 +14,8 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import Description
 from taktline_worker.engine import Engine, Item
 
+from tests.waiting import until
+
 FAULTS = [ValueError("shapes differ"), KeyError("wrist"), MemoryError(), TypeError("None"), RuntimeError("torch")]
 
 
@@ -178,20 +180,13 @@ def launching() -> Iterator[tuple[Engine, Launching]]:
     made.close()
 
 
-def _until(condition: Any) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_a_batch_is_launched_while_the_one_before_it_runs(launching: tuple[Engine, Launching]) -> None:
     engine, adapter = launching
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
-        _until(lambda: len(adapter.launched) == 1)
+        until(lambda: len(adapter.launched) == 1, "launch 1")
         second = callers.submit(engine.infer, [Item(Asked(2.0, "", None)), Item(Asked(3.0, "", None))])
-        _until(lambda: len(adapter.launched) == 2)
+        until(lambda: len(adapter.launched) == 2, "launch 2")
         time.sleep(0.05)
         adapter.launched[0].ends.set()
         assert first.result(30).outcomes[0].item() == 1.0
@@ -209,7 +204,7 @@ def test_parts_of_a_large_batch_are_launched_together_and_count_their_waits_once
     engine, adapter = launching
     with ThreadPoolExecutor(1) as callers:
         job = callers.submit(engine.infer, [Item(Asked(float(value), "", None)) for value in range(5)])
-        _until(lambda: len(adapter.launched) == 3)
+        until(lambda: len(adapter.launched) == 3, "launch 3")
         for running in adapter.launched:
             time.sleep(0.03)
             running.ends.set()
@@ -223,9 +218,9 @@ def test_a_launched_batch_that_fails_answers_every_row_and_harms_no_other(launch
     engine, adapter = launching
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(engine.infer, [Item(Asked(1.0, "", None)), Item(Asked(2.0, "result", ValueError()))])
-        _until(lambda: len(adapter.launched) == 1)
+        until(lambda: len(adapter.launched) == 1, "launch 1")
         second = callers.submit(engine.infer, [Item(Asked(3.0, "", None))])
-        _until(lambda: len(adapter.launched) == 2)
+        until(lambda: len(adapter.launched) == 2, "launch 2")
         adapter.launched[0].fault = RuntimeError("an illegal address")
         for running in adapter.launched:
             running.ends.set()
@@ -239,7 +234,7 @@ def test_a_batch_that_is_alone_is_launched_by_its_own_thread(launching: tuple[En
     with ThreadPoolExecutor(1, "caller") as callers:
         for value in range(3):
             job = callers.submit(engine.infer, [Item(Asked(float(value), "", None))])
-            _until(lambda: len(adapter.launched) > value)  # noqa: B023
+            until(lambda: len(adapter.launched) > value, "its launch")  # noqa: B023
             adapter.launched[-1].ends.set()
             assert job.result(30).outcomes[0].item() == float(value)
     # Of the first nobody knows yet that it need not compute.
@@ -252,17 +247,17 @@ def test_batches_that_ask_while_one_is_being_launched_follow_in_the_order_of_ask
     engine, adapter = launching
     with ThreadPoolExecutor(4, "caller") as callers:
         warm = callers.submit(engine.infer, [Item(Asked(9.0, "", None))])
-        _until(lambda: len(adapter.launched) == 1)
+        until(lambda: len(adapter.launched) == 1, "launch 1")
         adapter.launched[0].ends.set()
         warm.result(30)
         adapter.may_launch.clear()
         jobs = []
         for value in range(3):
             jobs.append(callers.submit(engine.infer, [Item(Asked(float(value), "", None))]))
-            _until(lambda: engine._asked == value + 1)  # noqa: B023
+            until(lambda: engine._asked == value + 1, "its turn")  # noqa: B023
         adapter.may_launch.set()
         for count in (2, 3, 4):
-            _until(lambda: len(adapter.launched) >= count)  # noqa: B023
+            until(lambda: len(adapter.launched) >= count, "the next launch")  # noqa: B023
             adapter.launched[count - 1].ends.set()
         assert [job.result(30).outcomes[0].item() for job in jobs] == [0.0, 1.0, 2.0]
     assert [running.wait()[0] for running in adapter.launched] == [9.0, 0.0, 1.0, 2.0]
@@ -302,19 +297,19 @@ def test_closing_waits_for_a_batch_that_is_launched_by_its_callers_thread(monkey
     engine = Engine(adapter, (1, 2), decode_threads=1)
     with ThreadPoolExecutor(3) as callers:
         first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
-        _until(lambda: adapter.launched)
+        until(lambda: adapter.launched, "a launch")
         adapter.launched[0].ends.set()
         first.result(30)
         adapter.may_launch.clear()
         second = callers.submit(engine.infer, [Item(Asked(2.0, "", None))])
-        _until(lambda: len(adapter.threads) == 2)
+        until(lambda: len(adapter.threads) == 2, "the second thread")
         assert not adapter.threads[1].startswith("engine")
         closing = callers.submit(engine.close)
         try:
             assert not closed.wait(0.2)
         finally:
             adapter.may_launch.set()
-            _until(lambda: len(adapter.launched) == 2)
+            until(lambda: len(adapter.launched) == 2, "launch 2")
             adapter.launched[1].ends.set()
         assert second.result(30).outcomes[0].item() == 2.0
         closing.result(30)
@@ -326,7 +321,7 @@ def test_a_batch_may_be_begun_by_one_thread_and_ended_by_another(launching: tupl
     assert not engine.launches_at_once, "nobody knows yet that it need not compute"
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
-        _until(lambda: len(adapter.launched) == 1)
+        until(lambda: len(adapter.launched) == 1, "launch 1")
         adapter.launched[0].ends.set()
         first.result(30)
         assert engine.launches_at_once
@@ -335,10 +330,10 @@ def test_a_batch_may_be_begun_by_one_thread_and_ended_by_another(launching: tupl
         ended = callers.submit(rest)
         adapter.may_launch.clear()
         third = callers.submit(engine.infer, [Item(Asked(3.0, "", None))])
-        _until(lambda: engine._asked == 1)
+        until(lambda: engine._asked == 1, "its turn")
         assert not engine.launches_at_once, "another one is being launched"
         adapter.may_launch.set()
-        _until(lambda: len(adapter.launched) == 3)
+        until(lambda: len(adapter.launched) == 3, "launch 3")
         for running in adapter.launched:
             running.ends.set()
         assert ended.result(30).outcomes[0].item() == 2.0
