@@ -104,6 +104,22 @@ def bound() -> str:
     )
 
 
+def online_bound() -> str:
+    """Ours against the bound of rules that do not know the future."""
+    return markdown(
+        ("load", "ours", "bound without foresight", "ours below the bound"),
+        (
+            (
+                f"{row['load']:g}",
+                f"{100 * row['on_time']:.2f} ± {100 * row['on_time_half']:.2f}",
+                f"{100 * row['bound']:.2f}",
+                f"{100 * (row['bound'] - row['on_time']):.2f}",
+            )
+            for row in rows_of("gateway-online-bound.json", "gateway-online-bound")
+        ),
+    )
+
+
 def recorded() -> str:
     """On-time shares on the recordings; the last column is the offline bound of the windows where there is one."""
     rows = rows_of("gateway-recorded.json", "gateway-scheduling-recorded")
@@ -186,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scheduling": scheduling,
     "best-of": best_of,
     "bound": bound,
+    "online-bound": online_bound,
     "recorded": recorded,
     "overload": overload,
     "robots": robots,
