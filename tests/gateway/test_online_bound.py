@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gateway.online_bound import Demand, Relaxation, mixed, online_bound
 from benchmarks.gateway.peers import ClockworkLike, Ours
 from benchmarks.gateway.simulator import simulate
+from benchmarks.gateway.tables import rows_of
 from benchmarks.gateway.times import ENGINES, Engine
 from benchmarks.gateway.traces import poisson
 
@@ -136,3 +137,11 @@ def test_no_rule_passes_it_and_ours_is_within_three_points(load):
         for make in (Ours, ClockworkLike)
     )
     assert clockwork < ours < bound < ours + 0.03
+
+
+def test_the_rows_are_within_three_points_of_it_as_the_page_says():
+    rows = rows_of("gateway-online-bound.json", "gateway-online-bound")
+    assert [row["load"] for row in rows] == [0.7, 0.8, 0.9]
+    for row in rows:
+        assert row["on_time"] < row["bound"]
+        assert row["bound"] - (row["on_time"] - row["on_time_half"]) < 0.03, row["load"]
