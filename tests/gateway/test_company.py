@@ -165,6 +165,20 @@ def test_no_wait_is_longer_than_allowed_or_over_before_it_begins(robots, early, 
     assert until is None or now < until <= at + early + WAIT_S
 
 
+def test_robots_that_hints_move_about_are_waited_for_as_strangers_are():
+    """How far off they come says nothing within a wait of 5 ms: as arrivals follow one another closely, one waits."""
+    for sigma_s, planned in ((0.001, True), (0.010, False)):
+        arrivals, at = waiting(sigma_s=sigma_s, robots=8)
+        dues, company = came(arrivals, at, 2), Company(arrivals)
+        times = service_times(PI_MS, 8, 1.07)
+        with mock.patch.object(company, "_planned", return_value=None) as plan:
+            options = {"workers": 1, "in_flight": 0, "max_wait_s": WAIT_S, "begins": at, "price_hz": 0.0, "now": at}
+            arrivals.company = 1.0
+            until = company.until([due + 1.0 for due in dues], (0, 2), at, times, 8, **options)
+        assert plan.called is planned
+        assert until == (None if planned else pytest.approx(at + WAIT_S))
+
+
 def test_without_a_wait_nothing_waits():
     arrivals, at = waiting()
     dues = came(arrivals, at, 4)

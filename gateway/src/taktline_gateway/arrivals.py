@@ -11,6 +11,8 @@ ACTIVE_ROBOT_S = 2.0
 """A robot that sent nothing for so long is not waited for."""
 RATE_MEMORY_S = 1.0
 """Time constant of the arrival rate."""
+MOST_STRANGERS = 0.5
+"""A fleet of which more robots than this share have no rhythm yet has none."""
 COMPANY_WEIGHT = 1 / 32
 """Weight of the newest gap in the running share of arrivals that follow another within the wait."""
 BUDGET_WEIGHT = 1 / 64
@@ -79,7 +81,7 @@ class Arrivals:
         if differ <= 0.0:
             return 0.0
         full = (DIFFER_FULL - DIFFER_FROM) * usual_s
-        return PATIENCE / usual_s * min(1.0, differ / full) * self.strangers
+        return PATIENCE / usual_s * min(1.0, differ / full) * self._rhythms.strangers
 
     def active_robots(self, now: float) -> int:
         """Robots that sent something within ACTIVE_ROBOT_S."""
@@ -98,10 +100,12 @@ class Arrivals:
         """The next observations of robots in a rhythm that are expected until then (`Rhythms.coming`)."""
         return self._rhythms.coming(now, until, most, exact)
 
-    @property
-    def strangers(self) -> float:
-        """The share of robots without a rhythm yet; 1 where none came at all."""
-        return self._rhythms.strangers
+    def in_rhythm(self, within_s: float) -> bool:
+        """Whether most robots have a rhythm, and come no farther off it than that, by the standard deviation.
+
+        Those that follow hints are moved by them, all the time where the fleet is being spread.
+        """
+        return self._rhythms.strangers <= MOST_STRANGERS and self._rhythms.spread_s <= within_s
 
     def tightest_s(self, now: float) -> float:
         """The smallest budget that came lately; infinite where none did."""

@@ -9,8 +9,7 @@ from taktline_gateway.batching import GRAIN, LOOKAHEAD, TAIL_QUANTILE, follow
 from taktline_gateway.service_times import ServiceTimes
 
 LIKELY = 0.5
-"""Where more of the robots than this share have no rhythm, so large a share of the arrivals must have followed another
-one within the wait."""
+"""Where robots keep no rhythm, so large a share of the arrivals must have followed another one within the wait."""
 PATIENT = 2.0
 """An arrival that is waited for may be late by so many standard deviations: then it is looked at again."""
 
@@ -55,7 +54,7 @@ class Company:
         here = len(dues)
         if here >= limit or latest <= now:
             return None
-        if self._arrivals.strangers > LIKELY:
+        if not self._arrivals.in_rhythm(max_wait_s):
             if self._arrivals.company < LIKELY or self._arrivals.active_robots(now) <= here + in_flight:
                 return None
             until = min(latest, dues[0] - times.tail[here + 1])  # one more must make none of them late

@@ -127,7 +127,7 @@ class Rhythms:
         first `exact` of them, of the others when their rhythm says.
         """
         self._forget(now)
-        sigma = max(OFF_LEAST_S, math.sqrt(self._square))
+        sigma = max(OFF_LEAST_S, self.spread_s)
         first = bisect_left(self._next, (now - PRESENT * sigma, 0.0))
         found = self._next[first : bisect_right(self._next, (until, math.inf), first, len(self._next))][:most]
         at, spread_s, count, quantile = [], [], len(found), _NORMAL.inv_cdf
@@ -140,6 +140,11 @@ class Rhythms:
             spread_s.append(math.sqrt(share * (1.0 - share) / (count + 2)) / density)
         at += [expected if expected > now else now for expected, _ in found[exact:]]
         return Coming(at, [when + budget_s for when, (_, budget_s) in zip(at, found, strict=True)], spread_s)
+
+    @property
+    def spread_s(self) -> float:
+        """How far off their rhythms robots come: the standard deviation over all of them."""
+        return math.sqrt(self._square)
 
     @property
     def strangers(self) -> float:
