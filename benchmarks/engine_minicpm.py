@@ -7,12 +7,14 @@ around one replay, 10 warm-ups, 50 runs, 20 from 16 robots on. Phases are those 
 wall clock, until a request lies in its graph's buffers; not part of the request's time), backbone (vision and text) and
 the action head. The peer is benchmarks/plain_minicpm.py with its backbone in bf16 at batch 1, eager, and with
 --compiled, for two views and last, every block through torch.compile. Where flash-linear-attention is installed,
-`transformers` runs the peer's delta rule through it. What a run does not measure stays in the file.
+`transformers` runs the peer's delta rule through it, and the peer's name says so. What a run does not measure stays in
+the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from dataclasses import replace
 from functools import partial
@@ -38,7 +40,8 @@ from torch import Tensor
 VIEWS, TEXT = (1, 2, 3), 28
 COMPARED = 4
 """Robots whose actions are compared with fp32: one distance alone scatters by a third."""
-COMPILED = "plain PyTorch, torch.compile"
+FLA = ", flash-linear-attention" if importlib.util.find_spec("fla") else ""
+EAGER, COMPILED = f"plain PyTorch, eager{FLA}", f"plain PyTorch, torch.compile{FLA}"
 LARGER, LARGER_VIEWS = (2, 4, 8, 16, 32), 2
 
 
@@ -120,7 +123,7 @@ def main() -> None:
             shown = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
             say(f"{views} views, batch {batch}: {rows[-1].median_ms:.2f} ms, floor {rows[-1].floor_ms:.2f}; {shown}")
             if batch == 1 and precision == "bf16":
-                add_peer(rows[-1], "plain PyTorch, eager", event_times(lambda: plain(here), 2, 10))
+                add_peer(rows[-1], EAGER, event_times(lambda: plain(here), 2, 10))
             save_rows(target, rows)
         for one in rows_of(views, COMPARED if sizes[0] == 1 else 0):  # the rows above hold the same mapping
             reference = exact.run([one])[0]
