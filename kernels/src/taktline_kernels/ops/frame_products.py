@@ -95,7 +95,7 @@ def _gelu_reference(rows: Tensor, weights: Weights, unit: float | None) -> Tenso
 
 def _sum_reference(rows: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, stream: Tensor) -> None:
     product = (rows.float() * scales) @ (weight.float() * weight_scales.t()).t()
-    stream.copy_(stream.float() + product)
+    stream += product.to(stream.dtype)
 
 
 _TURNED = register("frame_turned_product", _turned_reference, {"cuda": f"{_CUDA}:turned_product"})
@@ -157,7 +157,7 @@ def frame_gelu_product(rows: Tensor, weights: Weights, unit: float | None = None
 
 
 def frame_sum_product(rows: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, stream: Tensor) -> None:
-    """Adds a product of e4m3 operands onto the residual stream, which is rounded once.
+    """Adds a product of e4m3 operands, rounded to bf16, onto the residual stream.
 
     Args:
         rows: (rows, k) e4m3, k a multiple of 16.
