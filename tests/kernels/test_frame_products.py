@@ -115,7 +115,7 @@ def test_a_product_that_adds_onto_the_stream_on_hopper(rows: int, depth: int) ->
     case = SumCase(rows, 1024, depth)
     kernel = importlib.import_module("taktline_kernels.cuda.fp8_sum").sum_product
     found = case.add(kernel, config={})
-    # Both the product and the sum are rounded to bf16, by 2^-8 of them at most, and sums of products are nearly in fp32.
+    # The product and the sum are rounded to bf16, by 2^-8 of them at most, and sums of products are nearly in fp32.
     assert error(found.float(), case.exact) < BAR
     steps = (case.exact.abs() + case.product.abs()) * 2.0**-8
     assert bool(((found.float() - case.exact).abs() <= 2 * steps + 2.0**-7).all())
