@@ -194,7 +194,6 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
     suffix_attention = importlib.import_module("taktline_kernels.cuda.suffix_attention")
     wide_product = importlib.import_module("taktline_kernels.cuda.wide_product")
     product = importlib.import_module("taktline_kernels.cuda.product")
-    rotated_attention = importlib.import_module("taktline_kernels.cuda.rotated_attention")
 
     def prepare(
         self: Any,
@@ -271,7 +270,6 @@ def _cuda(ledger: Ledger) -> Iterator[tuple[Any, str, Any]]:
         wide_product,
         fp8_attention,
         suffix_attention,
-        rotated_attention,
     )
     for module, name in ((geglu, "product_kernel"), *((one, "_kernel") for one in others)):
         yield module, name, _fresh(getattr(module, name))

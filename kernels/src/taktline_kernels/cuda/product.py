@@ -148,15 +148,9 @@ def linear(
 ) -> Tensor:
     """Run `ops.linear` for bf16, with a bias and a gelu behind it or without; `config` as `Tile.of` reads it.
 
-    With `split`, in so many parts of the depth, as `parts_of` takes it: anything may be behind their sum then.
-
     Raises:
         ValueError: for any other call; the table's rule is too wide.
     """
-    if "split" in config:
-        from taktline_kernels.triton_impl.part_sums import sum_parts
-
-        return sum_parts(parts_of(x, weight, config), bias, activation, gate, residual, x)
     if activation not in ("none", "gelu") or gate is not None or residual is not None:
         raise ValueError("the kernel does a bias and a gelu, nothing else")
     if bias is not None and bias.dtype != x.dtype:

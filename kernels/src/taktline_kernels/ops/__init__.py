@@ -4,7 +4,6 @@ from taktline_kernels.ops.activations import geglu, relu2, swiglu
 from taktline_kernels.ops.attention import (
     attention,
     attention_prefix,
-    attention_rotated,
     attention_suffix,
     attention_vision,
 )
@@ -33,7 +32,6 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_prefix",
-    "attention_rotated",
     "attention_suffix",
     "attention_vision",
     "channel_norm",

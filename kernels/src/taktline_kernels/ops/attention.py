@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from taktline_kernels.ops.delta import sigmoid_gate
 from taktline_kernels.ops.dispatch import register
-from taktline_kernels.ops.rope import norm_rotate
 
 _TRITON = "taktline_kernels.triton_impl.attention"
 _LARGE = 2**21
@@ -76,30 +75,8 @@ def _masked_reference(
     return out if gate is None else sigmoid_gate(out.flatten(2), gate).view(out.shape)
 
 
-def _rotated_reference(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    causal: bool,
-    eps: float,
-) -> Tensor:
-    norm_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv_heads=kv_heads, eps=eps)
-    rows = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
-    q, k, v = rows[:, :, :heads], rows[:, :, heads : heads + kv_heads], rows[:, :, heads + kv_heads :]
-    return attention(q, k, v, causal=causal)
-
-
 _MASKED = register(
     "attention", _masked_reference, {"triton": "taktline_kernels.triton_impl.masked_attention:attention"}
-)
-_ROTATED = register(
-    "attention_rotated",
-    _rotated_reference,
-    {"hopper": "taktline_kernels.cuda.rotated_attention:attention_rotated"},
 )
 _VISION = register(
     "attention_vision",
@@ -162,41 +139,6 @@ def attention(
         "causal": int(causal),
     }
     result: Tensor = _MASKED.run(shape, q, q, k, v, valid, causal, *(() if gate is None else (gate,)))
-    return result
-
-
-def attention_rotated(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    causal: bool = False,
-    eps: float = 1e-6,
-) -> Tensor:
-    """Attention of a sequence with itself behind `ops.norm_rotate` of its queries and keys.
-
-    Args:
-        qkv: (batch, tokens, (heads + 2 * kv_heads) * head_dim), contiguous; may be written over.
-        q_weight: as `norm_rotate` takes it; `k_weight`, `cos`, `sin` and `eps` likewise.
-        causal: query i sees keys up to i.
-
-    Returns:
-        (batch, tokens, heads, head_dim) in the dtype of qkv. Where no rule names a kernel for all of it, rotation and
-        attention run as their own ops.
-    """
-    shape = {
-        "batch": qkv.shape[0],
-        "tokens": qkv.shape[1],
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": 2 * cos.shape[-1],
-        "causal": int(causal),
-    }
-    result: Tensor = _ROTATED.run(shape, qkv, qkv, q_weight, k_weight, cos, sin, heads, kv_heads, causal, eps)
     return result
 
 

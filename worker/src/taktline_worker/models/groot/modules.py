@@ -107,8 +107,9 @@ def encode_images(
         if index == few and begun is not None:
             begun()
         qkv = block.qkv(n)
-        attended = ops.attention_rotated(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
-        x, n = _after_layer(block.norm2, x, block.out, attended.flatten(2))
+        ops.norm_rotate(qkv, None, None, cos, sin, heads=v.heads, kv_heads=v.heads)
+        q, k, value = qkv.view(*x.shape[:2], 3, v.heads, -1).unbind(2)
+        x, n = _after_layer(block.norm2, x, block.out, attend(q, k, value))
         x, n = _after_layer(norm, x, block.fc2, block.fc1.gelu(n))
         if index in weights.deepstack:
             work = partial(merge, weights.deepstack[index], x, v.merge)
@@ -198,11 +199,10 @@ def encode_text(
 def _text_layer(layer: TextLayer, t: TextConfig, x: Tensor, n: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Any]:
     """The stream x behind the attention, and what the feed-forward's last product reads; n is the norm of x."""
     qkv = layer.qkv(n)
-    norms = layer.q_norm, layer.k_norm
-    attended = ops.attention_rotated(
-        qkv, *norms, cos, sin, heads=t.heads, kv_heads=t.kv_heads, causal=True, eps=t.norm_eps
-    )
-    x, n = _add_norm(x, layer.out, attended.flatten(2), layer.norm2, t.norm_eps)
+    ops.norm_rotate(qkv, layer.q_norm, layer.k_norm, cos, sin, heads=t.heads, kv_heads=t.kv_heads, eps=t.norm_eps)
+    heads = qkv.view(*x.shape[:2], -1, t.head_dim)
+    q, k, v = heads[:, :, : t.heads], heads[:, :, t.heads : -t.kv_heads], heads[:, :, -t.kv_heads :]
+    x, n = _add_norm(x, layer.out, attend(q, k, v, causal=True), layer.norm2, t.norm_eps)
     return x, gated(layer.gate_up, layer.down, n)
 
 
@@ -235,7 +235,7 @@ def refine(weights: HeadWeights, heads: int, x: Tensor, valid: Tensor) -> Tensor
         if norm is None:
             break
         x, n = norm.after_layer(x, block.fc2, hidden)
-    return ops.linear(hidden, block.fc2.weight, block.fc2.bias, residual=x)
+    return x + block.fc2(hidden)
 
 
 def self_attention(attention: Attention, heads: int, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
