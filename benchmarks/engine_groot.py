@@ -1,14 +1,14 @@
-"""GR00T N1.7 on one GPU: the engine's whole request in a graph against its floor and plain peers, by shape.
+"""GR00T N1.7 on one GPU: the engine's whole request in graphs against its floor and plain peers, by shape.
 
     python benchmarks/engine_groot.py [--quick | --batches 1,8,32] [--fp8] [--out DIR]
     python benchmarks/engine_groot.py --compiled [--batches 1] [--out DIR]
 
 Random weights of the published size; frames are cut into patches and the prompt tokenised before, as in the published
-measurements. Times are CUDA events around one replay, 10 warm-ups, 50 runs. Phases are those of the published figure:
-prepare (by the wall clock, until a request lies in its graph's buffers; not part of the request's time), backbone
-(vision, and text with the refinement) and the action head. Peers: benchmarks/plain_groot.py in bf16, eager and, with
---compiled, every block through torch.compile: that peer alone is measured then, and set beside the rows of the file.
-What a run does not measure stays in the file.
+measurements. Times are CUDA events around one replay of the graphs, 10 warm-ups, 50 runs. Phases are those of the
+published figure: prepare (by the wall clock, until a request lies in its graphs' buffers; not part of the request's
+time), backbone (vision, and text with the refinement) and the action head. Peers: benchmarks/plain_groot.py in bf16,
+eager and, with --compiled, every block through torch.compile: that peer alone is measured then, and set beside the rows
+of the file. What a run does not measure stays in the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU runner of GR00T: a CUDA graph a bucket with the whole request in it, from patches to actions."""
+"""The GPU runner of GR00T: for each bucket the whole request, from patches to actions, as CUDA graphs."""
 
 from __future__ import annotations
 
