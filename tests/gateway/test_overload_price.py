@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from taktline_gateway.overload import (
     LOSS_FROM,
     LOSS_FULL,
     LOSS_FULL_ALIKE,
+    LOSS_FULL_ROOMY,
     UNLIKE,
     WORTH,
     WORTH_ALIKE,
@@ -23,31 +26,57 @@ from benchmarks.gateway.paired import difference
 from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
 
 shares = st.floats(0.0, 1.0)
+TIGHT_S = 0.0
+"""The tightest of budgets that no full batch fits."""
 
 
-@given(shares, shares, st.floats(0.0, 1.0), shares, st.integers(1, 8))
-def test_a_second_is_worth_at_most_what_the_budgets_allow(lost, busy, budget_s, spread_s, limit):
+@given(shares, shares, st.floats(0.0, 1.0), shares, shares, st.integers(1, 8))
+def test_a_second_is_worth_at_most_what_the_budgets_allow(lost, busy, budget_s, spread_s, tightest_s, limit):
     times = service_times()
-    price = price_hz(lost, busy, budget_s, spread_s, times, limit)
+    price = price_hz(lost, busy, budget_s, spread_s, tightest_s, times, limit)
     allowed = [size for size in (1, 2, 4, 8) if size == 1 or (size <= limit and 2 * times.median_s(size) <= budget_s)]
     assert 0.0 <= price <= WORTH_ALIKE * max(size / times.median_s(size) for size in allowed) + 1e-9
 
 
-@given(shares, shares, st.floats(0.0, 1.0), shares)
-def test_without_loss_or_with_idle_time_it_is_worth_nothing(lost, busy, budget_s, spread_s):
+@given(shares, shares, st.floats(0.0, 1.0), shares, shares)
+def test_without_loss_or_with_idle_time_it_is_worth_nothing(lost, busy, budget_s, spread_s, tightest_s):
     times = service_times()
-    assert price_hz(LOSS_FROM, busy, budget_s, spread_s, times, 8) == 0.0
-    assert price_hz(lost, 1.0 - IDLE_FREE, budget_s, spread_s, times, 8) == pytest.approx(0.0, abs=1e-9)
-    assert price_hz(lost, busy, budget_s, spread_s, times, 8) <= price_hz(1.0, 1.0, budget_s, spread_s, times, 8)
+
+    def price(lost: float, busy: float) -> float:
+        return price_hz(lost, busy, budget_s, spread_s, tightest_s, times, 8)
+
+    assert price(LOSS_FROM, busy) == 0.0
+    assert price(lost, 1.0 - IDLE_FREE) == pytest.approx(0.0, abs=1e-9)
+    assert price(lost, busy) <= price(1.0, 1.0)
 
 
 @given(st.lists(shares, min_size=2, max_size=2), shares)
 def test_the_more_alike_the_budgets_the_more_a_second_is_worth(spreads, lost):
     times = service_times()
-    closer, wider = (price_hz(lost, 1.0, 0.048, 0.048 * spread, times, 8) for spread in sorted(spreads))
+    closer, wider = (price_hz(lost, 1.0, 0.048, 0.048 * spread, TIGHT_S, times, 8) for spread in sorted(spreads))
     assert closer >= wider - 1e-9
-    assert price_hz(LOSS_FULL_ALIKE, 1.0, 0.048, 0.0, times, 8) == pytest.approx(WORTH_ALIKE * 8 / 0.024)
-    assert price_hz(LOSS_FULL, 1.0, 0.048, UNLIKE * 0.048, times, 8) == pytest.approx(WORTH * 8 / 0.024)
+    assert price_hz(LOSS_FULL_ALIKE, 1.0, 0.048, 0.0, TIGHT_S, times, 8) == pytest.approx(WORTH_ALIKE * 8 / 0.024)
+    assert price_hz(LOSS_FULL, 1.0, 0.048, UNLIKE * 0.048, TIGHT_S, times, 8) == pytest.approx(WORTH * 8 / 0.024)
+
+
+def test_where_all_budgets_have_room_for_a_full_batch_time_is_worth_the_most_sooner():
+    times = service_times()
+    full_s = times.tail_s(8)
+    roomy = price_hz(LOSS_FULL_ROOMY, 1.0, 1.0, 0.6, full_s, times, 8)
+    assert roomy == pytest.approx(WORTH_ALIKE * 8 / times.median_s(8))
+    assert price_hz(LOSS_FULL_ROOMY, 1.0, 1.0, 0.6, 0.99 * full_s, times, 8) < 0.25 * roomy
+    assert price_hz(LOSS_FROM, 1.0, 1.0, 0.6, full_s, times, 8) == 0.0
+
+
+def test_a_little_too_much_costs_little_where_all_budgets_have_room_for_a_full_batch():
+    """Small batches for whoever is urgent take the time that the others need, until everybody is urgent."""
+    table, capacity_hz = {1: 5.6, 2: 8.0, 4: 12.8, 8: 22.4}, 8 / 0.0224
+    simulation = Simulation(scheduler(table=table))
+    gap_s, budgets_s = 1.0 / (1.02 * capacity_hz), (0.028, 0.045, 0.12, 0.2)
+    arrivals = [ticket(n, n * gap_s + budgets_s[n % 4], at=n * gap_s) for n in range(6000)]
+    simulation.run(arrivals)
+    on_time = sum(simulation.done.get(one, math.inf) <= one.deadline for one in arrivals) / len(arrivals)
+    assert on_time > 0.91
 
 
 def test_where_time_is_short_no_chance_is_taken_with_a_place_that_somebody_sure_could_have():

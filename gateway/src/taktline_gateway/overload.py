@@ -9,13 +9,18 @@ from taktline_gateway.service_times import ServiceTimes
 LOSS_WEIGHT = 1 / 64
 """Weight of the newest ticket in the running share of lost ones."""
 LOSS_FROM = 0.05
-LOSS_FULL, LOSS_FULL_ALIKE = 0.3, 0.25
-"""Shares of lost tickets from which a second of a worker is worth something, and at which it is worth the most."""
+LOSS_FULL, LOSS_FULL_ALIKE, LOSS_FULL_ROOMY = 0.3, 0.25, 0.1
+"""Shares of lost tickets from which a second of a worker is worth something, and at which it is worth the most.
+
+Where even the tightest budget has room for a full batch, small ones are what makes everybody urgent: each takes time
+that the others need, until the loosest have as little left as the tightest.
+"""
 WORTH, WORTH_ALIKE = 0.9, 1.0
 """What it is worth at most, in units of the throughput that the budgets allow.
 
-Where all budgets are alike, whoever is lost is lost for want of time, and a second serves others in full. Where they
-differ, tight ones are lost that no second would have saved, and loose ones wait for the same second.
+Where all budgets are alike, or all have room for a full batch, whoever is lost is lost for want of time, and a second
+serves others in full. Where they differ, tight ones are lost that no second would have saved, and loose ones wait for
+the same second.
 """
 UNLIKE = 0.2
 """Budgets that are off the usual one by this share of it, on average, are not alike at all."""
@@ -46,7 +51,9 @@ class Busyness:
         return self._share * math.exp((self._at - now) / BUSY_MEMORY_S)
 
 
-def price_hz(lost: float, busy: float, budget_s: float, spread_s: float, times: ServiceTimes, limit: int) -> float:
+def price_hz(
+    lost: float, busy: float, budget_s: float, spread_s: float, tightest_s: float, times: ServiceTimes, limit: int
+) -> float:
     """Tickets that a second of a worker is worth, 0 without lasting loss.
 
     Where each ticket waits for one batch and then runs in the next, a budget allows batches of half its length: the
@@ -58,6 +65,7 @@ def price_hz(lost: float, busy: float, budget_s: float, spread_s: float, times: 
         busy: share of its recent time that the worker was busy.
         budget_s: the usual time between a ticket's arrival and its deadline.
         spread_s: how far a budget is from the usual one, on average.
+        tightest_s: the smallest budget that came lately.
         limit: most members of a batch.
     """
     if lost <= LOSS_FROM:
@@ -65,6 +73,8 @@ def price_hz(lost: float, busy: float, budget_s: float, spread_s: float, times: 
     differing = UNLIKE * budget_s
     alike = 1.0 - spread_s / differing if spread_s < differing else 0.0
     full = LOSS_FULL + alike * (LOSS_FULL_ALIKE - LOSS_FULL)
+    if tightest_s >= times.tail[times.max_batch]:
+        alike, full = 1.0, LOSS_FULL_ROOMY
     pressure = min(1.0, (lost - LOSS_FROM) / (full - LOSS_FROM)) * (1.0 - (1.0 - busy) / IDLE_FREE)
     if pressure <= 0.0:
         return 0.0

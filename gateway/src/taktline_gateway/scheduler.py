@@ -305,6 +305,7 @@ class Scheduler:
             worker.busyness.share(now),
             self.arrivals.usual_budget_s,
             self.arrivals.budget_spread_s,
+            self.arrivals.tightest_s(now),
             worker.times,
             limit,
         )
