@@ -12,11 +12,11 @@ import pytest
 import torch
 from taktline_protocol import TaktlineError
 from taktline_worker.bucket_graphs import TEXT_ROOM
-from taktline_worker.models.minicpm_robot import synthetic
+from taktline_worker.models.minicpm_robot import modules, synthetic
 from taktline_worker.models.minicpm_robot.batch import lay_out
 from taktline_worker.models.minicpm_robot.config import expected_shapes
 from taktline_worker.models.minicpm_robot.graphs import MiniCpmGraphs
-from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
+from taktline_worker.models.minicpm_robot.runner import MAX_SLOTS, MiniCpmRunner
 from taktline_worker.models.minicpm_robot.weights import pack_weights
 from taktline_worker.models.minicpm_robot.work import phase_work
 from taktline_worker.profiling import report
@@ -67,6 +67,27 @@ def test_what_no_graph_holds_runs_eagerly_and_is_named(
             assert kit.distance(graphs.run(rows), alone(eager, rows)) < 2e-6
     named = [record for record in caplog.records if "no captured graph" in record.message]
     assert [record.reason for record in named] == ["rows", "layout", "layout", "tokens"]
+
+
+def test_a_longer_row_leaves_the_tables_that_graphs_read_where_they_are(
+    kit: Any, eager: MiniCpmRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, read = MiniCpmGraphs(eager, kit.row(2, 4), (1,)), []
+    encode_text = modules.encode_text
+
+    def watched(*given: Any) -> Tensor:
+        read.append([table.data_ptr() for table in given[-2:]])
+        return encode_text(*given)
+
+    monkeypatch.setattr(modules, "encode_text", watched)
+    for rows in ([kit.row(2, 4)], [kit.row(2, TEXT_ROOM[-1] + 1)], [kit.row(2, 4)]):
+        graphs.run(rows)
+    assert read == [read[0]] * 3
+
+
+def test_rows_beyond_the_tables_are_refused(kit: Any, eager: MiniCpmRunner) -> None:
+    with pytest.raises(ValueError, match=f"up to {MAX_SLOTS} slots"):
+        eager.run([kit.row(2, MAX_SLOTS)])
 
 
 def test_the_published_size_is_the_published_count() -> None:
@@ -134,6 +155,11 @@ def test_replays_equal_the_eager_answer_and_allocate_nothing() -> None:
     again = [graphs.run(rows) for _ in range(3)]
     assert torch.cuda.memory_allocated() == held
     assert all(torch.equal(first, other) for other in again)
+    # A prompt longer than any bucket runs eagerly between two replays; what it frees is written over.
+    graphs.run([synthetic.random_row(a, 2, TEXT_ROOM[-1] + 9)])
+    over = [torch.full((1 << size,), torch.nan, device=device) for size in range(7, 19)]
+    assert torch.equal(first, graphs.run(rows))
+    del over
     exact = alone(MiniCpmRunner(pack_weights(tensors, a, [0], torch.float32, device), a, synthetic.IMAGE_TOKEN), rows)
     assert float((first - exact).norm() / exact.norm()) < 0.1
 

@@ -16,6 +16,7 @@ from taktline_worker.models.minicpm_robot import modules
 from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
 from taktline_worker.models.minicpm_robot.config import HeadConfig, MiniCpmArchitecture
 from taktline_worker.models.minicpm_robot.head_weights import HeadWeights, steps
+from taktline_worker.models.minicpm_robot.prompt import MAX_TOKENS
 from taktline_worker.models.minicpm_robot.weights import MiniCpmWeights
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HOPPER = 9
+MAX_SLOTS = 2 * MAX_TOKENS
+"""Of a row: more than a prompt has tokens, as a graph's bucket has room beside them."""
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, noisy input, prediction), for tests that compare step by step."""
 
@@ -45,7 +48,7 @@ class _Begun:
 class MiniCpmRunner:
     """Runs batches of mixed embodiments, image counts and prompt lengths; a row's answer is the one it gets alone.
 
-    The rotation's tables grow with the longest sequence so far: their scope is the checkpoint.
+    The rotation's tables are made once, for `MAX_SLOTS`: captured graphs read them where they are.
     """
 
     def __init__(self, weights: MiniCpmWeights, architecture: MiniCpmArchitecture, image_token: int) -> None:
@@ -53,7 +56,7 @@ class MiniCpmRunner:
         self.architecture = architecture
         self.device = weights.text.embedding.device
         self.image_token = image_token
-        self._tables = self._rope(0)
+        self._tables = tuple(table.to(self.device) for table in modules.rope_tables(architecture.text, MAX_SLOTS))
         self._chain = _head_chain(weights.head, architecture.head)
 
     @torch.inference_mode()
@@ -82,11 +85,15 @@ class MiniCpmRunner:
 
     @torch.inference_mode()
     def encode_text(self, batch: MiniCpmBatch, images: Tensor) -> Tensor:
-        """The hybrid text stack over what `encode_images` gave."""
+        """The hybrid text stack over what `encode_images` gave.
+
+        Raises:
+            ValueError: rows of more than `MAX_SLOTS`.
+        """
         a, weights = self.architecture, self.weights
         slots = batch.tokens.shape[1]
-        if slots > len(self._tables[0]):
-            self._tables = self._rope(slots)
+        if slots > MAX_SLOTS:
+            raise ValueError(f"the network's rotation is made for up to {MAX_SLOTS} slots, not {slots}")
         cos, sin = (table[:slots] for table in self._tables)
         return modules.encode_text(weights.text, a.text, batch.tokens, batch.image_rows, images, cos, sin)
 
@@ -142,10 +149,6 @@ class MiniCpmRunner:
         ((_, bank),) = banks
         chain.begin(bank, modules.encode_actions(bank, states[0], x, step), step)
         return None
-
-    def _rope(self, slots: int) -> tuple[Tensor, Tensor]:
-        cos, sin = modules.rope_tables(self.architecture.text, slots)
-        return cos.to(self.device), sin.to(self.device)
 
     def _banks(self, batch: MiniCpmBatch) -> modules.Banks:
         """The rows of each embodiment and its bank; all rows of one embodiment need no index."""
