@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,23 @@ def test_other_layouts_run_eagerly_and_are_named(
             assert kit.distance(graphs.run(rows), alone(eager, rows)) < 1e-6
     named = [record for record in caplog.records if "no captured graph" in record.message]
     assert [record.reason for record in named] == ["layout", "tokens", "rows"], "once for each, however often it comes"
+
+
+def test_tables_that_graphs_read_stay_and_others_go(
+    eager: GrootRunner, row: GrootRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = GrootRunner(eager.weights, eager.architecture)
+    grid = row.grids[0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "device", SimpleNamespace(type="cuda"))
+        patch.setattr(own, "_made", lambda grid, images: (torch.zeros(images), torch.zeros(1), torch.zeros(1)))
+        read = own.tables(grid, 1)
+    made = [own.tables(grid, images) for images in range(2, 200)]
+    assert own.tables(grid, 1) is read
+    assert own.tables(grid, 199) is made[-1]
+    assert own.tables(grid, 2) is not made[0]
+    assert len(own._tables) < 40
 
 
 @pytest.mark.gpu

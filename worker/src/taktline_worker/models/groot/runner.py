@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HOPPER = 9
+_MAX_TABLES = 32
 StepObserver = Callable[[int, Tensor, Tensor], None]
 """Called with (step, x before it, velocity), for tests that compare step by step."""
 
@@ -43,7 +44,7 @@ class Features:
 class GrootRunner:
     """Runs batches of mixed embodiments, image counts and prompt lengths; a row's answer is the one it gets alone.
 
-    Position tables are kept by image grid and number of images: their scope is the checkpoint.
+    Position tables are kept by image grid and number of images, the latest ones and all that captured graphs read.
     """
 
     def __init__(self, weights: GrootWeights, architecture: GrootArchitecture) -> None:
@@ -53,6 +54,7 @@ class GrootRunner:
         frequencies, axes = modules.text_frequencies(architecture.text)
         self._frequencies, self._axes = frequencies.to(self.device), axes.to(self.device)
         self._tables: dict[tuple[Grid, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._captured: dict[tuple[Grid, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._chain = _head_chain(weights.head, architecture.head)
 
     @torch.inference_mode()
@@ -144,13 +146,22 @@ class GrootRunner:
 
     def tables(self, grid: Grid, images: int) -> tuple[Tensor, Tensor, Tensor]:
         """Position embeddings (images, P, width) and the rotation's cosine and sine (P, half a head) of a grid."""
-        if (grid, images) not in self._tables:
-            vision = self.architecture.vision
-            positions = modules.vision_positions(self.weights.vision.positions, *grid, vision.merge)
-            cos, sin = modules.vision_rope(vision, *grid)
-            positions = positions.to(self.weights.dtype).expand(images, -1, -1).contiguous()
-            self._tables[grid, images] = positions, cos.to(self.device), sin.to(self.device)
-        return self._tables[grid, images]
+        key = grid, images
+        if key in self._captured:
+            return self._captured[key]
+        found = self._tables[key] = self._tables.pop(key, None) or self._made(grid, images)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured[key] = self._tables.pop(key)
+        if len(self._tables) > _MAX_TABLES:
+            del self._tables[next(iter(self._tables))]
+        return found
+
+    def _made(self, grid: Grid, images: int) -> tuple[Tensor, Tensor, Tensor]:
+        vision = self.architecture.vision
+        positions = modules.vision_positions(self.weights.vision.positions, *grid, vision.merge)
+        cos, sin = modules.vision_rope(vision, *grid)
+        positions = positions.to(self.weights.dtype).expand(images, -1, -1).contiguous()
+        return positions, cos.to(self.device), sin.to(self.device)
 
     def _rotation(self, batch: GrootBatch) -> tuple[Tensor, Tensor]:
         return modules.text_rope(self._frequencies, self._axes, batch.positions)
