@@ -45,7 +45,11 @@ def test_the_goals_that_the_rows_speak_of():
     assert all(row["robots"] >= 12 for row in robots if row["scheduler"] == "Taktline")
 
 
-def test_no_other_policy_is_ahead_with_certainty():
+BEHIND = {(("gr00t-n1.7-h200", "8 robots in step", 0.5), "Triton-like")}
+"""The cases that the page names as behind: a new one fails here, and so does one that is mended and still named."""
+
+
+def test_another_policy_is_ahead_with_certainty_only_where_the_page_says_so():
     rows = rows_of("gateway-scheduling.json", "gateway-scheduling")
     cases: dict[tuple[str, str, float], dict[str, list[float]]] = {}
     for row in rows:
@@ -59,6 +63,6 @@ def test_no_other_policy_is_ahead_with_certainty():
             against = difference(ours, others)
             if against.standing == "behind":
                 behind.add((case, name))
-    assert not behind
+    assert behind == BEHIND
     section = PAGE.read_text().split("### Against other servers' policies")[1]
-    assert "behind it: 0." in section
+    assert f"behind it: {len(BEHIND)}." in section
