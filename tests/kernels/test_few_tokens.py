@@ -71,6 +71,60 @@ def test_it_refuses_what_it_would_read_wrongly(monkeypatch: pytest.MonkeyPatch) 
     assert len(launched) == 3
 
 
+def test_it_refuses_sizes_that_it_would_read_or_write_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(few, "_kernel", lambda tile: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
+    monkeypatch.setattr(few.nvrtc, "tensor_map", lambda tensor, box: None)
+    width, hidden = few.WIDTH, few.HIDDEN
+
+    def of(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def wide(*shape: int) -> Tensor:
+        return torch.zeros(shape)
+
+    def stream(parts: int) -> Any:
+        return few.Stream(of(41, width), of(41, width), wide(parts, 64, 2))
+
+    def seen(keys: int = 16, heads: int = few.HEADS, valid: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+        return of(1, keys, heads, 48), of(1, keys, heads, 48), torch.zeros(1, 1, 1, valid, dtype=torch.bool)
+
+    behind, square, one = (of(hidden, width), wide(hidden), wide(hidden)), of(width, width), wide(width)
+    decoded = (of(1024, width), wide(1024), wide(1024))
+    few.begin(wide(41, width), of(40, width), square, one)
+    few.add(of(41, width), of(41, hidden), of(width, hidden), of(width), one)
+    few.gelu(stream(32), *behind, EPS)
+    few.relu(stream(16), *decoded, EPS)
+    few.attend(stream(16), of(3 * width, width), wide(3 * width), wide(3 * width), EPS, None)
+    few.attend(stream(16), square, one, one, EPS, seen())
+    assert len(launched) == 6
+    refused: list[tuple[str, Any]] = [
+        ("as 40 rows", lambda: few.begin(wide(40, width), of(41, width), square, one)),
+        ("as 41 rows", lambda: few.add(of(41, width), of(48, width), square, of(width), one)),
+        ("as 41 rows", lambda: few.add(of(41, width), of(40, width), square, of(width), one)),
+        ("as 41 rows", lambda: few.add(of(41, width), of(41, width), of(width, hidden), of(width), one)),
+        ("1536 channels", lambda: few.add(of(41, width), of(41, width), of(2 * width, width), of(2 * width), one)),
+        ("for 3072", lambda: few.add(of(41, 2 * width), of(41, width), square, of(width), one)),
+        ("residual without", lambda: few.add(of(width, 41).t(), of(41, width), square, of(width), one)),
+        ("x without", lambda: few.add(of(41, width), of(width, 41).t(), square, of(width), one)),
+        ("weight without", lambda: few.add(of(41, width), of(41, width), square.t(), of(width), one)),
+        ("bias of", lambda: few.add(of(41, width), of(41, width), square, of(width - 8), one)),
+        ("scale of", lambda: few.add(of(41, width), of(41, width), square, of(width), one[8:])),
+        ("sums of", lambda: few.gelu(stream(16), *behind, EPS)),
+        ("sums of", lambda: few.relu(stream(32), *decoded, EPS)),
+        ("first of", lambda: few.gelu(stream(32), behind[0], behind[1][8:], behind[2], EPS)),
+        ("constant of", lambda: few.relu(stream(16), decoded[0], decoded[1], decoded[2][8:], EPS)),
+        ("come out even", lambda: few.attend(stream(16), square, one, one, EPS, None)),
+        ("1536 channels", lambda: few.attend(stream(16), of(3 * width, width), one, one, EPS, seen())),
+        ("k of", lambda: few.attend(stream(16), square, one, one, EPS, seen(heads=16))),
+        ("valid of", lambda: few.attend(stream(16), square, one, one, EPS, seen(valid=8))),
+    ]
+    for message, call in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert len(launched) == 6
+
+
 def rand(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype).cuda()
 
@@ -181,6 +235,18 @@ def test_relu_behind_the_last_norm(rows: int) -> None:
     stream = few.add(x, given, layer.weight, layer.bias, behind.multiplier)
     found = few.relu(stream, behind.weight, behind.first, behind.constant, EPS)
     assert distance(found, functional.relu(behind.exact(stream.x))) < BAR
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_relu_of_what_is_no_number_is_none() -> None:
+    x, behind = rand(41, few.WIDTH, seed=1), Layer(1024, few.WIDTH, 9)
+    layer = Layer(few.WIDTH, few.HIDDEN, 5)
+    x[7] = torch.nan
+    stream = few.add(x, rand(41, few.HIDDEN, seed=4), layer.weight, layer.bias, behind.multiplier)
+    found = few.relu(stream, behind.weight, behind.first, behind.constant, EPS)
+    assert torch.equal(found.isnan().all(1).nonzero()[:, 0].cpu(), torch.tensor([7]))
+    assert int(found.isnan().sum()) == 1024
 
 
 @pytest.mark.gpu

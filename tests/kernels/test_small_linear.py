@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,24 @@ CUTS = [
     {"block_n": 32, "block_k": 32, "split": 2, "copy": 1},
     {"block_n": 16, "block_k": 64, "split": 2, "copy": 1},
 ]
+
+
+COMPILED = """
+import triton
+import triton.language as tl
+from taktline_kernels.triton_impl.part_sums import activated
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def kernel(source, out):
+    at = tl.arange(0, 128)
+    x = tl.load(source + at)
+    tl.store(out + at, activated(x, 2))
+
+source = ASTSource(kernel, {"source": "*fp32", "out": "*fp32"}, {})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
 
 
 def rand(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -77,6 +99,27 @@ def test_many_rows_go_in_blocks() -> None:
     expected = REGISTRY["linear"].reference(*arguments)
     for cut in ({}, {"block_m": 64, "block_k": 32}, {"block_m": 32, "copy": 1, "block_k": 32, "split": 2}):
         assert distance(small.linear(*arguments, config=cut), expected) < BAR
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_relu_of_what_is_no_number_is_none(cut: dict[str, int]) -> None:
+    x, weight, bias = rand(5, 64, seed=1), rand(40, 64, seed=2), rand(40, seed=3)
+    x[2] = torch.nan
+    found = small.linear(x, weight, bias, "relu", None, None, config=cut)
+    assert torch.equal(found.isnan().any(1).cpu(), torch.arange(5) == 2)
+    assert found[2].isnan().all()
+
+
+def test_relu_keeps_what_is_no_number_as_compiled(tmp_path: Path) -> None:
+    """Interpreted, a maximum keeps it whatever is asked for: what a GPU runs is compiled here, and not run."""
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = [line.split()[0] for line in ran.stdout.splitlines() if line.strip().startswith("max")]
+    assert set(found) == {"max.NaN.f32"}
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

@@ -36,6 +36,12 @@ DEVICE float gelu(float x) {
   const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
+// NaN stays NaN, which fmaxf would make 0: what is no number must not become an action.
+DEVICE float relu(float x) {
+  float v;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(v) : "f"(x));
+  return v;
+}
 DEVICE void ask_for_tile(const TensorMap* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
 }
@@ -544,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(160, 2)
       const size_t place = (size_t)token * p.channels + channel + own * 8;
       const float2 norm = norms[token];
       const float v = x * norm.x + norm.y * firsts[i].x + constants[i].x, w = y * norm.x + norm.y * firsts[i].y + constants[i].y;
-      *reinterpret_cast<u32*>(p.out + place) = RELU ? pack_bf16(fmaxf(v, 0.0f), fmaxf(w, 0.0f)) : pack_bf16(gelu(v), gelu(w));
+      *reinterpret_cast<u32*>(p.out + place) = RELU ? pack_bf16(relu(v), relu(w)) : pack_bf16(gelu(v), gelu(w));
     }
   }
 #endif

@@ -187,18 +187,48 @@ def load() -> None:
             _kernel(tile)
 
 
-def _run(
-    tile: _Tile, x: Tensor, weight: Tensor, out: Tensor, *, pointers: Mapping[str, Tensor | None], **values: Any
+def _check(
+    tile: _Tile, x: Tensor, weight: Tensor, out: Tensor, pointers: Mapping[str, Tensor | None], keys: int
 ) -> None:
+    """Refuses what the kernel would read or write beside what is meant.
+
+    Raises:
+        ValueError: a size, dtype or layout is another than the kernel's.
+    """
     depth, channels, rows = x.shape[1], weight.shape[0], len(out)
     if rows > MAX_TOKENS or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise ValueError(f"the kernels take up to {MAX_TOKENS} tokens in bf16")
     if channels % tile.channels or depth % (64 * tile.peers):
         raise ValueError(f"{channels} channels of depth {depth} do not come out even in {tile}")
-    for name, one in pointers.items():
-        wanted = _DTYPES.get(name, torch.float32 if tile.wide else torch.bfloat16)
-        if one is not None and one.dtype != wanted:
-            raise ValueError(f"the kernels read {name} in {wanted}, not in {one.dtype}")
+    if len(x) > rows or (len(x) < rows and not tile.wide) or weight.shape[1] != depth:
+        raise ValueError(f"{tuple(x.shape)} through {tuple(weight.shape)} does not come out as {rows} rows")
+    wanted = {_FINISHED: channels, _STREAM: WIDTH, _ATTEND: WIDTH if keys else 3 * WIDTH}[tile.mode]
+    if channels != wanted or (tile.mode != _FINISHED and out.shape[1] != WIDTH):
+        raise ValueError(f"the kernel takes {wanted} channels, for rows of {WIDTH}, not {channels} for {out.shape[1]}")
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("bias", "scale", "first", "constant"), (channels,)),
+        **dict.fromkeys(("residual", "scaled"), tuple(out.shape)),
+        "sums": (tile.normed, 64, 2),
+        "valid": (1, 1, 1, keys),
+        **dict.fromkeys(("k", "v"), (1, keys, HEADS, _HEAD)),
+    }
+    for name, one in {"x": x, "weight": weight, **pointers}.items():
+        if one is None:
+            continue
+        dtype = _DTYPES.get(name, torch.float32 if tile.wide and name == "residual" else torch.bfloat16)
+        if one.dtype != dtype:
+            raise ValueError(f"the kernels read {name} in {dtype}, not in {one.dtype}")
+        if name in shapes and one.shape != shapes[name]:
+            raise ValueError(f"the kernel takes {name} of {shapes[name]}, not of {tuple(one.shape)}")
+        if name not in ("k", "v") and not one.is_contiguous():
+            raise ValueError(f"the kernels read {name} without gaps")
+
+
+def _run(
+    tile: _Tile, x: Tensor, weight: Tensor, out: Tensor, *, pointers: Mapping[str, Tensor | None], **values: Any
+) -> None:
+    _check(tile, x, weight, out, pointers, values.get("keys", 0))
+    depth, channels, rows = x.shape[1], weight.shape[0], len(out)
     box = min(tile.channels, _HEAD) if tile.mode == _ATTEND else tile.channels
     _kernel(tile).launch(
         (channels // tile.channels * tile.peers, 1, 1),
@@ -256,7 +286,7 @@ def attend(
     if seen is not None:
         k, v, valid = seen
         tile = _cross(k.shape[1])
-        if k.shape[1] % 16 or k.shape[1] > MAX_KEYS or k.stride() != v.stride() or k.stride(2) != _HEAD:
+        if k.shape[1] % 16 or k.shape[1] > MAX_KEYS or k.stride() != v.stride() or k.stride()[2:] != (_HEAD, 1):
             raise ValueError("the kernel takes keys by 16, up to 256, heads side by side")
         pointers |= {"k": k, "v": v, "valid": valid.contiguous()}
         values |= {"keys": k.shape[1], "k_token": k.stride(1)}

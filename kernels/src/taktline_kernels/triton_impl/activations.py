@@ -81,7 +81,8 @@ def _relu2_kernel(source_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.const
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.maximum(tl.load(source_ptr + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    x = tl.load(source_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out_ptr + at, (x * x).to(out_ptr.dtype.element_ty), mask=inside)
 
 

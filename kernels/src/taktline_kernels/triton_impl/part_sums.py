@@ -14,11 +14,11 @@ from taktline_kernels.triton_impl.launch import launch, power_of_two
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """x through the activation of this number in `ops.linear.ACTIVATIONS`."""
+    """x through the activation of this number in `ops.linear.ACTIVATIONS`; NaN stays NaN."""
     if ACTIVATION == 1:
         x = gelu_tanh(x)
     elif ACTIVATION == 2:
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == 3:
         x = x * tl.sigmoid(x)
     return x
