@@ -149,7 +149,8 @@ class GrootRunner:
         key = grid, images
         if key in self._captured:
             return self._captured[key]
-        found = self._tables[key] = self._tables.pop(key, None) or self._made(grid, images)
+        found = self._tables.pop(key) if key in self._tables else self._made(grid, images)
+        self._tables[key] = found
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured[key] = self._tables.pop(key)
         if len(self._tables) > _MAX_TABLES:
