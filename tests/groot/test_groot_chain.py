@@ -9,6 +9,7 @@ import pytest
 import torch
 from taktline_worker.models.groot.batch import lay_out
 from taktline_worker.models.groot.config import GrootArchitecture
+from taktline_worker.models.groot.graphs import GrootGraphs
 from taktline_worker.models.groot.runner import GrootRunner
 from taktline_worker.models.groot.synthetic import PUBLISHED, random_row, random_tensors
 from taktline_worker.models.groot.weights import pack_weights
@@ -76,3 +77,33 @@ def test_it_runs_for_one_robot_whose_keys_come_by_sixteen() -> None:
         called.clear()
         own.compute(lay_out(rows, SMALL, slots).to(own.device))
         assert len(called) == times
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_replays_in_several_graphs_are_the_eager_answer_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain across the graphs of a request; batches of one and of four in turn, which share their memory."""
+    own = runner(random_tensors(SMALL, torch.device("cuda")), torch.bfloat16)
+    stepped: list[int] = []
+    step = type(own._chain).__call__
+
+    def counted(chain: Any, *given: Any) -> Tensor:
+        stepped.append(1)
+        answer: Tensor = step(chain, *given)
+        return answer
+
+    monkeypatch.setattr(type(own._chain), "__call__", counted)
+    graphs = GrootGraphs(own, random_row(SMALL, 2, 156), (1, 4))
+    graphs.capture()
+    assert all(len(one.graph.graphs) == 3 for one in graphs.captured.values())  # type: ignore[attr-defined]
+    for turn, count in enumerate((1, 4, 1, 3, 1)):
+        rows = [random_row(SMALL, 2, 150 + 2 * turn + index, 10 * turn + index) for index in range(count)]
+        bucket = graphs.bucket_for(rows)
+        assert bucket is not None
+        stepped.clear()
+        replayed = [graphs.run(rows) for _ in range(2)]
+        assert not stepped  # what ran was captured
+        padded = rows + rows[:1] * (bucket.rows - count)
+        expected = own.compute(lay_out(padded, SMALL, bucket.slots).to(own.device, own.weights.dtype))
+        assert len(stepped) == (SMALL.head.solver_steps if count == 1 else 0)
+        assert all(torch.equal(one, expected[:count].float().cpu()) for one in replayed)
