@@ -94,6 +94,37 @@ def test_norm_of_a_stream_in_bf16(offset: bool, dtype: torch.dtype) -> None:
         close(actual, expected)
 
 
+def spoilt(rows: int, width: int) -> Tensor:
+    """A stream whose first four rows hold a NaN, an infinity, and infinities of both signs; all others are finite."""
+    stream = 3.0 * rand(rows, width)
+    stream[0, 3], stream[1, 0], stream[2, width - 1] = torch.nan, torch.inf, -torch.inf
+    stream[3, 1], stream[3, 2] = torch.inf, -torch.inf
+    return stream
+
+
+@pytest.mark.parametrize("width", [96, 1024])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "24 bits"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, ops.FP8])
+def test_norm_hides_nothing_that_is_not_finite(width: int, form: str, dtype: torch.dtype) -> None:
+    """It must reach the energies, where it is an error. The interpreter's conversion makes numbers of e4m3's NaN."""
+    whole = spoilt(7, width)
+    stream = ops.split(whole) if form == "24 bits" else whole.to(torch.bfloat16 if form == "bf16" else torch.float32)
+    given = (stream, (), rand(width), rand(width), rand(width), 1e-6, dtype, None, NORMED)
+    found = [REGISTRY["frame_norm"].reference(*given)]
+    if HAS_GPU or dtype != ops.FP8:
+        found.append(kernels.norm(*given, config={}))
+    for one in found:
+        assert bool(one[:4].float().isnan().all())
+        assert bool(one[4:].float().isfinite().all())
+
+
+@pytest.mark.parametrize("left_out", ["weight", "bias"])
+def test_norm_refuses_a_weight_or_a_bias_alone(left_out: str) -> None:
+    vectors = {"weight": rand(96), "bias": rand(96)} | {left_out: None}
+    with pytest.raises(ValueError, match="or neither"):
+        kernels.norm(rand(4, 96), (), None, **vectors, eps=1e-6, dtype=torch.bfloat16, keep=None, unit=1.0, config={})
+
+
 def test_a_stream_in_fp32_goes_on_in_24_bits() -> None:
     stream, update = 3.0 * rand(7, 96), rand(7, 96, dtype=torch.bfloat16)
     ours, theirs = ops.split(torch.zeros_like(stream)), ops.split(torch.zeros_like(stream))
@@ -152,6 +183,10 @@ def test_norm_of_a_stream_in_bf16_into_e4m3_on_hopper(rows: int) -> None:
     stream = (3.0 * rand(rows, 1024) * (10.0 ** torch.linspace(-2, 3, rows))[:, None].to(DEVICE)).bfloat16()
     given = (stream, (), rand(1024), None, None, 1e-6, ops.FP8, None, NORMED)
     near_in_steps(hopper(*given, config={}), REGISTRY["frame_norm"].reference(*given))
+    if rows > 4:
+        found = hopper(spoilt(rows, 1024).bfloat16(), *given[1:], config={}).float()
+        assert bool(found[:4].isnan().all())
+        assert bool(found[4:].isfinite().all())
 
 
 @pytest.mark.gpu
@@ -176,6 +211,9 @@ def test_norm_into_e4m3_refuses_what_it_would_read_wrongly() -> None:
         ((rand(4, 512, dtype=torch.bfloat16), (), vector, None, None, 1e-6, ops.FP8), "1024 numbers"),
         ((stream.float(), (), vector, None, None, 1e-6, ops.FP8), "1024 numbers"),
         ((stream, (), vector.bfloat16(), None, None, 1e-6, ops.FP8), "contiguous fp32"),
+        ((stream, (), vector[:1], None, None, 1e-6, ops.FP8), "1024 numbers in contiguous fp32"),
+        ((stream, (), rand(1, 1024), None, None, 1e-6, ops.FP8), "1024 numbers in contiguous fp32"),
+        ((stream[None], (), vector, None, None, 1e-6, ops.FP8), "1024 numbers a row"),
     ):
         with pytest.raises(ValueError, match=said):
             hopper(*given, None, NORMED, config={})
@@ -188,13 +226,9 @@ def test_norm_on_hopper_refuses_what_it_would_read_wrongly(monkeypatch: pytest.M
     monkeypatch.setattr(module, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
     stream, update, vector = ops.split(torch.ones(4, 1024)), torch.ones(4, 1024, dtype=torch.bfloat16), torch.ones(1024)
 
-    def run(count: int = 1, **other: Tensor) -> None:
-        vectors = {"offset": vector, "weight": vector, "bias": vector} | other
-        updates, like = (
-            (update,) * count,
-            {"eps": 1e-6, "dtype": torch.bfloat16, "keep": None, "unit": 1.0, "config": {}},
-        )
-        module.norm(stream, updates, **vectors, **like)
+    def run(count: int = 1, /, onto: ops.Stream = stream, update: Tensor = update, **other: object) -> None:
+        given = {"offset": vector, "weight": vector, "bias": vector, "keep": None} | other
+        module.norm(onto, (update,) * count, **given, eps=1e-6, dtype=torch.bfloat16, unit=1.0, config={})
 
     run(1)
     run(2)
@@ -202,9 +236,18 @@ def test_norm_on_hopper_refuses_what_it_would_read_wrongly(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="one or two updates"):
         run(3)
     for name in ("offset", "weight", "bias"):
-        for wrong in (vector.bfloat16(), torch.ones(2048)[::2]):
+        for wrong in (vector.bfloat16(), torch.ones(2048)[::2], vector[:1]):
             with pytest.raises(ValueError, match="contiguous fp32"):
                 run(**{name: wrong})
+    fewer = ops.split(torch.ones(3, 1024))
+    for wrongly in (
+        {"onto": (stream[0], fewer[1])},
+        {"keep": fewer},
+        {"update": update[:3]},
+        {"update": torch.ones(4, 2048, dtype=torch.bfloat16)[:, ::2]},
+    ):
+        with pytest.raises(ValueError, match="of one shape"):
+            run(**wrongly)
     assert len(launched) == 2
 
 

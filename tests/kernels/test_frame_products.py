@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +142,115 @@ def test_a_sum_product_refuses_what_it_would_read_wrongly() -> None:
         setattr(given, name, tensor)
         with pytest.raises(ValueError, match="contiguous e4m3"):
             given.add(kernel, config={})
+
+
+def test_a_sum_product_refuses_operands_that_do_not_fit() -> None:
+    kernel = pytest.importorskip("taktline_kernels.cuda.fp8_sum").sum_product
+    case, other = SumCase(300, 256, 128), SumCase(4, 128, 256)
+    wrong: dict[str, Tensor] = {
+        "rows": SumCase(300, 256, 64).rows,
+        "scales": case.scales[:1],
+        "weight": SumCase(300, 256, 64).weight,
+        "weight_scales": other.weight_scales,
+        "stream": case.stream[:4],
+    }
+    for name, tensor in wrong.items():
+        given = SumCase(300, 256, 128)
+        setattr(given, name, tensor)
+        with pytest.raises(ValueError, match="got weights"):
+            given.add(kernel, config={})
+
+
+def test_threads_that_share_a_sum_product_keep_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library reads the scales' addresses from an operation that all calls of one shape share."""
+    module = pytest.importorskip("taktline_kernels.cuda.fp8_sum")
+    state: dict[int, object] = {}
+    mixed: list[bool] = []
+
+    def call(name: str, *arguments: Any) -> None:
+        time.sleep(0.001)  # lets the other thread run
+        if name == "cublasLtMatmulDescSetAttribute":
+            state[arguments[1]] = arguments[2]._obj.value
+        elif name == "cublasLtMatmul":
+            weight, rows = arguments[3].value, arguments[5].value
+            mixed.append(asked[weight, rows] != (state[17], state[18]))
+
+    library = SimpleNamespace(call=call, handle=lambda _: None, workspace=lambda *_: torch.empty(1), WORKSPACE_BYTES=1)
+    monkeypatch.setattr(module, "cublaslt", library)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    product = object.__new__(module._SumProduct)
+    for name in ("_device", "_operation", "_weight", "_x", "_y"):
+        setattr(product, name, None)
+    product._result, product._alone = SimpleNamespace(algorithm=module.ctypes.c_int()), threading.Lock()
+    cases = [SumCase(4, 256, 128) for _ in range(2)]
+    asked = {
+        (one.weight.data_ptr(), one.rows.data_ptr()): (one.weight_scales.data_ptr(), one.scales.data_ptr())
+        for one in cases
+    }
+
+    def work(case: SumCase) -> None:
+        for _ in range(10):
+            product.run(case.rows, case.scales, case.weight, case.weight_scales, case.stream)
+
+    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert mixed == [False] * 20
+
+
+def test_products_refuse_what_they_would_read_or_write_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("taktline_kernels.cuda.wide_product")
+    launched: list[int] = []
+    monkeypatch.setattr(module.nvrtc, "processors", lambda device: 1)
+    monkeypatch.setattr(module.nvrtc, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(module, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_, **__: launched.append(1)))
+    rows, angles = 258, factored_angles()
+    plain, eight = Case("plain", rows, 768, 128), Case("e4m3", rows, 768, 128)
+    out = torch.empty(rows, 768, dtype=torch.bfloat16, device=DEVICE)
+
+    def turn(case: Case = plain, *, weights: Weights | None = None, **other: Any) -> None:
+        given = {"rows": case.rows, "weights": weights or case.weights, "angles": angles, "candidates": 1, "out": out}
+        module.turned_product(**(given | other), config={})
+
+    for case, unit in ((plain, None), (eight, UNIT)):
+        turn(case)
+        module.gelu_product(case.rows, case.weights, unit, config={})
+        with pytest.raises(ValueError, match="has a unit"):
+            module.gelu_product(case.rows, case.weights, None if unit else UNIT, config={})
+    assert len(launched) == 4
+    for one, two in ((plain, eight), (eight, plain)):
+        with pytest.raises(ValueError, match="of bf16, or of e4m3"):
+            turn(one, weights=two.weights)
+        with pytest.raises(ValueError, match="of bf16, or of e4m3"):
+            module.gelu_product(one.rows, two.weights, UNIT if two is eight else None, config={})
+        with pytest.raises(ValueError, match="of bf16, or of e4m3"):
+            turn(one, weights=replace(one.weights, scales=two.weights.scales))
+        narrow = Case("plain" if one is plain else "e4m3", rows, 768, 32)
+        for shapes in ({"weights": narrow.weights}, {"rows": narrow.rows}):
+            with pytest.raises(ValueError, match="does not fit"):
+                turn(one, **shapes)
+        with pytest.raises(ValueError, match="does not fit"):  # less than 128 bytes a row
+            turn(narrow)
+        for vector in ("bias", *(("scales",) if one is eight else ())):
+            for wrong in (eight.weights.bias[:1], eight.weights.bias.double()):
+                with pytest.raises(ValueError, match="768 biases"):
+                    turn(one, weights=replace(one.weights, **{vector: wrong}))
+    with pytest.raises(ValueError, match="does not fit"):
+        turn(out=out[:257])
+    gaps = torch.empty(rows, 256, dtype=torch.bfloat16, device=DEVICE)[:, ::2]
+    with pytest.raises(ValueError, match="contiguous operands"):
+        turn(rows=gaps)
+    for wrongly in (
+        {"angles": angles[:, :64]},
+        {"angles": angles.double()},
+        {"out": out.float()},
+        {"candidates": 2},
+    ):
+        with pytest.raises(ValueError, match="turns candidates of 256"):
+            turn(**wrongly)
+    assert len(launched) == 4
 
 
 @pytest.mark.gpu

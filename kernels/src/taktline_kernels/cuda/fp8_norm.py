@@ -51,10 +51,10 @@ def norm(
     alone = not updates and weight is None and bias is None and keep is None and dtype == FP8
     if not isinstance(stream, Tensor) or not alone or offset is None:
         raise ValueError("this norm is of a bf16 stream and an offset into e4m3, without weight and bias")
-    if stream.dtype != torch.bfloat16 or stream.shape[1] != WIDTH or not stream.is_contiguous():
+    if stream.dtype != torch.bfloat16 or stream.shape[1:] != (WIDTH,) or not stream.is_contiguous():
         raise ValueError(f"this norm takes a contiguous bf16 stream of {WIDTH} numbers a row")
-    if offset.dtype != torch.float32 or not offset.is_contiguous():
-        raise ValueError("this norm takes its offset as contiguous fp32")
+    if offset.dtype != torch.float32 or offset.shape != (WIDTH,) or not offset.is_contiguous():
+        raise ValueError(f"this norm takes its offset as {WIDTH} numbers in contiguous fp32")
     rows, width = stream.shape
     out = torch.empty(rows, width, dtype=FP8, device=stream.device)
     _kernel().launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ class _SumProduct:
 
     def __init__(self, m: int, n: int, k: int, device: torch.device) -> None:
         self._device = device
+        self._alone = threading.Lock()  # the scales are part of the operation
         self._operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
         cublaslt.call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, _FP32)
         self._set(_TRANSPOSE_A, ctypes.c_int32(1))
@@ -66,32 +68,33 @@ class _SumProduct:
         cublaslt.call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
 
     def run(self, x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, y: Tensor) -> None:
-        """Adds onto y."""
-        self._set(_WEIGHT_SCALES, ctypes.c_void_p(weight_scales.data_ptr()))
-        self._set(_ROW_SCALES, ctypes.c_void_p(scales.data_ptr()))
+        """Adds onto y. Threads may call it side by side."""
         one = ctypes.c_float(1.0)
         stream = torch.cuda.current_stream().cuda_stream
         space = cublaslt.workspace(self._device, stream)
         pointer = ctypes.c_void_p
-        cublaslt.call(
-            "cublasLtMatmul",
-            cublaslt.handle(self._device),
-            self._operation,
-            ctypes.byref(one),
-            pointer(weight.data_ptr()),
-            self._weight,
-            pointer(x.data_ptr()),
-            self._x,
-            ctypes.byref(one),
-            pointer(y.data_ptr()),
-            self._y,
-            pointer(y.data_ptr()),
-            self._y,
-            ctypes.byref(self._result.algorithm),
-            pointer(space.data_ptr()),
-            ctypes.c_size_t(cublaslt.WORKSPACE_BYTES),
-            pointer(stream),
-        )
+        with self._alone:
+            self._set(_WEIGHT_SCALES, ctypes.c_void_p(weight_scales.data_ptr()))
+            self._set(_ROW_SCALES, ctypes.c_void_p(scales.data_ptr()))
+            cublaslt.call(
+                "cublasLtMatmul",
+                cublaslt.handle(self._device),
+                self._operation,
+                ctypes.byref(one),
+                pointer(weight.data_ptr()),
+                self._weight,
+                pointer(x.data_ptr()),
+                self._x,
+                ctypes.byref(one),
+                pointer(y.data_ptr()),
+                self._y,
+                pointer(y.data_ptr()),
+                self._y,
+                ctypes.byref(self._result.algorithm),
+                pointer(space.data_ptr()),
+                ctypes.c_size_t(cublaslt.WORKSPACE_BYTES),
+                pointer(stream),
+            )
 
 
 _product = functools.cache(_SumProduct)
@@ -103,7 +106,7 @@ def sum_product(
     """Run `ops.frame_products.frame_sum_product`.
 
     Raises:
-        ValueError: operands of other dtypes or depths, or lying with gaps; the table's rule is too wide.
+        ValueError: operands of other dtypes, depths or shapes, or lying with gaps; the table's rule is too wide.
     """
     del config
     whole = all(one.is_contiguous() for one in (rows, scales, weight, weight_scales, stream))
@@ -111,4 +114,10 @@ def sum_product(
     if not whole or not eight or stream.dtype != torch.bfloat16 or weight.shape[1] % _ALIGNMENT:
         raise ValueError("this product is of contiguous e4m3 operands with scales, whose depth is a multiple of 16")
     (count, depth), width = rows.shape, weight.shape[0]
+    scaled = scales.shape == (count, 1) and weight_scales.shape == (1, width)
+    if weight.shape[1] != depth or not scaled or stream.shape != (count, width):
+        raise ValueError(
+            f"this product of {count} x {depth} and {width} outputs got weights {tuple(weight.shape)}, scales "
+            f"{tuple(scales.shape)} and {tuple(weight_scales.shape)}, and a stream {tuple(stream.shape)}"
+        )
     _product(count, width, depth, rows.device).run(rows, scales, weight, weight_scales, stream)

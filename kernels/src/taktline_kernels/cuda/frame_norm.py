@@ -53,13 +53,16 @@ def norm(
         raise ValueError("this norm is of a stream in 24 bits with one or two updates, an offset, a weight and a bias")
     if dtype != torch.bfloat16:
         raise ValueError(f"this norm gives bf16, not {dtype}")
-    if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (offset, weight, bias)):
-        raise ValueError("this norm takes its offset, weight and bias as contiguous fp32")
+    vectors = (offset, weight, bias)
+    if any(one.dtype != torch.float32 or one.shape != (WIDTH,) or not one.is_contiguous() for one in vectors):
+        raise ValueError(f"this norm takes its offset, weight and bias as {WIDTH} numbers in contiguous fp32")
     upper, lower = stream
     kept_upper, kept_lower = stream if keep is None else keep
     rows, width = upper.shape
     if width != WIDTH or any(update.dtype != torch.bfloat16 for update in updates):
         raise ValueError(f"this norm takes bf16 updates of {WIDTH} numbers, not {updates[0].dtype} of {width}")
+    if any(one.shape != upper.shape or not one.is_contiguous() for one in (*stream, kept_upper, kept_lower, *updates)):
+        raise ValueError("this norm takes contiguous streams and updates of one shape")
     out = torch.empty(rows, width, dtype=dtype, device=upper.device)
     _kernel(len(updates), keep is not None).launch(
         (min(_BLOCKS * nvrtc.processors(upper.device), -(-rows // _WARPS)), 1, 1),

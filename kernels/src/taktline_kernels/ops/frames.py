@@ -161,7 +161,8 @@ def frame_norm(
         stream: (rows, width).
         updates: up to two (rows, width), the outputs of sub-layers that the stream does not hold yet.
         offset: (width,) fp32, biases that belong to the stream but were left out of it so far; or None.
-        weight: (width,) fp32 or None; `bias` likewise.
+        weight: (width,) fp32, beside a bias, or None.
+        bias: likewise.
         eps: added to the variance.
         dtype: of the result.
         keep: where the sum goes, which may be the stream itself. In 24 bits it costs a quarter less to write, and then
@@ -172,7 +173,15 @@ def frame_norm(
         (rows, width) in `dtype`.
     """
     like = stream if isinstance(stream, Tensor) else stream[0]
-    shape = {"rows": like.shape[0], "width": like.shape[1], "bytes": dtype.itemsize}
+    shape = {
+        "rows": like.shape[0],
+        "width": like.shape[1],
+        "bytes": dtype.itemsize,
+        "updates": len(updates),
+        "offset": int(offset is not None),
+        "affine": int(weight is not None),
+        "keep": int(keep is not None),
+    }
     result: Tensor = _NORM.run(shape, like, stream, updates, offset, weight, bias, eps, dtype, keep, unit)
     return result
 

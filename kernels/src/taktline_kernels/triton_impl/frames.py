@@ -75,7 +75,8 @@ def _norm_kernel(
         out = out * tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
         out += tl.load(bias_ptr + columns, mask=columns < WIDTH, other=0.0)[None, :]
     if QUANTISE:
-        out = tl.clamp(out * inverse_unit, -top, top)
+        # A NaN must reach the energies, where it is an error.
+        out = tl.clamp(out * inverse_unit, -top, top, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -91,7 +92,13 @@ def norm(
     unit: float,
     config: Mapping[str, int],
 ) -> Tensor:
-    """Run `ops.frames.frame_norm`."""
+    """Run `ops.frames.frame_norm`.
+
+    Raises:
+        ValueError: a weight without a bias, or the reverse.
+    """
+    if (weight is None) != (bias is None):
+        raise ValueError("this norm takes both a weight and a bias, or neither")
     first, lower = (stream, stream) if isinstance(stream, Tensor) else stream
     kept = stream if keep is None else keep
     kept_first, kept_lower = (kept, kept) if isinstance(kept, Tensor) else kept
