@@ -41,7 +41,7 @@ class Bucket:
 
 
 class BucketGraphs(ABC, Generic[RowT, BatchT]):
-    """Replays one graph a batch, and allocates nothing on the device after `capture`.
+    """Replays one graph a batch, and allocates nothing on the device after `capture`. One call at a time.
 
     A batch is padded to the smallest bucket that holds it, by copies of its first row. Graphs are for one layout, the
     template's; rows of another, longer prompts and larger batches run eagerly, which takes several times as long and is
@@ -65,13 +65,13 @@ class BucketGraphs(ABC, Generic[RowT, BatchT]):
         slots = [image_tokens + room for room in TEXT_ROOM if image_tokens + room >= self.length(template)]
         slots = slots or [-(-self.length(template) // TEXT_ROOM[0]) * TEXT_ROOM[0]]
         self.buckets = tuple(Bucket(rows, each) for rows in sorted(set(buckets)) for each in slots)
-        self._batches = {bucket: self._laid_out([template], bucket) for bucket in self.buckets}
+        self._batches = {bucket: self._laid_out([template], bucket, self.device) for bucket in self.buckets}
         self._actions = torch.zeros(self.buckets[-1].rows, *actions, device=self.device)
         self._named: set[tuple[str, Hashable]] = set()
 
     @abstractmethod
-    def lay_out(self, rows: Sequence[RowT], slots: int) -> BatchT:
-        """The rows in so many slots each, on the device."""
+    def lay_out(self, rows: Sequence[RowT], slots: int, device: torch.device) -> BatchT:
+        """The rows in so many slots each, on `device`, in the dtypes that the network reads."""
 
     @abstractmethod
     def layout(self, row: RowT) -> Hashable:
@@ -126,14 +126,14 @@ class BucketGraphs(ABC, Generic[RowT, BatchT]):
         return self._load(rows, bucket)
 
     def _load(self, rows: Sequence[RowT], bucket: Bucket) -> Callable[[], None]:
-        buffers, given = self._batches[bucket].tensors(), self._laid_out(rows, bucket).tensors()
-        for buffer, tensor in zip(buffers, given, strict=True):
+        given = self._laid_out(rows, bucket, torch.device("cpu"))
+        for buffer, tensor in zip(self._batches[bucket].tensors(), given.tensors(), strict=True):
             buffer.copy_(tensor)
         captured = self.captured.get(bucket)
         return partial(self.compute, bucket) if captured is None else captured.graph.replay
 
-    def _laid_out(self, rows: Sequence[RowT], bucket: Bucket) -> BatchT:
-        return self.lay_out([*rows, *[rows[0]] * (bucket.rows - len(rows))], bucket.slots)
+    def _laid_out(self, rows: Sequence[RowT], bucket: Bucket, device: torch.device) -> BatchT:
+        return self.lay_out([*rows, *[rows[0]] * (bucket.rows - len(rows))], bucket.slots, device)
 
     def _name(self, rows: Sequence[RowT]) -> None:
         """One log line for each reason why a request has no graph, up to a few."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from taktline_worker.bucket_graphs import BucketGraphs
 from taktline_worker.models.groot.batch import Grid, GrootBatch, GrootRow, lay_out
 from taktline_worker.models.groot.runner import GrootRunner
@@ -18,9 +20,9 @@ class GrootGraphs(BucketGraphs[GrootRow, GrootBatch]):
         images = sum(height * width // merge**2 for height, width in template.grids)
         super().__init__(eager, template, buckets, images, (head.horizon, head.action_width))
 
-    def lay_out(self, rows: Sequence[GrootRow], slots: int) -> GrootBatch:
+    def lay_out(self, rows: Sequence[GrootRow], slots: int, device: torch.device) -> GrootBatch:
         """See `BucketGraphs.lay_out`."""
-        return lay_out(rows, self.eager.architecture, slots).to(self.device, self.eager.weights.dtype)
+        return lay_out(rows, self.eager.architecture, slots).to(device, self.eager.weights.dtype)
 
     def layout(self, row: GrootRow) -> tuple[tuple[Grid, ...], int]:
         """The grids of its images, and its embodiment."""

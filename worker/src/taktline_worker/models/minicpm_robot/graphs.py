@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from taktline_worker.bucket_graphs import BucketGraphs
 from taktline_worker.models.minicpm_robot.batch import MiniCpmBatch, MiniCpmRow, lay_out
 from taktline_worker.models.minicpm_robot.runner import MiniCpmRunner
@@ -17,9 +19,9 @@ class MiniCpmGraphs(BucketGraphs[MiniCpmRow, MiniCpmBatch]):
         head, images = eager.architecture.head, len(template.patches) * eager.architecture.vision.image_tokens
         super().__init__(eager, template, buckets, images, (head.horizon, head.action_width))
 
-    def lay_out(self, rows: Sequence[MiniCpmRow], slots: int) -> MiniCpmBatch:
+    def lay_out(self, rows: Sequence[MiniCpmRow], slots: int, device: torch.device) -> MiniCpmBatch:
         """See `BucketGraphs.lay_out`."""
-        return lay_out(rows, self.eager.image_token, self.device, slots)
+        return lay_out(rows, self.eager.image_token, device, slots)
 
     def layout(self, row: MiniCpmRow) -> tuple[int, int]:
         """How many images, and its embodiment."""
