@@ -492,7 +492,7 @@ def test_a_port_with_a_loop_of_its_own_stops_it_only_after_the_last_answer():
         entered.set()
         answered(worker_pb2.InferResponse(results=[{"imagined": {"parts": [bytes(size)]}}]))
 
-    port = BatchPort("127.0.0.1", infer, list, 1)
+    port = BatchPort("127.0.0.1", infer, lambda _, frames: list(frames), 1)
     closing = threading.Thread(target=port.close, args=(120.0,))
     with socket.create_connection(("127.0.0.1", port.port), timeout=120.0) as robot:
         small = worker_pb2.InferRequest(items=[worker_pb2.InferItem()]).SerializeToString()
@@ -526,7 +526,7 @@ def test_a_call_in_a_thread_is_answered_once_whatever_comes_after():
         if word == "twice":
             answered(worker_pb2.InferResponse(revision="second"))
 
-    port = BatchPort("127.0.0.1", infer, list, 2)
+    port = BatchPort("127.0.0.1", infer, lambda _, frames: list(frames), 2)
 
     async def body():
         channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from taktline_gateway import batch_channel
 from taktline_gateway.batch_channel import BatchChannel, WorkerCallError
@@ -19,14 +21,19 @@ from taktline_gateway.tls import WorkerTls
 from taktline_protocol import ErrorCode, Image, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.batch_frames import Call
 from taktline_worker import batch_port
+from taktline_worker.adapter import Description
 from taktline_worker.batch_connection import BatchConnection, CallContext, InThreads
+from taktline_worker.batch_port import BatchPort
 from taktline_worker.cli import main
+from taktline_worker.engine import Engine, Item
 from taktline_worker.models.registry import load_adapter
+from taktline_worker.observation import RobotInput
 from taktline_worker.server import ServeOptions, Worker
 from taktline_worker.tls import TlsFiles
 
 from tests.gateway.certificates import Authority
 from tests.ports import free_port
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +134,7 @@ def test_draining_ends_the_port_after_what_runs(config: Any, observations: Any) 
 def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same() -> None:
     async def check() -> None:
         loop = asyncio.get_running_loop()
-        connection = BatchConnection(b"", InThreads(print, list, pool), set())
+        connection = BatchConnection(b"", InThreads(print, lambda _, frames: list(frames), pool), set())
         said, done = threading.Event(), loop.create_future()
         connection._calls[7] = (done, CallContext(Call(7, 10.0, 0, [])))
 
@@ -242,3 +249,108 @@ def test_a_policy_is_loaded_once_and_not_for_each_client(config: Any, observatio
     finally:
         worker.drain()
     assert loads == ["tiny"]
+
+
+def test_frames_that_cannot_be_looked_at_fail_their_call_alone() -> None:
+    def coming(request: Any, frames: Any) -> Any:
+        if request.policy == "bad":
+            raise ValueError("such frames")
+        return list(frames)
+
+    def infer(request: Any, images: Any, context: Any, answered: Any) -> None:
+        answered(worker_pb2.InferResponse(revision="r"))
+
+    port = BatchPort("127.0.0.1", infer, coming, 1)
+
+    async def ask() -> None:
+        channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
+        with pytest.raises(WorkerCallError, match="such frames"):
+            await channel.infer(worker_pb2.InferRequest(policy="bad"), [], 30.0, ())
+        assert (await channel.infer(worker_pb2.InferRequest(policy="good"), [], 30.0, ())).revision == "r"
+        channel.close()
+
+    asyncio.run(ask())
+    began = time.monotonic()
+    port.close(30.0)
+    assert time.monotonic() - began < 20.0, "nothing is left that nobody ends"
+
+
+def test_gateways_that_connect_again_and_a_call_beside_the_port_do_not_make_its_loop_wait_for_a_hung_engine() -> None:
+    hang, ended = threading.Event(), threading.Event()
+
+    class Launched:
+        seconds = 0.0
+
+        def __init__(self) -> None:
+            self._hangs = hang.is_set()
+
+        def wait(self) -> list[Any]:
+            assert not self._hangs or ended.wait(60)
+            return [0.0]
+
+    class Row:
+        def result(self) -> float:
+            return 0.0
+
+    class Adapter:
+        description = Description("scripted", "fp32", "cpu", (), (), 1, 1, 1, 0.1)
+
+        def begin(self, *_: Any) -> Row:
+            return Row()
+
+        def run(self, *_: Any) -> Any:
+            raise AssertionError("it was not launched")
+
+        def draft(self, pending: Any) -> None:
+            return None
+
+        def launch(self, *_: Any) -> Launched:
+            return Launched()
+
+        def finish(self, rows: Any, outputs: Any) -> Any:
+            return [np.zeros((1, 1), np.float32) for _ in rows]
+
+    engine = Engine(Adapter(), (1,), 1)  # type: ignore[arg-type]
+    item, begun = Item(RobotInput({}, np.zeros(1), "")), []
+
+    def infer(request: Any, images: Any, context: Any, answered: Any) -> None:
+        engine.infer([item])
+        answered(worker_pb2.InferResponse())
+
+    def begin(request: Any, images: Any, context: Any) -> Any:
+        if not engine.launches_at_once:
+            return None
+        wait = engine.begin([item])
+        begun.append(threading.current_thread().name)
+        return lambda answered: (wait(), answered(worker_pb2.InferResponse()))
+
+    port = BatchPort("127.0.0.1", infer, lambda _, frames: list(frames), 8, begin=begin)
+
+    async def ask(timeout_s: float) -> None:
+        channel = await asyncio.wait_for(BatchChannel.connect("127.0.0.1", port.port, port.token), 10.0)
+        try:
+            await channel.infer(worker_pb2.InferRequest(), [], timeout_s, ())
+        finally:
+            channel.close()
+
+    engine.infer([item])
+    asyncio.run(ask(60.0))
+    assert begun == ["batch-port"]
+    until(lambda: engine._uncollected == 0, "its end")
+    hang.set()
+    beside = ThreadPoolExecutor(1)
+    plain = beside.submit(engine.infer, [item])
+    until(lambda: engine._uncollected == 1, "a call through gRPC")
+    for _ in range(4):
+        with pytest.raises((WorkerCallError, TimeoutError)):
+            asyncio.run(ask(0.2))
+    assert begun == ["batch-port"] * 2, "the place behind what hangs is taken once"
+    ended.set()
+    plain.result(30)
+    until(lambda: engine._uncollected == 0 and not engine._asked, "all others")
+    hang.clear()
+    asyncio.run(ask(60.0))
+    assert len(begun) == 3
+    port.close(30.0)
+    engine.close()
+    beside.shutdown()

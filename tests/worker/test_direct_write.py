@@ -28,7 +28,7 @@ async def answers(wanted: int, size: int) -> list[worker_pb2.InferResponse]:
         answered(worker_pb2.InferResponse(results=[worker_pb2.InferResult(request_id=body.hex()[: 2 * size])]))
 
     with ThreadPoolExecutor(8) as pool:
-        port = await listen("127.0.0.1", InThreads(infer, list, pool))
+        port = await listen("127.0.0.1", InThreads(infer, lambda _, frames: list(frames), pool))
         channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
         try:
             asked = (channel.infer(worker_pb2.InferRequest(policy=str(n)), [], 60.0, ()) for n in range(wanted))
@@ -71,7 +71,7 @@ def test_a_call_that_is_alone_begins_on_the_loop_and_waits_in_a_thread() -> None
         return rest
 
     async def body() -> None:
-        port = await listen("127.0.0.1", InThreads(whole, list, pool, begin))
+        port = await listen("127.0.0.1", InThreads(whole, lambda _, frames: list(frames), pool, begin))
         channel = await BatchChannel.connect("127.0.0.1", port.port, port.token)
 
         async def ask(policy: str) -> str:

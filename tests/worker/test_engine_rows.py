@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import Description
-from taktline_worker.engine import Engine, Item
+from taktline_worker.engine import BatchDroppedError, Engine, Item
 
 from tests.waiting import until
 
@@ -338,3 +338,28 @@ def test_a_batch_may_be_begun_by_one_thread_and_ended_by_another(launching: tupl
             running.ends.set()
         assert ended.result(30).outcomes[0].item() == 2.0
         assert third.result(30).outcomes[0].item() == 3.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hung_engine_holds_up_nobody_who_must_not_wait(launching: tuple[Engine, Launching], fails: bool) -> None:
+    engine, adapter = launching
+    with ThreadPoolExecutor(4) as callers:
+        first = callers.submit(engine.infer, [Item(Asked(1.0, "", None))])
+        until(lambda: len(adapter.launched) == 1, "launch 1")
+        assert engine.launches_at_once, "one more fits behind it"
+        rest = engine.begin([Item(Asked(2.0, "", None))])
+        assert not engine._asked
+        assert not engine.launches_at_once, "a third would wait for the first"
+        ended = callers.submit(rest)
+        adapter.launched[0].ends.set()
+        first.result(30)
+        assert engine.launches_at_once
+        if fails:
+            adapter.launched[1].fault = RuntimeError("an illegal address")
+        adapter.launched[1].ends.set()
+        ended.result(30)
+        late = Item(Asked(3.0, "", None), expires_at=time.monotonic() - 1.0)
+        assert isinstance(engine.infer([late]).outcomes[0], TaktlineError)
+        with pytest.raises(BatchDroppedError):
+            engine.infer([Item(Asked(4.0, "", None))], cancelled=lambda: True)
+    assert engine._uncollected == 0

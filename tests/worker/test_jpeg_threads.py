@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,8 @@ from taktline_worker.engine import Engine, Item
 from taktline_worker.jpeg_threads import JpegThreads
 from taktline_worker.models.pi.adapter import PiAdapter, load
 from taktline_worker.observation import EncodedImage, decode_image
+
+from tests.waiting import until
 
 seen: list[list[torch.Tensor]] = []
 
@@ -196,7 +202,9 @@ def engine(
 
 def as_they_come(engine: Engine, images: dict[str, EncodedImage]) -> dict[str, EncodedImage]:
     """What the service makes of a batch's frames before it looks at anything else."""
-    begun = engine.begin_frames([(one.encoding, one.shape, memoryview(one.data)) for one in images.values()])
+    begun = engine.begin_frames(
+        [(name, (one.encoding, one.shape, memoryview(one.data))) for name, one in images.items()]
+    )
     return {
         name: EncodedImage(one.encoding, memoryview(one.data), one.shape, early)
         for (name, one), early in zip(images.items(), begun, strict=True)
@@ -246,12 +254,84 @@ def test_a_frame_that_cannot_be_decoded_early_gets_its_own_word(engine: Engine, 
 def test_begun_are_only_jpegs_that_will_be_taken(engine: Engine) -> None:
     raw, png, strip = ("raw", (2, 2, 3), bytes(12)), ("png", (), b"\x89PNG"), jpeg(picture("noise", 8, 4000, 1))
     large = jpeg(picture("smooth", 60, 80, 1))
+    camera = engine.adapter.description.cameras[0]
     engine.adapter.processor._max_pixels = 60 * 80 - 1
-    assert engine.begin_frames([raw, png, ("jpeg", (), strip), ("jpeg", (), large), ("jpeg", (), b"")]) == [None] * 5
+    others = [raw, png, ("jpeg", (), strip), ("jpeg", (), large), ("jpeg", (), b"")]
+    assert engine.begin_frames([(camera, frame) for frame in others]) == [None] * 5
     engine.adapter.processor._max_pixels += 1
-    assert engine.begin_frames([("jpeg", (), large)])[0] is not None
+    unknown, known = engine.begin_frames([("no_camera", ("jpeg", (), large)), (camera, ("jpeg", (), large))])
+    assert unknown is None
+    assert known is not None
     engine.adapter.processor.raw = False
-    assert engine.begin_frames([("jpeg", (), large)]) == [None]
+    assert engine.begin_frames([(camera, ("jpeg", (), large))]) == [None]
+
+
+def resident_mib() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def test_what_large_frames_need_is_given_back(threads: JpegThreads) -> None:
+    side = 4000
+    file = jpeg(np.zeros((side, side, 3), np.uint8), subsampling=0)
+    before = resident_mib()
+    begun = threads.begin(threads.batch([file]), [torch.empty(side, side, 3, dtype=torch.uint8)])
+    assert all(frame is not None and frame.decoded() for frame in begun)
+    del begun
+    list(decoded(threads, [jpeg(picture("smooth", 40, 40, 1))]))  # and forget those before
+    until(lambda: resident_mib() < before + 40, "memory given back", 20.0)
+
+
+def test_more_tables_than_a_frame_can_use_are_refused(threads: JpegThreads) -> None:
+    file = jpeg(picture("camera", 40, 56, 1))
+    table = b"\xff\xc4\x00\x14\x11\x01" + bytes(15) + b"\x01"  # one code, which the file's own replaces
+    more = [file[:20] + number * table + file[20:] for number in (4, 5)]
+    four, five = decoded(threads, more)
+    assert four is not None
+    assert np.array_equal(four, simplejpeg.decode_jpeg(file, "RGB"))
+    assert five is None
+
+
+def test_a_child_refuses_what_it_has_no_threads_for(threads: JpegThreads) -> None:
+    file = jpeg(picture("camera", 40, 56, 1))
+    batch = threads.batch([file])
+    job = jpeg_threads._Job()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # waiting for ever is what it must not do
+        good = False
+        try:
+            begun = threads.begin(batch, [torch.empty(40, 56, 3, dtype=torch.uint8)])
+            late = jpeg_threads.BegunFrame(threads, job, torch.empty(0))
+            good = threads.batch([file]).shapes == [None] and begun == [None] and not late.decoded()
+        finally:
+            os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert next(decoded(threads, [file])) is not None
+
+
+def folders_left() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("taktline-jpeg-")}
+
+
+def test_a_compiler_that_cannot_run_or_makes_something_else_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/no/such/interpreter\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert jpeg_threads.jpeg_threads() is None
+    assert "No such file" in caplog.text
+    real = shutil.which("cc") or shutil.which("gcc")
+    compiler.write_text(
+        f'#!/bin/sh\nfor out; do test "$last" = -o && break; last=$out; done\n'
+        f'echo "int other;" | {real} -shared -fPIC -x c - -o "$out"\n'
+    )
+    assert jpeg_threads.jpeg_threads() is None
+    assert "another one" in caplog.text
+    assert not folders_left()
 
 
 def test_threads_are_as_many_as_are_asked_for(threads: JpegThreads) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from taktline_protocol import ErrorCode, worker_pb2, worker_pb2_grpc
 from taktline_protocol.batch_frames import Call
 from taktline_worker.batch_connection import CallContext
+from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.server import SERVICE_NAME, ServeOptions, Worker
 from taktline_worker.service import MAX_WAITING_BATCHES
 
@@ -275,7 +277,21 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(
         assert not drain.is_alive()
 
 
-def test_only_a_single_row_that_need_not_wait_is_begun_on_the_loop(worker: Worker, request_of: Any) -> None:
+def images_in(observations: Any, kind: str, **size: int) -> dict[str, worker_pb2.Image]:
+    frame = observations.image(kind, **size)
+    return {
+        name: worker_pb2.Image(encoding=frame.encoding, data=frame.data, shape=frame.shape)
+        for name in observations.make().images
+    }
+
+
+def frames_of(request: worker_pb2.InferRequest) -> list[dict[str, Any]]:
+    return [{name: (i.encoding, tuple(i.shape), i.data) for name, i in item.images.items()} for item in request.items]
+
+
+def test_only_a_single_row_that_need_not_wait_is_begun_on_the_loop(
+    worker: Worker, request_of: Any, observations: Any
+) -> None:
     launching, begun, answers = False, [], []
 
     class Launching:
@@ -295,18 +311,27 @@ def test_only_a_single_row_that_need_not_wait_is_begun_on_the_loop(worker: Worke
     service = copy.copy(worker._batches._listener._infer.begin.__self__)
     service._engine = Launching()
     call = CallContext(Call(1, 60.0, 0, []))
-    one, two = request_of({}), request_of({}, {})
-    tail = request_of({"rtc": worker_pb2.Rtc(tail=worker_pb2.Tensor(dtype="float32", shape=[1, 7], data=bytes(28)))})
+    raw = {"images": images_in(observations, "raw")}
+    one, two = request_of(raw), request_of(raw, raw)
+    tail = request_of(
+        raw | {"rtc": worker_pb2.Rtc(tail=worker_pb2.Tensor(dtype="float32", shape=[1, 7], data=bytes(28)))}
+    )
 
     def images_of(request: Any) -> Any:
-        return service.coming(
-            [{name: (i.encoding, (), i.data) for name, i in item.images.items()} for item in request.items]
-        )
+        return service.coming(request, frames_of(request))
 
     assert service.begin(one, images_of(one), call) is None
     launching = True
     assert service.begin(two, images_of(two), call) is None
     assert service.begin(tail, images_of(tail), call) is None
+    for slow in (
+        images_in(observations, "png"),
+        images_in(observations, "jpeg"),  # on a CPU, without native threads
+        images_in(observations, "raw", height=721, width=1280),
+        raw["images"] | dict(list(images_in(observations, "png").items())[:1]),
+    ):
+        request = request_of({"images": slow})
+        assert service.begin(request, images_of(request), call) is None
     rest = service.begin(one, images_of(one), call)
     assert rest is not None
     assert begun == [call.received]
@@ -317,3 +342,40 @@ def test_only_a_single_row_that_need_not_wait_is_begun_on_the_loop(worker: Worke
     refused(answers.append)
     assert answers[1].results[0].error.code == ErrorCode.UNKNOWN_POLICY.value
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize(("height", "on_the_loop"), [(720, True), (721, False)])
+def test_a_row_of_frames_begun_by_native_threads_is_begun_on_the_loop_where_they_are_small(
+    worker: Worker, request_of: Any, monkeypatch: pytest.MonkeyPatch, height: int, on_the_loop: bool
+) -> None:
+    service = copy.copy(worker._batches._listener._infer.begin.__self__)
+    begun = BegunFrame(None, None, torch.empty(height, 1280, 3, dtype=torch.uint8))  # type: ignore[arg-type]
+    monkeypatch.setattr(type(worker.engine), "launches_at_once", True)
+    monkeypatch.setattr(worker.engine, "begin_frames", lambda frames: [begun] * len(frames))
+    monkeypatch.setattr(worker.engine, "begin", lambda *_, **__: print)
+    request = request_of({})
+    rest = service.begin(request, service.coming(request, frames_of(request)), CallContext(Call(1, 60.0, 0, [])))
+    assert (rest is not None) is on_the_loop
+
+
+def test_nothing_is_decoded_of_a_batch_that_will_be_refused(
+    worker: Worker, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = copy.copy(worker._batches._listener._infer.begin.__self__)
+    asked: list[list[str]] = []
+
+    def begin_frames(frames: Any) -> Any:
+        asked.append([name for name, _ in frames])
+        return [None] * len(frames)
+
+    monkeypatch.setattr(worker.engine, "begin_frames", begin_frames)
+    good = request_of({}, {})
+    for bad in (request_of({}, policy="other"), request_of({}, revision="r2")):
+        (images,) = service.coming(bad, frames_of(bad))
+        assert all(image.begun is None for image in images.values())
+    assert asked == []
+    service.coming(good, frames_of(good))
+    assert asked == [[name for item in good.items for name in item.images]]
+    service._places = type(service._places)()
+    assert len(service.coming(good, frames_of(good))) == 2
+    assert len(asked) == 1

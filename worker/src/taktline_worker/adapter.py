@@ -186,8 +186,8 @@ class LaunchingAdapter(Protocol):
 class ForesightedAdapter(Protocol):
     """An adapter that has frames decoded before their observations are looked at."""
 
-    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
-        """What has been begun of each frame (encoding, shape, bytes), without waiting for anything; any thread."""
+    def begin_frames(self, frames: Sequence[tuple[str, Frame]]) -> list[BegunFrame | None]:
+        """What has been begun of each frame, by camera, (encoding, shape, bytes), without waiting; any thread."""
 
 
 def as_one(value: Any, protocol: Any) -> Any:

@@ -89,8 +89,8 @@ class CallContext:
 Infer = Callable[[worker_pb2.InferRequest, Frames, CallContext], Coroutine[Any, Any, worker_pb2.InferResponse]]
 Answered = Callable[[worker_pb2.InferResponse], None]
 Images = Sequence[Mapping[str, EncodedImage]]
-Coming = Callable[[Frames], Images]
-"""Takes the frames of a batch on the loop, before anything else of it is looked at."""
+Coming = Callable[[worker_pb2.InferRequest, Frames], Images]
+"""Takes the frames of a batch on the loop, as soon as they have come."""
 InferThere = Callable[[worker_pb2.InferRequest, Images, CallContext, Answered], None]
 """Runs a batch in the thread that calls it, and hands out the response once; or raises."""
 
@@ -226,17 +226,18 @@ class BatchConnection(FrameProtocol):
             done = loop.create_future()
             self._calls[call.number] = (done, context)
             work = _Work(call.number, partial(self._tell, loop, call.number))
-            self._infer.pool.submit(work, self._begun(self._infer, message, self._infer.coming(images), context))
+            self._infer.pool.submit(work, self._begun(self._infer, message, images, context))
         else:
             task = loop.create_task(self._run(self._infer, call.number, message, images, context))
             self._calls[call.number] = (task, context)
 
     def _begun(
-        self, infer: InThreads, message: worker_pb2.InferRequest, images: Images, context: CallContext
+        self, infer: InThreads, message: worker_pb2.InferRequest, frames: Frames, context: CallContext
     ) -> Callable[[Answered], None]:
         """What is left of a call for a thread."""
         alone = sum(len(connection._calls) for connection in self._connections) <= 1
         try:
+            images = infer.coming(message, frames)
             rest = infer.begin(message, images, context) if infer.begin is not None and alone else None
         except Exception as error:
             return partial(_raise, error)

@@ -122,11 +122,12 @@ class Engine:
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._asking, self._turn, self._asked = threading.Lock(), threading.Lock(), 0
+        self._uncollected = 0  # batches that have had their turn, and whose callers have not got them yet
         self._launches = False  # whether the adapter launched what it was last given
         self._launched: deque[RunningBatch] = deque()  # the last part of each batch; whose turn it is may touch it
 
-    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
-        """What of a batch's frames need not wait until the batch is read: `EncodedImage.begun` of each."""
+    def begin_frames(self, frames: Sequence[tuple[str, Frame]]) -> list[BegunFrame | None]:
+        """What of a batch's frames, by camera, need not wait until it is read: `EncodedImage.begun` of each."""
         if self._begin_frames is not None:
             try:
                 return self._begin_frames(frames)
@@ -156,8 +157,8 @@ class Engine:
 
     @property
     def launches_at_once(self) -> bool:
-        """Whether `begin` would launch a batch rather than run it, and wait for no other that asks."""
-        return self._launches and not self._asked
+        """Whether `begin` would launch a batch rather than run it, and wait for no other that asks or runs."""
+        return self._launches and not self._asked and self._uncollected < LAUNCHED
 
     def begin(
         self,
@@ -187,10 +188,15 @@ class Engine:
     ) -> BatchResult:
         """Waits for what has been launched; the instants are those of the batch's beginning, rows and turn."""
         bucket, engine_s, post_s, waited_s, ended = 0, 0.0, 0.0, turn - prepared, prepared
-        for part in parts:
-            ended = self._collect(part, outcomes, ended)
-            bucket = max(bucket, part.bucket)
-            engine_s, post_s, waited_s = engine_s + part.engine_s, post_s + part.post_s, waited_s + part.waited_s
+        try:
+            for part in parts:
+                ended = self._collect(part, outcomes, ended)
+                bucket = max(bucket, part.bucket)
+                engine_s, post_s, waited_s = engine_s + part.engine_s, post_s + part.post_s, waited_s + part.waited_s
+        finally:
+            if parts:
+                with self._asking:
+                    self._uncollected -= 1
         if parts:
             ended = time.monotonic()
         assert all(outcome is not None for outcome in outcomes)
@@ -315,6 +321,9 @@ class Engine:
             self._begin(parts[-1], outcomes, draft if len(members) == len(rows) else None)
         if parts and parts[-1].running is not None:
             self._launched.append(parts[-1].running)
+        if parts:
+            with self._asking:
+                self._uncollected += 1
         return now, parts
 
     def _begin(self, part: _Part, outcomes: list[Outcome | None], draft: Any) -> None:

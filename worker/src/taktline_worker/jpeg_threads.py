@@ -68,6 +68,17 @@ class JpegBatch:
 _under_way: deque[tuple[JpegBatch, object]] = deque()
 """Batches and what they need, until all of their frames have ended, whoever has forgotten them."""
 _lock = threading.Lock()
+_process = os.getpid()
+
+
+def _forked() -> None:
+    """In a child, which has none of its parent's threads, and their locks in any state."""
+    global _lock, _process
+    _lock, _process = threading.Lock(), os.getpid()
+    _under_way.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _has_ended(batch: JpegBatch) -> bool:
@@ -103,21 +114,27 @@ class BegunFrame:
 class JpegThreads:
     """Native threads of this process; they decode for everybody, at least `threads` of them.
 
+    In a child of the process they are not there: all files are refused.
+
     Raises:
         OSError: they cannot be had here, and why.
     """
 
     def __init__(self, threads: int) -> None:
+        self._process = _process
         path = _compiled()
         try:
             # What is quickly done keeps the interpreter's lock: another thread would hold it for milliseconds.
             self._quick, self._waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+            self._sizes, self._begin = self._quick.taktline_jpeg_sizes, self._quick.taktline_jpeg_begin
+            self._wait, start = self._waiting.taktline_jpeg_wait, self._quick.taktline_jpeg_threads
+        except AttributeError as error:
+            raise OSError(f"the C compiler's library is another one: {error}") from error
         finally:
             shutil.rmtree(path.parent, ignore_errors=True)
-        self._sizes, self._begin = self._quick.taktline_jpeg_sizes, self._quick.taktline_jpeg_begin
         self._sizes.argtypes = self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
-        self._awake_us = _AWAKE_US if (os.cpu_count() or 1) >= _SPARE_CORES else 0
-        if self._quick.taktline_jpeg_threads(threads) < 1:
+        self._awake_us = _AWAKE_US if _cores() >= _SPARE_CORES else 0
+        if start(threads) < 1:
             raise OSError("no thread can be started")
         self._try_out()
 
@@ -126,12 +143,18 @@ class JpegThreads:
         jobs = (_Job * len(files))()
         for job, data in zip(jobs, files, strict=True):
             job.data, job.size = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0]), len(data)
-        self._sizes(ctypes.addressof(jobs), len(files))
+        if self._process == _process:
+            self._sizes(ctypes.addressof(jobs), len(files))
+        else:
+            for job in jobs:
+                job.state = _REFUSED
         return JpegBatch(jobs, files, [None if job.state else (job.height, job.width, 3) for job in jobs])
 
     def begin(self, batch: JpegBatch, memory: Sequence[Tensor | None]) -> list[BegunFrame | None]:
         """Begins to decode files, each into uint8 of its shape, contiguous on the CPU; those with None are left out."""
         begun: list[BegunFrame | None] = []
+        if self._process != _process:
+            return [None] * len(memory)
         for job, pixels in zip(batch.jobs, memory, strict=True):
             if pixels is None:
                 job.state = _REFUSED
@@ -147,8 +170,10 @@ class JpegThreads:
         return begun
 
     def wait(self, job: _Job) -> int:
-        """The state of a job that has ended."""
-        return int(self._waiting.taktline_jpeg_wait(ctypes.byref(job), self._awake_us))
+        """The state of a job that has ended, or never will in this process."""
+        if self._process != _process:
+            return _REFUSED
+        return int(self._wait(ctypes.byref(job), self._awake_us))
 
     def _try_out(self) -> None:
         """Raises OSError where a frame's bits are not libjpeg-turbo's."""
@@ -167,10 +192,14 @@ class JpegThreads:
                 raise OSError("they decode to other bits than libjpeg-turbo")
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def jpeg_threads() -> JpegThreads | None:
     """One thread a core, at most 8; None where they cannot be had, which is logged: the interpreter's decode then."""
     try:
-        return JpegThreads(min(_MOST_THREADS, os.cpu_count() or 1))
+        return JpegThreads(min(_MOST_THREADS, _cores()))
     except OSError as error:
         logger.warning("JPEGs are decoded by the interpreter's threads, which is slower: %s", error)
         return None
@@ -189,7 +218,10 @@ def _compiled() -> Path:
         try:
             done = subprocess.run(command, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
-            said = "the C compiler does not end"
+            said = "it does not end"
+            break
+        except OSError as error:
+            said = str(error)
             break
         if done.returncode == 0:
             return folder / "jpeg.so"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Batches that may wait for the engine; past it the gateway's own queue is the better place.
 MAX_WAITING_BATCHES = 8
+MOST_BYTES_ON_THE_LOOP = 1280 * 720 * 3
+"""Of a frame, decoded. A larger one, or its damaged file, would hold up every other connection."""
 _STATE_DTYPES = {"uint8", "int32", "int64", "float32", "float64"}
 
 
@@ -54,7 +56,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._traces = traces
         self.batches: BatchPort | None = None
         """Told in Info; None where batches come through gRPC only."""
-        self._places = threading.BoundedSemaphore(MAX_WAITING_BATCHES)
+        self._places: deque[None] = deque([None] * MAX_WAITING_BATCHES)
 
     def Info(self, request: worker_pb2.InfoRequest, context: grpc.ServicerContext) -> worker_pb2.InfoResponse:  # noqa: D102
         description = self._engine.adapter.description
@@ -85,9 +87,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             image_fit=to_image_fit(description.image_fit),
         )
 
-    def coming(self, frames: Frames) -> list[dict[str, EncodedImage]]:
-        """A batch's frames by item, as soon as they have come: what can begin to be decoded begins."""
-        begun = iter(self._engine.begin_frames([frame for images in frames for frame in images.values()]))
+    def coming(self, request: worker_pb2.InferRequest, frames: Frames) -> list[dict[str, EncodedImage]]:
+        """A batch's frames by item, as soon as they have come: what can begin to be decoded begins.
+
+        Nothing does of a batch that will be refused.
+        """
+        named = [(name, frame) for images in frames for name, frame in images.items()]
+        taken = self._places and self._refusal(request) is None
+        begun = iter(self._engine.begin_frames(named) if taken else [None] * len(named))
         return [{name: _image(frame, next(begun)) for name, frame in images.items()} for images in frames]
 
     def Infer(self, request: worker_pb2.InferRequest, context: grpc.ServicerContext) -> worker_pb2.InferResponse:  # noqa: D102
@@ -96,7 +103,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             for item in request.items
         ]
         answers: list[worker_pb2.InferResponse] = []
-        self.infer(request, self.coming(frames), context, answers.append)
+        self.infer(request, self.coming(request, frames), context, answers.append)
         return answers[0]
 
     def infer(
@@ -117,10 +124,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> Callable[[Answered], None] | None:
         """The first half of `infer`, up to the launch, where nothing holds it up, and the other one; else None.
 
-        A single row takes less time than another thread does to wake. Rows with a tail may be run apart.
+        A single row takes less time than another thread does to wake, where its frames need no decoding here. Rows with
+        a tail may be run apart.
         """
         items = request.items
         if len(items) != 1 or not self._engine.launches_at_once or items[0].rtc.HasField("tail"):
+            return None
+        if not all(_is_soon_there(image) for its in images for image in its.values()):
             return None
         return self._begin(request, images, context)
 
@@ -132,7 +142,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         refusal = self._refusal(request)
         if refusal is not None:
             return partial(self._answer, request, _refused(refusal, request), received)
-        if not self._places.acquire(blocking=False):
+        try:
+            self._places.pop()
+        except IndexError:
             busy = TaktlineError(
                 ErrorCode.OVERLOADED,
                 f"{MAX_WAITING_BATCHES} batches wait for this worker already",
@@ -146,7 +158,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             cancelled = partial(_is_gone, context)
             wait = self._engine.begin(items, deadline, cancelled, _level(request), since=received)
         except BaseException as error:
-            self._places.release()
+            self._places.append(None)
             if not isinstance(error, BatchDroppedError):
                 raise
             self._instruments.dropped()
@@ -161,7 +173,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             try:
                 result = wait()
             finally:
-                self._places.release()
+                self._places.append(None)
             self._answer(request, result, received, answered)
             self._traces.batch(context.invocation_metadata(), received, result, self._config.model.revision)
 
@@ -227,6 +239,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 def _is_gone(context: grpc.ServicerContext | CallContext) -> bool:
     return not context.is_active()
+
+
+def _is_soon_there(image: EncodedImage) -> bool:
+    if image.begun is not None:
+        return image.begun.pixels.numel() <= MOST_BYTES_ON_THE_LOOP
+    return image.encoding == "raw" and len(image.data) <= MOST_BYTES_ON_THE_LOOP
 
 
 def _refused(error: TaktlineError, request: worker_pb2.InferRequest) -> BatchResult:

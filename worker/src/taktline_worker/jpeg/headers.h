@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LOOK = 10, MOST_SIDE = 16384 };
+enum { LOOK = 10, MOST_SIDE = 16384, MOST_TABLES = 8 }; /* of Huffman codes: twice what a frame can use */
 
 static const uint8_t ZIGZAG[80] = {0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48,
                                    41, 34, 27, 20, 13, 6,  7,  14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23,
@@ -57,7 +57,7 @@ static int plan_of(const uint8_t *p, int64_t size, Plan *plan, int sizes_only) {
   const uint8_t *end = p + size;
   uint16_t quant[4][64];
   Codes *codes = NULL;
-  int has_quant[4] = {0}, jfif = 0, which[3] = {0}, ids[3] = {0}, sof = 0, good = 0;
+  int has_quant[4] = {0}, jfif = 0, which[3] = {0}, ids[3] = {0}, sof = 0, tables = 0, good = 0;
   if (size < 4 || p[0] != 0xFF || p[1] != 0xD8) return 0;
   if (!sizes_only && !(codes = calloc(4, sizeof *codes))) return 0;
   p += 2;
@@ -83,7 +83,7 @@ static int plan_of(const uint8_t *p, int64_t size, Plan *plan, int sizes_only) {
     } else if (marker == 0xC4) {
       while (s < next) {
         int number = 0, id = s[0];
-        if (next - s < 17 || (id & 0xEE)) goto done;
+        if (++tables > MOST_TABLES || next - s < 17 || (id & 0xEE)) goto done;
         for (int i = 1; i <= 16; i++) number += s[i];
         if (number > 256 || next - s < 17 + number) goto done;
         if (codes && !codes_of(&codes[(id >> 4) * 2 + (id & 1)], s + 1, s + 17, number, !(id >> 4))) goto done;

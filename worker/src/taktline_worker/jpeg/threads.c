@@ -11,7 +11,7 @@
 
 #include "frame.h"
 
-enum { MOST_THREADS = 64 };
+enum { MOST_THREADS = 64, MOST_KEPT = 16 << 20 }; /* bytes of a room that waits for its next frame */
 
 typedef struct Task {
   Job *job;
@@ -44,11 +44,14 @@ static Room *take_room(void) {
 }
 
 static void end_job(Job *job, Room *room, int good) {
+  uint8_t *large = NULL;
+  if (room && room->held > MOST_KEPT) large = room->memory, room->memory = NULL, room->held = 0;
   pthread_mutex_lock(&pool.lock);
   if (room) room->next = pool.free, pool.free = room;
   atomic_store_explicit(&job->state, good ? 1 : 2, memory_order_release);
   if (pool.waiting) pthread_cond_broadcast(&pool.done);
   pthread_mutex_unlock(&pool.lock);
+  free(large); /* now: it takes longer than a small frame */
 }
 
 static void read_job(Job *job) {

@@ -113,7 +113,7 @@ class PiAdapter:
             image_fit=pillow_fit(processor.architecture.image_size) if conventions.resize == "pil" else None,
         )
 
-    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
+    def begin_frames(self, frames: Sequence[tuple[str, Frame]]) -> list[BegunFrame | None]:
         """What has been begun of each frame, for `begin` to take over."""
         return self.processor.begin_frames(frames)
 

@@ -84,7 +84,7 @@ class PiProcessor:
         self.required_cameras = tuple(shown[s.key] for s in conventions.slots if s.required)
         self.optional_cameras = tuple(shown[s.key] for s in conventions.slots if s.key in shown and not s.required)
 
-    def begin_frames(self, frames: Sequence[Frame]) -> list[BegunFrame | None]:
+    def begin_frames(self, frames: Sequence[tuple[str, Frame]]) -> list[BegunFrame | None]:
         """Begins to decode what native threads can and nobody seems to have seen: `EncodedImage.begun` of each frame.
 
         What is to be refused is left to `begin`.
@@ -93,12 +93,16 @@ class PiProcessor:
         native = self.native
         if native is None or not self.raw:
             return begun
-        files = {at: data for at, (encoding, _, data) in enumerate(frames) if encoding == "jpeg" and data}
+        files = {
+            at: data
+            for at, (name, (encoding, _, data)) in enumerate(frames)
+            if encoding == "jpeg" and data and name in self._slot_of
+        }
         batch = native.batch(tuple(files.values()))
         memory: list[Tensor | None] = []
         for at, shape in zip(files, batch.shapes, strict=True):
             good = shape is not None and shape[0] * shape[1] <= self._max_pixels and self._can_be_fitted(shape[:2])
-            known = bool(self.seen.limit_bytes) and _sketch(*frames[at]) in self.seen
+            known = bool(self.seen.limit_bytes) and _sketch(*frames[at][1]) in self.seen
             memory.append(self.frames.take(shape) if good and not known and shape is not None else None)
         for at, one in zip(files, native.begin(batch, memory), strict=True):
             begun[at] = one
