@@ -17,6 +17,8 @@ from taktline_worker.models.pi import frame_memory
 from taktline_worker.models.pi.adapter import PiAdapter, load
 from taktline_worker.models.pi.frame_memory import STOCK, FrameMemory
 
+from tests.waiting import until
+
 SHAPE = (4, 6, 3)
 
 
@@ -49,7 +51,25 @@ def test_sizes_that_come_and_go_do_not_pile_up() -> None:
     memory.take((8, 11, 3))  # more than there may be by itself
     memory.take(SHAPE)
     memory.take((1, 1, 3))
-    assert [*memory._free] == [SHAPE]
+    assert [*memory._free] == [SHAPE, (1, 1, 3)]
+
+
+def test_the_shapes_taken_last_are_kept() -> None:
+    memory = FrameMemory(kept_bytes=200)
+    for width in (4, 5, 6):  # 48, 60 and 72 bytes
+        memory.take((4, width, 3))
+    memory.take((4, 4, 3))
+    memory.take((4, 3, 3))
+    assert list(memory._free) == [(4, 6, 3), (4, 4, 3), (4, 3, 3)]
+    assert memory._bytes == 72 + 48 + 36
+
+
+def test_what_comes_back_is_counted_though_nobody_takes_more() -> None:
+    memory = FrameMemory(kept_bytes=200)
+    taken = [memory.take(SHAPE) for _ in range(9)]
+    taken.clear()
+    assert memory._bytes == 2 * 72
+    assert len(free_of(memory)) == 2
 
 
 class Ran:
@@ -149,6 +169,54 @@ def test_pinned_memory_is_got_ahead_by_another_thread(monkeypatch: pytest.Monkey
         while memory._stocked and time.monotonic() < end:
             time.sleep(0.001)
         if number:
-            assert made.count("MainThread") == 1, "whoever takes one does not wait for it, but for the first"
+            assert made.count("MainThread") == 2, "whoever takes one does not wait for it, but for the first ones"
     assert len({frame.data_ptr() for frame in taken}) == len(taken)
     assert len(made) <= len(taken) + 2 * STOCK
+
+
+def test_a_shape_that_comes_once_has_nothing_got_ahead_and_one_at_a_time_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, ahead = threading.Event(), []
+
+    def new(shape: tuple[int, int, int]) -> torch.Tensor:
+        if threading.current_thread().name == "frame memory":
+            ahead.append(shape)
+            assert go_on.wait(30)
+        return torch.empty(shape, dtype=torch.uint8)
+
+    monkeypatch.setattr(frame_memory, "is_pinned", lambda _: True)
+    monkeypatch.setattr(frame_memory, "new_frame", new)
+    memory = FrameMemory()
+    for width in range(1, 200):
+        memory.take((4, width, 3))
+    assert not memory._stocked
+    assert len(memory._taken) < 100
+    kept = [memory.take((4, width, 3)) for width in (300, 300, 301, 301, 302, 302)]
+    assert memory._stocked == {(4, 300, 3)}
+    go_on.set()
+    until(lambda: not memory._stocked, "what is got ahead")
+    assert ahead == [(4, 300, 3)] * STOCK
+    assert len(kept) == 6
+
+
+@pytest.mark.parametrize("where", ["start", "new"])
+def test_where_nothing_can_be_got_ahead_frames_are_got_as_they_come(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def new(shape: tuple[int, int, int]) -> torch.Tensor:
+        if threading.current_thread().name == "frame memory":
+            raise MemoryError("no page is left")
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("no thread is left")
+
+    monkeypatch.setattr(frame_memory, "is_pinned", lambda _: True)
+    monkeypatch.setattr(frame_memory, "new_frame", new)
+    if where == "start":
+        monkeypatch.setattr(threading.Thread, "start", start)
+    memory, taken = FrameMemory(), []
+    for _ in range(6):
+        taken.append(memory.take(SHAPE))
+        until(lambda: not memory._stocked, "the end of it")
+    assert len({frame.data_ptr() for frame in taken}) == 6
+    assert caplog.text.count("is left") == 1
