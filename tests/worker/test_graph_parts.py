@@ -59,6 +59,64 @@ def test_graphs_begin_where_the_ones_before_end(monkeypatch: pytest.MonkeyPatch)
     assert happened[-1] == (1, "replayed")
 
 
+@pytest.mark.parametrize("fails", ["end", "begin", "compute"])
+def test_the_first_error_is_told_and_no_stream_stays(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    streams, broken = ["outside"], []
+
+    class Graph:
+        def capture_begin(self, pool: Any = None) -> None:
+            if pool and fails == "begin":  # at the cut: the context gives none here
+                broken.append(self)
+                raise RuntimeError("the first")
+
+        def capture_end(self) -> None:
+            if broken:
+                raise RuntimeError("a broken capture cannot be ended")
+            if fails == "end":
+                broken.append(self)
+                raise RuntimeError("the first")
+
+    class Stream:
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before = streams[-1]
+            streams.append(self.stream)
+
+        def __exit__(self, *_: object) -> None:
+            streams.append(self.before)
+
+    class Context:  # as PyTorch's: nothing behind an end that fails
+        def __init__(self, cuda_graph: Graph, pool: Any, stream: str) -> None:
+            self.cuda_graph, self.stream = cuda_graph, Stream(stream)
+
+        def __enter__(self) -> None:
+            self.stream.__enter__()
+            self.cuda_graph.capture_begin()
+
+        def __exit__(self, *_: object) -> None:
+            self.cuda_graph.capture_end()
+            self.stream.__exit__()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Context)
+    monkeypatch.setattr(torch.cuda, "stream", Stream)
+
+    def compute() -> None:
+        if fails == "compute":
+            broken.append("by an operation that a capture refuses")
+            raise RuntimeError("the first")
+        graph_parts.cut()
+
+    stream: Any = "captures"
+    with pytest.raises(RuntimeError, match="the first"):
+        graph_parts.captured(compute, "pool", stream)
+    assert "captures" in streams
+    assert streams[-1] == "outside"
+    graph_parts.cut()  # nothing is being captured
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_what_one_graph_makes_the_next_one_reads() -> None:

@@ -53,15 +53,28 @@ def captured(compute: Callable[[], object], pool: Any, stream: torch.cuda.Stream
 
     Args:
         pool: of their intermediates, as `torch.cuda.graph` takes it.
+
+    Raises:
+        Exception: the first error; a capture that it broke cannot be ended, and says so less well.
     """
     global _open
     capture = _Capture(pool, stream)
-    with capture.context:
-        _open = capture
-        try:
-            compute()
-        finally:
-            _open = None
+    first: BaseException | None = None
+    try:
+        # A capture that cannot be ended leaves its stream the current one, unless who stands outside ends that.
+        with torch.cuda.stream(stream), capture.context:
+            _open = capture
+            try:
+                compute()
+            except BaseException as error:
+                first = error
+                raise
+            finally:
+                _open = None
+    except Exception as error:
+        if first is None or error is first:
+            raise
+        raise first from first.__cause__
     return Parts(capture.graphs)
 
 
