@@ -50,7 +50,7 @@ def run(script: str, folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PAPER + script],
-        env=environment | {"TAKTLINE_KERNEL_CACHE": str(folder)},
+        env=environment | {"TAKTLINE_KERNEL_CACHE": str(folder), "HOME": str(folder.parent / "home")},
         capture_output=True,
         text=True,
         check=False,
@@ -92,12 +92,63 @@ print(launched.call_count)
 
 
 def test_damaged_files_of_tritons_are_made_again(tmp_path: Path) -> None:
-    run("work()", tmp_path)
-    groups = list(tmp_path.glob("triton/*/__grp__*"))
-    for path, content in zip(groups, ("", "{"), strict=True):
-        path.write_text(content)
-    assert run("work(); print(launched.call_count)", tmp_path).split() == ["6"]
-    assert all("child_paths" in path.read_text() for path in groups)
+    shared = tmp_path / "kernels"
+    run("work()", shared)
+    whole = {path: path.read_bytes() for path in shared.glob("triton/*/*")}
+    assert {path.suffix for path in whole} >= {".json", ".cubin", ".sha256"}
+    for path, content in whole.items():
+        path.write_bytes(content[: len(content) // 2])
+    assert run("work(); print(launched.call_count)", shared).split() == ["6"]
+    assert {path for path, content in whole.items() if path.read_bytes() != content} == set()
+
+
+@pytest.mark.parametrize("suffix", ["json", "cubin"])
+def test_one_damaged_file_of_tritons_is_made_again(tmp_path: Path, suffix: str) -> None:
+    shared = tmp_path / "kernels"
+    run("work()", shared)
+    path = next(one for one in shared.glob(f"triton/*/*.{suffix}") if not one.name.startswith("__grp__"))
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content)))  # its size is right, as after a loss of power
+    assert run("work(); print(launched.call_count)", shared).split() == ["6"]
+    assert path.read_bytes() == content
+
+
+def test_a_group_that_names_no_files_is_none(tmp_path: Path) -> None:
+    script = """
+from taktline_kernels.triton_impl.kept import KeptFiles
+files = KeptFiles("KEY")
+path = files.put(b"1", "k.json")
+files.put_group("k.json", {"k.json": path})
+print(files.get_group("k.json") == {"k.json": path})
+for content in ("[]", "null", '{"child_paths": null}', '{"child_paths": [1]}', '{"a": 1}', "{", bytes([255, 254])):
+    files.put(content, "__grp__k.json")
+    print(files.get_group("k.json"))
+"""
+    assert run(script, tmp_path / "kernels").split() == ["True", *["None"] * 7]
+
+
+def test_what_the_processor_runs_is_never_taken_from_a_shared_folder(tmp_path: Path) -> None:
+    shared, home = tmp_path / "kernels", tmp_path / "home"
+    script = """
+import sysconfig
+from triton.runtime.build import compile_module_from_src
+code = '''#include <Python.h>
+static struct PyModuleDef d = {PyModuleDef_HEAD_INIT, "launcher", 0, -1, 0};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&d); }'''
+print(compile_module_from_src(code, "launcher", include_dirs=[sysconfig.get_paths()["include"]]).__file__)
+"""
+    (made,) = run(script, shared).split()
+    launcher = Path(made)
+    assert launcher.is_relative_to(home)
+    assert list(shared.rglob("*.so*")) == []
+    # One that another worker left there, digest and all.
+    planted = shared / "triton" / launcher.parent.name
+    launcher.parent.rename(planted)
+    assert run(script, shared).split() == [made]
+    # The home's own is found again: a worker whose container restarts builds none.
+    built = launcher.stat().st_mtime_ns
+    assert run(script, shared).split() == [made]
+    assert launcher.stat().st_mtime_ns == built
 
 
 def test_triton_compiles_where_nothing_can_be_kept(tmp_path: Path) -> None:

@@ -173,7 +173,10 @@ def test_workers_keep_the_kernels_that_they_compile_where_the_installation_says(
 
     told = pod("/var/lib/taktline/kernels")
     worker = told["containers"][0]
-    assert volume(told, "kernels") == {"hostPath": {"path": "/var/lib/taktline/kernels", "type": "DirectoryOrCreate"}}
+    # Kernels that one worker plants would run in the others' context: no other namespace sees them.
+    own = f"/var/lib/taktline/kernels/{make.policy().namespace}"
+    assert volume(told, "kernels") == {"hostPath": {"path": own, "type": "DirectoryOrCreate"}}
+    assert volume(pod("/var/lib/taktline/kernels/"), "kernels") == volume(told, "kernels")
     assert {"name": "kernels", "mountPath": "/kernel-cache"} in worker["volumeMounts"]
     assert {"name": "TAKTLINE_KERNEL_CACHE", "value": "/kernel-cache"} in worker["env"]
     # Workers that run must not restart for a setting that nobody made.

@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         "--kernel-cache",
         metavar="FOLDER",
         default=os.environ.get("TAKTLINE_KERNEL_CACHE", defaults.kernel_cache),
-        help="folder of each node that keeps the GPU kernels that workers compile at start; user 10001 has to own it"
-        " (env TAKTLINE_KERNEL_CACHE; default: each pod compiles for itself)",
+        help="folder of each node that keeps the GPU kernels that workers compile at start, in one for each"
+        " namespace that user 10001 has to own (env TAKTLINE_KERNEL_CACHE; default: each pod compiles for itself)",
     )
     shared.add_argument(
         "--worker-image-for",

@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         runbooks: base URL of the pages that alerts link to.
         worker_tls: certificates of all workers; None where they speak plain text.
         model_cache: folder of each node that keeps fetched checkpoints of policies that name no cache; empty: none.
-        kernel_cache: folder of each node that keeps the kernels that workers compile; empty: none.
+        kernel_cache: folder of each node that keeps the kernels that workers compile, by namespace; empty: none.
     """
 
     image: str = "taktline/worker:0.1.0"

@@ -306,7 +306,7 @@ class PolicyDeployment(msgspec.Struct, frozen=True, kw_only=True):
         created: metadata.creationTimestamp, RFC 3339; decides who keeps a contested policy name.
         spec: with the ranks of the search in it, where they were chosen.
         search: how they were; None where the spec states them.
-        kernel_cache: folder of each node that keeps the kernels its workers compile; empty for none.
+        kernel_cache: folder of each node that keeps the kernels its workers compile, by namespace; empty for none.
     """
 
     name: str

@@ -331,4 +331,6 @@ def _volumes(policy: PolicyDeployment, pool: Pool) -> list[dict[str, Any]]:
 
 
 def _kernel_folder(policy: PolicyDeployment) -> dict[str, Any]:
-    return {"path": policy.kernel_cache, "type": "DirectoryOrCreate"}
+    # Who writes there decides what GPUs run: a namespace does so for itself alone. What a kubelet makes is root's, so
+    # that a namespace for which nobody made a folder keeps nothing.
+    return {"path": f"{policy.kernel_cache.rstrip('/')}/{policy.namespace}", "type": "DirectoryOrCreate"}

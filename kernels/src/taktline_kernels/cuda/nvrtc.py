@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from contextlib import suppress
+from importlib import metadata, resources
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _version() -> str:
-    return ".".join(map(str, _check(nvrtc.nvrtcVersion())))
+    """What the library says, which is no more than major.minor, and its package's version where it has one."""
+    major, minor = _check(nvrtc.nvrtcVersion())
+    builds = []
+    for package in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
+        with suppress(metadata.PackageNotFoundError):
+            builds.append(metadata.version(package))
+    return " ".join((f"{major}.{minor}", *builds))
 
 
 @functools.cache
