@@ -164,7 +164,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch:
 
     def noted(name: str) -> None:
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given: happened.append(name) or real(*given))
+
+        def call(*given: Any) -> None:
+            happened.append(name)
+            real(*given)
+
+        monkeypatch.setattr(os, name, call)
 
     noted("fsync")
     noted("replace")

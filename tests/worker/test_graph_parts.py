@@ -61,7 +61,8 @@ def test_graphs_begin_where_the_ones_before_end(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("fails", ["end", "begin", "compute"])
 def test_the_first_error_is_told_and_no_stream_stays(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    streams, broken = ["outside"], []
+    streams = ["outside"]
+    broken: list[Any] = []
 
     class Graph:
         def capture_begin(self, pool: Any = None) -> None:
