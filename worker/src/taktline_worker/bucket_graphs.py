@@ -41,7 +41,9 @@ class Bucket:
 
 
 class BucketGraphs(ABC, Generic[RowT, BatchT]):
-    """Replays one graph a batch, and allocates nothing on the device after `capture`. One call at a time.
+    """Replays one graph a batch, and allocates nothing on the device after `capture`.
+
+    One call at a time, as the engine's turn sees to: buffers are shared, and a request's graphs launched one by one.
 
     A batch is padded to the smallest bucket that holds it, by copies of its first row. Graphs are for one layout, the
     template's; rows of another, longer prompts and larger batches run eagerly, which takes several times as long and is
