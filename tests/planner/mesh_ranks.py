@@ -28,14 +28,17 @@ from torch import distributed as dist
 
 RANKS = 8
 SIZES = (1, 2, 3, 4, 8)
+PRECISIONS = ("fp32", "bf16", "fp8")
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "vjepa2_ac_tiny"
 SETTINGS = SearchSettings(candidates=64, elites=8, rounds=3)
 
 
 def make_world(precision: str) -> VJepa2World:
+    """The golden model, plain in fp32 and bf16, fused in fp8: as a worker on a GPU runs it, through the references."""
+    fp8 = precision == "fp8"
     checkpoint = open_checkpoint(GOLDEN / "checkpoint.pt", SidecarArchitecture(64, 4, 4))
-    weights = pack_weights(checkpoint, {"fp32": FP32, "bf16": BF16}[precision], torch.device("cpu"))
-    return VJepa2World(weights, checkpoint.architecture, micro_batch=8, max_horizon=2)
+    weights = pack_weights(checkpoint, FP32 if precision == "fp32" else BF16, torch.device("cpu"))
+    return VJepa2World(weights, checkpoint.architecture, micro_batch=8, max_horizon=2, fused=fp8, quantised=fp8)
 
 
 def make_problems(world: VJepa2World) -> list[Problem]:
@@ -84,7 +87,7 @@ def rank_main(rank: int, out: Path) -> None:
             continue
         pair = group if size == 2 else pair
         mesh: Mesh = OneRank() if size == 1 else ProcessGroupMesh(group)
-        for precision in ("fp32", "bf16"):
+        for precision in PRECISIONS:
             world = make_world(precision)
             if rank == 0:
                 plans = lead(world, make_problems(world), mesh, RoundClock())

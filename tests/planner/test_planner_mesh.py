@@ -37,7 +37,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_plans_are_bit_identical_at_every_world_size(plans: dict[str, Any], precision: str, size: int) -> None:
     """Actions, poses and the energies of every round, for two robots side by side."""
@@ -53,7 +53,7 @@ def test_the_two_robots_searched_as_asked(plans: dict[str, Any]) -> None:
 
 
 def test_precision_shows(plans: dict[str, Any]) -> None:
-    assert plans["fp32 1"] != plans["bf16 1"]
+    assert plans["fp32 1"] != plans["bf16 1"] != plans["fp8 1"]
 
 
 def test_a_lost_rank_costs_time_and_not_the_plan(plans: dict[str, Any]) -> None:
