@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from taktline_kernels.ops import frame_products, frames
 from taktline_kernels.ops.dispatch import REGISTRY
 from taktline_kernels.ops.frame_products import Weights
+from taktline_kernels.selector import parse_table
 from torch import Tensor
 from torch.nn import functional
 
@@ -198,6 +200,40 @@ def test_threads_that_share_a_sum_product_keep_their_scales(monkeypatch: pytest.
     for thread in threads:
         thread.join()
     assert mixed == [False] * 20
+
+
+def chosen(op: str, dtype: torch.dtype, **shape: int) -> str:
+    """The kernel that an H200's table names."""
+    text = resources.files("taktline_kernels").joinpath("tables", "h200.toml").read_text(encoding="utf-8")
+    return next(rule.kernel for rule in parse_table(text) if rule.op == op and rule.matches(shape, dtype))
+
+
+def test_the_table_names_kernels_for_what_they_take() -> None:
+    """A call outside runs where there is no such limit, and raises nothing."""
+    for k, kernel in ((1024, "cublaslt"), (4096, "cublaslt"), (1000, "torch"), (2048, "torch")):
+        assert chosen("frame_sum_product", frames.FP8, rows=25800, n=1024, k=k) == kernel
+    assert chosen("frame_sum_product", frames.FP8, rows=25800, n=1000, k=1024) == "torch"
+    assert chosen("frame_sum_product", torch.bfloat16, rows=25800, n=1024, k=1024) == "torch"
+    norm = {"rows": 25800, "width": 1024, "updates": 0, "offset": 1, "affine": 0, "keep": 0}
+    assert chosen("frame_norm", torch.bfloat16, **norm, bytes=1) == "cuda_fp8"
+    for other in ({"updates": 1}, {"offset": 0}, {"affine": 1}, {"keep": 1}, {"width": 512}):
+        assert chosen("frame_norm", torch.bfloat16, **(norm | {"bytes": 1} | other)) == "triton"
+    norm |= {"bytes": 2, "affine": 1}
+    for updates, kernel in ((0, "triton"), (1, "cuda"), (2, "cuda")):
+        assert chosen("frame_norm", torch.int16, **(norm | {"updates": updates, "keep": updates // 2})) == kernel
+    assert chosen("frame_norm", torch.int16, **(norm | {"updates": 1, "affine": 0})) == "triton"
+
+
+def test_the_norm_tells_the_table_all_that_its_rules_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, int]] = []
+    monkeypatch.setattr(frames._NORM, "run", lambda shape, *_: told.append(dict(shape)))
+    stream, vector = torch.zeros(2, 8), torch.zeros(8)
+    frames.frame_norm(stream, (stream,), None, vector, vector, 1e-6, torch.bfloat16, keep=stream)
+    frames.frame_norm(frames.split(stream), (), vector, None, None, 1e-6, frames.FP8)
+    assert told == [
+        {"rows": 2, "width": 8, "bytes": 2, "updates": 1, "offset": 0, "affine": 1, "keep": 1},
+        {"rows": 2, "width": 8, "bytes": 1, "updates": 0, "offset": 1, "affine": 0, "keep": 0},
+    ]
 
 
 def test_products_refuse_what_they_would_read_or_write_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
