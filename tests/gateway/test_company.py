@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from unittest import mock
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.company import Company
+from taktline_gateway.scheduler import Scheduler
 
 from tests.gateway.simulated_clock import Simulation, scheduler, service_times, ticket
 
@@ -83,16 +85,16 @@ def waiting(sigma_s=0.001, period=0.1, rounds=60, robots=8):
     return arrivals, rounds * period
 
 
-def asked(arrivals, dues, oldest, now, *, times=None, workers=1, **changes):
-    times = times or service_times(GROOT_MS, 8, 1.07)
+def asked(arrivals, dues, oldest, now, *, times=None, workers=1, going=None, **changes):
+    times, going = times or service_times(GROOT_MS, 8, 1.07), going or (0, len(dues))
     options = {"workers": workers, "in_flight": 0, "max_wait_s": WAIT_S, "begins": now, "price_hz": 0.0, "now": now}
-    return Company(arrivals).until(dues, (0, len(dues)), oldest, times, 8, **{**options, **changes})
+    return Company(arrivals).until(dues, going, oldest, times, 8, **{**options, **changes})
 
 
-def came(arrivals, at, robots, gap_s=1e-4):
+def came(arrivals, at, robots, gap_s=1e-4, budget_s=0.0232):
     for index in range(robots):
         arrivals.note(("", str(index)), at + gap_s * index, WAIT_S, 0.0232)
-    return [at + gap_s * index + 0.0232 for index in range(robots)]
+    return [at + gap_s * index + budget_s for index in range(robots)]
 
 
 def test_one_who_is_about_to_come_is_waited_for_beyond_the_tail_of_the_first():
@@ -123,6 +125,32 @@ def test_each_worker_waits_for_its_share():
         arrivals, at = waiting(robots=robots)
         dues = came(arrivals, at - 0.001, 1)
         assert (asked(arrivals, dues, at - 0.001, at - 0.001, workers=workers) is not None) is waits
+
+
+def test_the_heads_before_a_batch_count_where_they_are_served_after_it():
+    """Two have time for one after the other, a third comes soon: to start with the second costs the first nothing."""
+    arrivals, at = waiting(robots=3)
+    dues = came(arrivals, at - 0.002, 2, budget_s=0.030)
+    assert asked(arrivals, dues, at - 0.002, at - 0.0018, going=(1, 1)) is None
+
+
+def test_those_whom_a_batch_leaves_count_by_the_worker_s_share():
+    """Of three, one goes and one is the other worker's: to leave the third behind is no loss."""
+    arrivals, at = waiting(robots=6)
+    dues = came(arrivals, at - 0.002, 3, budget_s=0.045)
+    options = {"going": (0, 1), "workers": 2, "times": service_times(PI_MS, 8, 1.07)}
+    assert asked(arrivals, dues, at - 0.002, at - 0.0017, **options) is None
+    arrivals, at = waiting(robots=4)
+    dues = came(arrivals, at - 0.002, 2, budget_s=0.030)
+    assert asked(arrivals, dues, at - 0.002, at - 0.0018, going=(0, 1), workers=2) is not None, "the other worker's"
+
+
+def test_a_wait_whose_end_is_too_uncertain_is_none():
+    """12 ms are left, 8.8 of them for a batch of two: who comes 3 ms off its rhythm is too great a risk for both."""
+    for sigma_s, waits in ((0.001, True), (0.003, False)):
+        arrivals, at = waiting(robots=2, sigma_s=sigma_s)
+        dues = came(arrivals, at, 1, budget_s=0.012)
+        assert (asked(arrivals, dues, at, at + 1e-4) is not None) is waits
 
 
 def test_it_is_decided_once_and_again_when_they_have_come_or_one_comes_who_is_tighter():
@@ -183,3 +211,99 @@ def test_without_a_wait_nothing_waits():
     arrivals, at = waiting()
     dues = came(arrivals, at, 4)
     assert asked(arrivals, dues, at, at, max_wait_s=0.0) is None
+
+
+def test_nobody_waits_for_company_who_needs_a_cheaper_level():
+    """One of four has 10.5 ms, the batch of one takes 20 at full quality and 8 below: waiting would cost it that."""
+    rng, made = random.Random(3), []
+    for turn in range(100):
+        for robot in range(4):
+            at = 0.1 * turn + 0.001 * robot + 0.001 + rng.gauss(0.0, 0.0003)
+            made.append(ticket(robot, at + (0.060 if robot else 0.0105), at=at, seq=turn))
+    levels = Scheduler(max_batch=8, max_wait_s=WAIT_S)
+    cheaper = service_times({1: 8, 2: 9, 4: 11, 8: 15}, 8, 1.07)
+    levels.add_worker("w0", service_times({1: 20, 2: 22, 4: 26, 8: 34}, 8, 1.07), cheaper=(cheaper,))
+    simulation = Simulation(levels)
+    simulation.run(made)
+    assert all(simulation.done.get(one, math.inf) <= one.deadline for one in made)
+    assert {batch.level for batch in simulation.batches if "0" in {one.robot for one in batch.tickets}} == {1}
+    assert {batch.level for batch in simulation.batches} == {0, 1}
+
+
+def one_waits(workers, *, flying=(), budget_s=0.0225):
+    """Workers by their times in ms; a robot in step has come first and waits, `flying` have a batch of one."""
+    made = Scheduler(max_batch=8, max_wait_s=WAIT_S)
+    for name, table in workers.items():
+        made.add_worker(name, service_times(table, 8, 1.07))
+    rng, simulation = random.Random(0), Simulation(made)
+    arrivals = [(0.1 * turn + abs(rng.gauss(0.0, 0.001)), robot, turn) for turn in range(60) for robot in range(8)]
+    simulation.run([ticket(robot, at + budget_s, at=at, seq=turn) for at, robot, turn in arrivals])
+    simulation.now = 5.999
+    batches = [made.fleet.get(name).launch((ticket("x", 7.0),), 0, simulation.now) for name in flying]
+    one = ticket(0, simulation.now + budget_s, at=simulation.now, seq=99)
+    simulation.submit(one)
+    return simulation, one, batches
+
+
+FAST_MS = {1: 5, 2: 6, 4: 8, 8: 12}
+SLOW_MS = {1: 20, 2: 24, 4: 32, 8: 48}
+
+
+def test_a_worker_does_not_inherit_the_wait_of_a_faster_one_that_left():
+    simulation, one, _ = one_waits({"fast": FAST_MS, "slow": SLOW_MS})
+    assert not simulation.running
+    simulation.scheduler.remove_worker("fast")
+    simulation.now += 1e-4
+    simulation.poll()
+    assert [batch.worker for _, batch in simulation.running] == ["slow"], "at once: it takes 20 ms"
+    simulation.advance(7.0)
+    assert simulation.done[one] <= one.deadline
+
+
+@pytest.mark.parametrize("event", ["added", "left", "came again", "replaced", "failed", "checked", "levels", "none"])
+def test_a_wait_is_looked_at_again_when_the_workers_are_others(event):
+    simulation, _, (batch,) = one_waits({"fast": FAST_MS, "slow": SLOW_MS}, flying=["slow"])
+    made = simulation.scheduler
+    assert not simulation.running
+    if event == "added":
+        made.add_worker("new", service_times(SLOW_MS, 8, 1.07))
+    elif event == "left":
+        made.remove_worker("slow")
+    elif event == "came again":
+        made.remove_worker("slow")
+        made.add_worker("slow", service_times(SLOW_MS, 8, 1.07))
+    elif event == "replaced":
+        made.add_worker("slow", service_times(SLOW_MS, 8, 1.07))
+    elif event == "failed":
+        made.failed(batch, simulation.now + 1.0)
+    elif event == "checked":
+        made.fleet.get("slow").trial = True
+        made.finished(batch, 0.015)  # its whole table is scaled by it
+    elif event == "levels":
+        made.set_cheaper("fast", (service_times({1: 2, 8: 4}, 8, 1.07),))
+    simulation.now += 1e-4
+    with mock.patch.object(Company, "_planned", return_value=None) as planned:
+        simulation.poll()
+    assert planned.called is (event != "none")
+
+
+def test_another_worker_s_wait_is_not_its_own():
+    arrivals, at = waiting(robots=4)
+    company, dues = Company(arrivals), came(arrivals, at - 0.001, 1)
+    options = {"in_flight": 0, "max_wait_s": WAIT_S, "price_hz": 0.0, "begins": at, "now": at}
+    first, other = service_times(GROOT_MS, 8, 1.07), service_times(GROOT_MS, 8, 1.07)
+    assert company.until(dues, (0, 1), at - 0.001, first, 8, workers=1, **options) is not None
+    with mock.patch.object(company, "_planned", return_value=None) as again:
+        for times, workers in ((first, 1), (other, 1), (first, 2)):
+            company.until(dues, (0, 1), at - 0.001, times, 8, workers=workers, **options)
+    assert again.call_count == 2
+
+
+@pytest.mark.parametrize("proves_itself", [True, False])
+def test_a_worker_that_proves_itself_on_a_batch_of_one_waits_for_nobody(proves_itself):
+    simulation, _, _ = one_waits({"w0": GROOT_MS}, budget_s=0.050)
+    assert not simulation.running
+    simulation.scheduler.fleet.get("w0").probation = proves_itself
+    simulation.now += 1e-4
+    simulation.poll()
+    assert bool(simulation.running) is proves_itself

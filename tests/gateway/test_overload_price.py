@@ -66,6 +66,8 @@ def test_where_all_budgets_have_room_for_a_full_batch_time_is_worth_the_most_soo
     assert roomy == pytest.approx(WORTH_ALIKE * 8 / times.median_s(8))
     assert price_hz(LOSS_FULL_ROOMY, 1.0, 1.0, 0.6, 0.99 * full_s, times, 8) < 0.25 * roomy
     assert price_hz(LOSS_FROM, 1.0, 1.0, 0.6, full_s, times, 8) == 0.0
+    unknown = price_hz(LOSS_FULL_ROOMY, 1.0, 1.0, 0.6, math.inf, times, 8)
+    assert unknown == price_hz(LOSS_FULL_ROOMY, 1.0, 1.0, 0.6, TIGHT_S, times, 8), "no budget is known"
 
 
 def test_a_little_too_much_costs_little_where_all_budgets_have_room_for_a_full_batch():

@@ -20,8 +20,12 @@ class Company:
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
         self._until = 0.0
-        self._for: tuple[float, float] = (0.0, 0.0)  # the end of the longest wait of those that wait, the first one due
+        self._for: tuple[object, ...] = ()  # the worker, how many there are, the longest wait, the first one due
         self._size = 0
+
+    def forget(self) -> None:
+        """What was decided is looked at again: a worker came, failed or has other times. One that left is noticed."""
+        self._for = ()
 
     def until(
         self,
@@ -59,13 +63,14 @@ class Company:
                 return None
             until = min(latest, dues[0] - times.tail[here + 1])  # one more must make none of them late
             return until if until > now else None
-        if now < self._until and here < self._size and self._for == (latest, dues[0]):
+        asked_for = (times, workers, latest, dues[0])
+        if now < self._until and here < self._size and self._for == asked_for:
             return self._until
         plan = self._planned(dues, going, latest, times, limit, workers, begins, price_hz, now)
         if plan is None:
             return None
         self._until, self._size = plan
-        self._for = (latest, dues[0])
+        self._for = asked_for
         return self._until
 
     def _planned(

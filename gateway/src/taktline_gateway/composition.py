@@ -91,12 +91,13 @@ def compose(
         )
 
     start, size, on_time = weighed(0)
-    if not low and len(queue) == len(dues):  # who waits while others are there waits for nothing
+    saves = len(levels) > 1 and on_time <= len(dues) - LOSS  # then a wait, which full quality is judged by, would lose
+    if not low and not saves and len(queue) == len(dues):  # who waits while others are there waits for nothing
         wait_until = company_until(dues, rank, position, (start, size))
         if wait_until is not None:
             return Composition(wait_until=wait_until)
     level, too_short = 0, False
-    if on_time <= len(dues) - LOSS and len(levels) > 1 and not low:
+    if saves and not low:
         for cheaper in range(1, len(levels)):
             found = weighed(cheaper)
             if found[2] < on_time + LOSS:

@@ -65,7 +65,7 @@ def price_hz(
         busy: share of its recent time that the worker was busy.
         budget_s: the usual time between a ticket's arrival and its deadline.
         spread_s: how far a budget is from the usual one, on average.
-        tightest_s: the smallest budget that came lately.
+        tightest_s: the smallest budget that came lately; infinite where none is known, which says nothing.
         limit: most members of a batch.
     """
     if lost <= LOSS_FROM:
@@ -73,7 +73,7 @@ def price_hz(
     differing = UNLIKE * budget_s
     alike = 1.0 - spread_s / differing if spread_s < differing else 0.0
     full = LOSS_FULL + alike * (LOSS_FULL_ALIKE - LOSS_FULL)
-    if tightest_s >= times.tail[times.max_batch]:
+    if times.tail[times.max_batch] <= tightest_s < math.inf:
         alike, full = 1.0, LOSS_FULL_ROOMY
     pressure = min(1.0, (lost - LOSS_FROM) / (full - LOSS_FROM)) * (1.0 - (1.0 - busy) / IDLE_FREE)
     if pressure <= 0.0:

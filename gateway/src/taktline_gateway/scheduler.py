@@ -62,12 +62,14 @@ class Scheduler:
     ) -> None:
         """Makes a worker available; `cheaper` are its times when degraded."""
         self.fleet.add(name, (times, *cheaper), now)
+        self._company.forget()
 
     def set_cheaper(self, name: str, cheaper: tuple[ServiceTimes, ...]) -> None:
         """What a worker may be asked for below full quality has changed; a batch in flight stays as it is."""
         worker = self.fleet.get(name)
         if worker is not None:
             worker.levels = (worker.times, *cheaper)
+            self._company.forget()
 
     def remove_worker(self, name: str) -> None:
         """No more batches go to this worker; a batch in flight is the caller's to finish."""
@@ -124,6 +126,8 @@ class Scheduler:
             worker.probation = False
             if measured:
                 worker.learn(flight, seconds, inference_s, outside_s, waited_s)
+            if worker.trial:  # its table may have been rescaled
+                self._company.forget()
             worker.trial = False
         self._books.settle()
         if released is not None and not released[0].flights and not len(self.queue):
@@ -138,6 +142,7 @@ class Scheduler:
             worker.trial = False
             worker.suspended_until = suspended_until
             worker.probation = True
+            self._company.forget()
 
     # ----- tickets
 
@@ -323,7 +328,7 @@ class Scheduler:
                 going,
                 min(ticket.arrived_at for ticket in self.queue.members(rank, position, len(dues))),
                 worker.times,
-                self.max_batch,
+                1 if worker.probation else self.max_batch,
                 workers=len(self.fleet),
                 in_flight=self._in_flight,
                 max_wait_s=self.max_wait_s,
