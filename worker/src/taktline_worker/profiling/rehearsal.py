@@ -193,6 +193,7 @@ def pretended_gpu(
             multi_processor_count=ahead.PROCESSORS[arch],
         ),
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: watch.inside,
         "synchronize": lambda device=None: watch.note("a stop for the device"),
         "empty_cache": lambda: None,
         "graph_pool_handle": lambda: (0, 0),
