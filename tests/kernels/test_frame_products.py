@@ -177,13 +177,14 @@ def test_threads_that_share_a_sum_product_keep_their_scales(monkeypatch: pytest.
             weight, rows = arguments[3].value, arguments[5].value
             mixed.append(asked[weight, rows] != (state[17], state[18]))
 
-    library = SimpleNamespace(call=call, handle=lambda _: None, workspace=lambda *_: torch.empty(1), WORKSPACE_BYTES=1)
-    monkeypatch.setattr(module, "cublaslt", library)
+    library = importlib.import_module("taktline_kernels.cuda.cublaslt")
+    for name, stub in (("call", call), ("handle", lambda _: None), ("workspace", lambda *_: torch.empty(1))):
+        monkeypatch.setattr(library, name, stub)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     product = object.__new__(module._SumProduct)
-    for name in ("_device", "_operation", "_weight", "_x", "_y"):
+    for name in ("_device", "_operation", "_weight", "_x", "_out"):
         setattr(product, name, None)
-    product._result, product._alone = SimpleNamespace(algorithm=module.ctypes.c_int()), threading.Lock()
+    product.algorithms, product._alone = [SimpleNamespace(algorithm=module.ctypes.c_int())], threading.Lock()
     cases = [SumCase(4, 256, 128) for _ in range(2)]
     asked = {
         (one.weight.data_ptr(), one.rows.data_ptr()): (one.weight_scales.data_ptr(), one.scales.data_ptr())

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_BF16, _FP32, _COMPUTE_FP32 = 14, 0, 68
+BF16, FP32, _COMPUTE_FP32 = 14, 0, 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE = 1
 _EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}
 WORKSPACE_BYTES = 32 << 20
+
+Attributes = Sequence[tuple[int, Any]]
+"""Numbers of an operation's attributes, and their ctypes values."""
 
 
 class Result(ctypes.Structure):
@@ -85,15 +89,15 @@ def layout(rows: int, columns: int, step: int, dtype: int, parts: int = 1, part_
     return layout
 
 
-class LtProduct:
-    """activation(x @ weight.T + bias) for one shape.
+class LtMatmul:
+    """out = x @ weight.T, or out += that, for one shape.
+
+    The library is column-major: weight.T (k, n) and x.T (k, m) give out.T (n, m).
 
     Args:
-        m, n, k: x is (m, k), weight (n, k).
-        bias: whether there is one.
-        gelu: tanh form, with a bias only.
+        weight, x, out: `layout`'s arguments.
+        attributes: of the operation, besides the transposition of the weight.
         device: where it runs.
-        parts: above 1, the sums of so many equal parts of k apart, in fp32.
         limit: most algorithms to ask for.
 
     Attributes:
@@ -102,17 +106,20 @@ class LtProduct:
     """
 
     def __init__(
-        self, m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, parts: int = 1, limit: int = 64
+        self,
+        weight: tuple[int, ...],
+        x: tuple[int, ...],
+        out: tuple[int, ...],
+        attributes: Attributes,
+        device: torch.device,
+        limit: int,
     ) -> None:
+        self._device = device
+        self._alone = threading.Lock()  # addresses that one call sets are part of the operation
         self._operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
-        call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, _FP32)
-        self._set(_TRANSPOSE_A, ctypes.c_int32(1))
-        self._set(_EPILOGUE, ctypes.c_int32(_EPILOGUES[bias, gelu]))
-        # The library is column-major: weight.T (k, n) and x.T (k, m) give out.T (n, m).
-        share = k // parts
-        self._weight = layout(share, n, k, _BF16, parts, share)
-        self._x = layout(share, m, k, _BF16, parts, share)
-        self._out = layout(n, m, n, _BF16 if parts == 1 else _FP32, parts, n * m)
+        call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FP32, FP32)
+        self._set(((_TRANSPOSE_A, ctypes.c_int32(1)), *attributes))
+        self._weight, self._x, self._out = layout(*weight), layout(*x), layout(*out)
         call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         size = ctypes.c_size_t(WORKSPACE_BYTES)
         call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(size), ctypes.c_size_t(8))
@@ -132,11 +139,71 @@ class LtProduct:
         )
         call("cublasLtMatmulPreferenceDestroy", preference)
         self.algorithms = [result for result in results[: found.value] if result.state == 0]
-        self._device = device
 
-    def _set(self, attribute: int, value: Any) -> None:
-        size = ctypes.c_size_t(ctypes.sizeof(value))
-        call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
+    def _set(self, attributes: Attributes) -> None:
+        for attribute, value in attributes:
+            size = ctypes.c_size_t(ctypes.sizeof(value))
+            call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
+
+    def multiply(
+        self, x: Tensor, weight: Tensor, out: Tensor, algorithm: int, attributes: Attributes, *, add: bool = False
+    ) -> None:
+        """Write to `out`, or add onto it, with `attributes` that are of this call. Threads may call it side by side.
+
+        Raises:
+            RuntimeError: the library refuses.
+        """
+        one, before = ctypes.c_float(1.0), ctypes.c_float(float(add))
+        stream = torch.cuda.current_stream().cuda_stream
+        chosen, space = self.algorithms[algorithm], workspace(self._device, stream)
+        pointer = ctypes.c_void_p
+        with self._alone:
+            self._set(attributes)
+            call(
+                "cublasLtMatmul",
+                handle(self._device),
+                self._operation,
+                ctypes.byref(one),
+                pointer(weight.data_ptr()),
+                self._weight,
+                pointer(x.data_ptr()),
+                self._x,
+                ctypes.byref(before),
+                pointer(out.data_ptr()),
+                self._out,
+                pointer(out.data_ptr()),
+                self._out,
+                ctypes.byref(chosen.algorithm),
+                pointer(space.data_ptr()),
+                ctypes.c_size_t(WORKSPACE_BYTES),
+                pointer(stream),
+            )
+
+
+class LtProduct(LtMatmul):
+    """activation(x @ weight.T + bias) for one shape.
+
+    Args:
+        m, n, k: x is (m, k), weight (n, k).
+        bias: whether there is one.
+        gelu: tanh form, with a bias only.
+        device: where it runs.
+        parts: above 1, the sums of so many equal parts of k apart, in fp32.
+        limit: most algorithms to ask for.
+    """
+
+    def __init__(
+        self, m: int, n: int, k: int, bias: bool, gelu: bool, device: torch.device, parts: int = 1, limit: int = 64
+    ) -> None:
+        share = k // parts
+        super().__init__(
+            (share, n, k, BF16, parts, share),
+            (share, m, k, BF16, parts, share),
+            (n, m, n, BF16 if parts == 1 else FP32, parts, n * m),
+            ((_EPILOGUE, ctypes.c_int32(_EPILOGUES[bias, gelu])),),
+            device,
+            limit,
+        )
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, algorithm: int) -> None:
         """Write the product of contiguous bf16 tensors to `out` (m, n), or to fp32 (parts, m, n).
@@ -144,31 +211,8 @@ class LtProduct:
         Raises:
             RuntimeError: the library refuses.
         """
-        if bias is not None:
-            self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        stream = torch.cuda.current_stream().cuda_stream
-        chosen, space = self.algorithms[algorithm], workspace(self._device, stream)
-        pointer = ctypes.c_void_p
-        call(
-            "cublasLtMatmul",
-            handle(self._device),
-            self._operation,
-            ctypes.byref(one),
-            pointer(weight.data_ptr()),
-            self._weight,
-            pointer(x.data_ptr()),
-            self._x,
-            ctypes.byref(zero),
-            pointer(out.data_ptr()),
-            self._out,
-            pointer(out.data_ptr()),
-            self._out,
-            ctypes.byref(chosen.algorithm),
-            pointer(space.data_ptr()),
-            ctypes.c_size_t(WORKSPACE_BYTES),
-            pointer(stream),
-        )
+        attributes = () if bias is None else ((_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr())),)
+        self.multiply(x, weight, out, algorithm, attributes)
 
 
 @functools.cache
