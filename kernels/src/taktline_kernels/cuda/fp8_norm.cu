@@ -5,11 +5,6 @@
 #define WIDTH 1024
 #define CHUNKS 4  // of eight neighbours of a lane
 
-DEVICE float all_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 DEVICE u32 pack_e4m3(const float* x, float by) {
   u16 low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x[1] * by), "f"(x[0] * by));

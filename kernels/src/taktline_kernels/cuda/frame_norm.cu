@@ -7,11 +7,6 @@ typedef unsigned char u8;
 #define WIDTH 1024
 #define CHUNKS 4  // of eight neighbours of a lane
 
-DEVICE float all_sum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
-}
 DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 // One of a pair of 24-bit numbers, of whose bytes `low` has the last.
 DEVICE float joined(u32 pair, u32 low, int odd, int byte) { return __uint_as_float(__byte_perm(pair, low, (odd ? 0x3200 : 0x1000) | (4 + byte) << 4) & 0xffffff00u); }

@@ -36,6 +36,12 @@ DEVICE u32 pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
+// The sum of all lanes of a warp, for each of them.
+DEVICE float all_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
 DEVICE float exp2_fast(float x) {
   float v;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
