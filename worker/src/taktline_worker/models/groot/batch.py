@@ -110,7 +110,7 @@ class GrootBatch:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> GrootBatch:
         """The same elsewhere, what is fp32 in `dtype`; where it is already there, the very tensors."""
         return GrootBatch(
-            patches=tuple(one.to(device).to(dtype or one.dtype) for one in self.patches),
+            patches=tuple(one.to(device, dtype) for one in self.patches),
             grids=self.grids,
             tokens=self.tokens.to(device),
             positions=self.positions.to(device),
@@ -118,9 +118,9 @@ class GrootBatch:
             text=self.text.to(device),
             image=self.image.to(device),
             all=self.all.to(device),
-            state=self.state.to(device).to(dtype or self.state.dtype),
-            start=self.start.to(device).to(dtype or self.start.dtype),
-            strength=self.strength.to(device).to(dtype or self.strength.dtype),
+            state=self.state.to(device, dtype),
+            start=self.start.to(device, dtype),
+            strength=self.strength.to(device, dtype),
             embodiments=self.embodiments,
         )
 
