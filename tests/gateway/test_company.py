@@ -88,7 +88,7 @@ def waiting(sigma_s=0.001, period=0.1, rounds=60, robots=8):
 def asked(arrivals, dues, oldest, now, *, times=None, workers=1, going=None, **changes):
     times, going = times or service_times(GROOT_MS, 8, 1.07), going or (0, len(dues))
     options = {"workers": workers, "in_flight": 0, "max_wait_s": WAIT_S, "begins": now, "price_hz": 0.0, "now": now}
-    return Company(arrivals).until(dues, going, oldest, times, 8, **{**options, **changes})
+    return Company(arrivals).until(dues, going, lambda: oldest, times, 8, **{**options, **changes})
 
 
 def came(arrivals, at, robots, gap_s=1e-4, budget_s=0.0232):
@@ -160,7 +160,7 @@ def test_it_is_decided_once_and_again_when_they_have_come_or_one_comes_who_is_ti
     options = {"workers": 1, "in_flight": 0, "max_wait_s": WAIT_S, "price_hz": 0.0}
 
     def until(dues, now, oldest=at - 0.001):
-        return company.until(dues, (0, len(dues)), oldest, times, 8, begins=now, now=now, **options)
+        return company.until(dues, (0, len(dues)), lambda: oldest, times, 8, begins=now, now=now, **options)
 
     first = until(dues, at - 0.001)
     assert first is not None
@@ -202,7 +202,7 @@ def test_robots_that_hints_move_about_are_waited_for_as_strangers_are():
         with mock.patch.object(company, "_planned", return_value=None) as plan:
             options = {"workers": 1, "in_flight": 0, "max_wait_s": WAIT_S, "begins": at, "price_hz": 0.0, "now": at}
             arrivals.company = 1.0
-            until = company.until([due + 1.0 for due in dues], (0, 2), at, times, 8, **options)
+            until = company.until([due + 1.0 for due in dues], (0, 2), lambda at=at: at, times, 8, **options)
         assert plan.called is planned
         assert until == (None if planned else pytest.approx(at + WAIT_S))
 
@@ -292,10 +292,10 @@ def test_another_worker_s_wait_is_not_its_own():
     company, dues = Company(arrivals), came(arrivals, at - 0.001, 1)
     options = {"in_flight": 0, "max_wait_s": WAIT_S, "price_hz": 0.0, "begins": at, "now": at}
     first, other = service_times(GROOT_MS, 8, 1.07), service_times(GROOT_MS, 8, 1.07)
-    assert company.until(dues, (0, 1), at - 0.001, first, 8, workers=1, **options) is not None
+    assert company.until(dues, (0, 1), lambda: at - 0.001, first, 8, workers=1, **options) is not None
     with mock.patch.object(company, "_planned", return_value=None) as again:
         for times, workers in ((first, 1), (other, 1), (first, 2)):
-            company.until(dues, (0, 1), at - 0.001, times, 8, workers=workers, **options)
+            company.until(dues, (0, 1), lambda: at - 0.001, times, 8, workers=workers, **options)
     assert again.call_count == 2
 
 

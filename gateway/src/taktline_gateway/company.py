@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import GRAIN, LOOKAHEAD, TAIL_QUANTILE, follow
@@ -31,7 +31,7 @@ class Company:
         self,
         dues: Sequence[float],
         going: tuple[int, int],
-        oldest: float,
+        oldest: Callable[[], float],
         times: ServiceTimes,
         limit: int,
         *,
@@ -46,7 +46,7 @@ class Company:
 
         Args:
             going: (start, size) of the slice that would be launched now.
-            oldest: when the first of them came; none waits longer than `max_wait_s`.
+            oldest: gives when the first of them came; none waits longer than `max_wait_s`.
             limit: the most that a batch may have.
             workers: how many there are: each has its share of those who are still to come.
             in_flight: how many tickets are on workers: their robots do not come now.
@@ -54,9 +54,11 @@ class Company:
             price_hz: what a second of it is worth (`overload`).
         """
         limit = min(limit, times.max_batch)
-        latest = oldest + max_wait_s
         here = len(dues)
-        if here >= limit or latest <= now:
+        if here >= limit or not max_wait_s:
+            return None
+        latest = oldest() + max_wait_s
+        if latest <= now:
             return None
         if not self._arrivals.in_rhythm(max_wait_s):
             if self._arrivals.company < LIKELY or self._arrivals.active_robots(now) <= here + in_flight:

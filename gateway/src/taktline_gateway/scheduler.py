@@ -326,7 +326,7 @@ class Scheduler:
             company_until=lambda dues, rank, position, going: self._company.until(
                 dues,
                 going,
-                min(ticket.arrived_at for ticket in self.queue.members(rank, position, len(dues))),
+                lambda: min(ticket.arrived_at for ticket in self.queue.members(rank, position, len(dues))),
                 worker.times,
                 1 if worker.probation else self.max_batch,
                 workers=len(self.fleet),
