@@ -257,14 +257,33 @@ def test_the_norm_s_factor_can_come_after_the_first_layer_s_product() -> None:
     assert relative(found[:, :2560] * factor, normed @ layout.pair_halves(qkv).float().T) < 5e-4
 
 
+def test_a_norm_s_scale_can_lie_in_the_matrix() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(64, 1024, generator=generator) / 32).bfloat16()
+    scale, x = torch.randn(1024, generator=generator) * 0.3, torch.randn(5, 1024, generator=generator)
+    folded = layout.folded(weight, scale)
+    assert (folded.dtype, folded.shape) == (torch.bfloat16, weight.shape)
+    factor = torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-6)
+    exact = REGISTRY["rms_norm"].reference(x, scale, 1e-6) @ weight.float().T
+    assert 0 < relative((x @ folded.float().T) * factor, exact) < 3e-3
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("state", [None, "steady", "timed"], ids=["pi05", "pi0", "pi0-modulated"])
 @pytest.mark.parametrize(
-    ("tokens", "length", "max_keys"), [(50, 769, 820), (50, 968, 1019), (16, 5, 700), (63, 572, 636)]
+    ("tokens", "length", "max_keys"),
+    [
+        *((50, 769, 820), (50, 968, 1019), (16, 5, 700), (63, 572, 636), (64, 572, 636)),
+        *((1, 0, 300), (7, 40, 300), (8, 1, 300), (9, 95, 300), (17, 96, 300), (40, 97, 300), (56, 300, 400)),
+    ],
 )
 def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: int, state: str | None) -> None:
+    """It is also no further from fp32 than 1.25 times the bf16 statement, as the policies' golden cases ask."""
     from taktline_kernels import gpu
+
+    if state and tokens == layout.MAX_ROWS:
+        pytest.skip("π0's state is one more token")
 
     torch.manual_seed(tokens + length)
     depth, steps = 2, 3
@@ -293,7 +312,7 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
 
     def layer(i: int, step: int, x: torch.Tensor, past: list[torch.Tensor], start: int) -> tuple[torch.Tensor, ...]:
         """One layer over its own past keys and values (1, n, 1, 256); returns the stream, and its keys and values."""
-        qkv, out, gate_up, down = layers[i]
+        qkv, out, gate_up, down = (weight.to(x.dtype) for weight in layers[i])
         count, position = x.shape[0], torch.arange(start, start + x.shape[0], device="cuda")
         h = REGISTRY["ada_rms_norm"].reference(x, scale[step, 2 * i], shift[step, 2 * i], 1e-6)
         heads_of = (h @ qkv.T).view(1, count, 10, 256)
@@ -302,30 +321,29 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
         attended = REGISTRY["attention_suffix"].reference(
             turned[:, :, :8], *past, lengths, turned[:, :, 8:], heads_of[:, :, 9:]
         )
-        x = (x.float() + gate[step, 2 * i] * (attended.reshape(count, 2048) @ out.T).float()).bfloat16()
+        x = (x.float() + gate[step, 2 * i] * (attended.reshape(count, 2048) @ out.T).float()).to(x.dtype)
         h = REGISTRY["ada_rms_norm"].reference(x, scale[step, 2 * i + 1], shift[step, 2 * i + 1], 1e-6)
         update = REGISTRY["geglu"].reference(h @ gate_up.T) @ down.T
-        x = (x.float() + gate[step, 2 * i + 1] * update.float()).bfloat16()
+        x = (x.float() + gate[step, 2 * i + 1] * update.float()).to(x.dtype)
         return x, turned[:, :, 8:], heads_of[:, :, 9:]
 
-    cache = [[t[i][None, :length, None] for t in (before, values_before)] for i in range(depth)]
-    start = length
-    if state:
-        # The state token by itself, as the policy defines it, before the loop.
-        x = functional.linear(robot, timed[2], timed[3]).bfloat16()
-        for i in range(depth):
-            x, *own = layer(i, 0, x, cache[i], length)
-            cache[i] = [torch.cat((past, new), dim=1) for past, new in zip(cache[i], own, strict=True)]
-        start += 1
-
-    def plain(guidance: list[Guidance] | None = None) -> torch.Tensor:
+    def plain(guidance: list[Guidance] | None = None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The actions after all steps, drawn to the guidance's target if there is one."""
+        cache = [[t[i][None, :length, None].to(dtype) for t in (before, values_before)] for i in range(depth)]
+        start = length
+        if state:
+            # The state token by itself, as the policy defines it, before the loop.
+            x = functional.linear(robot, timed[2], timed[3]).to(dtype)
+            for i in range(depth):
+                x, *own = layer(i, 0, x, cache[i], length)
+                cache[i] = [torch.cat((past, new), dim=1) for past, new in zip(cache[i], own, strict=True)]
+            start += 1
         found = noise.clone()
         for step in range(steps):
             x = functional.linear(found, heads[0], bias[step] if state else bias[0])
             if state:
                 x = functional.linear(functional.silu(x), timed[0], timed[1])
-            x = x.bfloat16()
+            x = x.to(dtype)
             for i in range(depth):
                 x, *_ = layer(i, step, x, cache[i], start)
             h = REGISTRY["ada_rms_norm"].reference(x, scale[step, -1], shift[step, -1], 1e-6)
@@ -339,6 +357,12 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     actions = noise.clone()
     chain.solve(actions, robot if state else None, lengths, keys, values, cos, sin)
     assert relative(actions, plain()) < 6e-3
+    exact = plain(dtype=torch.float32)
+    error, of_plain = relative(actions, exact), relative(plain(), exact)
+    print(f"error: chain {error:.3e}, bf16 statement {of_plain:.3e}")
+    assert error > 1e-5
+    if tokens >= 16:  # of fewer numbers neither error is steady
+        assert error <= 1.25 * of_plain
     assert torch.equal(keys[:, :length], before[:, :length])
     # Drawn to a target: rows without influence keep every bit where no row has any, the others follow the formula.
     influence = torch.zeros(tokens, device="cuda")
@@ -346,7 +370,7 @@ def test_expert_chain_is_the_plain_expert(tokens: int, length: int, max_keys: in
     guidance = [Guidance(target, influence, 1.0 - step / steps, 1.0) for step in range(steps)]
     chain.solve(drawn, robot if state else None, lengths, keys, values, cos, sin, guidance)
     assert torch.equal(drawn, actions)
-    influence[: tokens // 2] = 1.0
+    influence[: -(-tokens // 2)] = 1.0
     drawn = noise.clone()
     chain.solve(drawn, robot if state else None, lengths, keys, values, cos, sin, guidance)
     assert relative(drawn, plain(guidance)) < 6e-3

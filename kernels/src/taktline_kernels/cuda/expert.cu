@@ -83,9 +83,17 @@ DEVICE void copy_bytes(u32 target, const void* source, u32 bytes, u32 bar) {
 DEVICE int fragment(int token, int column) {
   return ((((column >> 5) * 4 + (token >> 4)) * 2 + ((token >> 3) & 1)) * 32 + (token & 7) * 4 + ((column >> 3) & 3)) * 8 + (column & 7);
 }
-// Likewise for the attention's query rows, token * 8 + head: [16 rows][block of 32 columns][8 rows][lane][8 columns].
-DEVICE int query_fragment(int token, int head, int column) {
-  return ((((token >> 1) * 8 + (column >> 5)) * 2 + (token & 1)) * 32 + head * 4 + ((column >> 3) & 3)) * 8 + (column & 7);
+// Likewise for the attention's query rows, token * 8 + head: [16 rows][32 columns of each half][8 rows][lane][8 columns], where
+// each 8 columns of the first half (`group` counts them) lie before their partners of the second, with which a rotation mixes them.
+DEVICE int query_fragment(int token, int head, int group) {
+  return ((((token >> 1) * 8 + (group >> 1)) * 2 + (token & 1)) * 32 + head * 4 + (group & 1) * 2) * 8;
+}
+// Two neighbouring groups of 8 columns of a row: of each, a thread of four has two numbers. The four write them as 32 contiguous
+// bytes in one store, where halves of a sector would take L2 twice the work. All threads of a warp call it.
+DEVICE void store_groups(u16* place, u32 low, u32 high, int t, bool valid) {
+  const bool odd = t & 1;
+  const u32 other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+  if (valid) *reinterpret_cast<uint2*>(place + (odd ? 8 : 0) + (t >> 1) * 4) = odd ? make_uint2(other, high) : make_uint2(low, other);
 }
 DEVICE float exp2_fast(float x) {
   float v;
@@ -118,6 +126,7 @@ DEVICE float gelu(float x) {
 #define WEIGHT_BYTES (N * KB * 2)
 #define GROUPS (N / 16)                // groups of 8 columns that one warpgroup finishes
 #define OWN_ROWS (64 / SPLIT)          // rows that a block of a cluster finishes
+#define STRIDE 36                      // of groups of 32 lanes' parts, so that a row's lie in different banks
 
 #if N == 64
 #define ACC 32
@@ -160,8 +169,8 @@ struct Arguments {
   const u16* input;        // 64 tokens in fragment order, zeros past the last; bf16
   const float* squares;    // (PARTS, 64): parts of each token's sum of squares (epilogues 0, 1)
   const float* constants;  // per packed column: shift @ W (epilogues 0, 1)
-  u16* output;             // 0: q, query fragments; 1: hidden, fragments; 2: residual stream (64, columns), read and written
-  u16* scaled;             // 2: stream * (1 + scale) for the next product, fragments; 3: the stream (64, columns)
+  u16* output;             // fragments: 0: q, of a query; 1: hidden; 2: the residual stream, read and written
+  u16* scaled;             // fragments: 2: stream * (1 + scale) for the next product, null where its matrix holds 1 + scale; 3: the stream
   float* squares_out;      // 2, 3: (tiles of the stream, 64)
   const float* gate;       // 2: (columns)
   const float* scale;      // 2: (columns), of the next norm
@@ -171,7 +180,6 @@ struct Arguments {
   const float* sines;
   const int* length;       // 0: valid prefix
   int rows;
-  int columns;             // 2, 3: width of the stream
   float eps;
   int fresh;               // 2: the sum starts the stream instead of being added to it
 };
@@ -187,7 +195,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   __shared__ float row_squares[2][64];
   __shared__ __align__(8) float constants[N];
 #else
-  __shared__ float row_squares[N / 8][OWN_ROWS];
   __shared__ __align__(8) u64 all_sent;
 #endif
   const int thread = threadIdx.x, group = thread >> 7, local = thread & 127, warp = local >> 5, lane = thread & 31;
@@ -236,9 +243,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 #elif EPILOGUE == 1
   if (thread < N) constants[thread] = p.constants[tile * N + thread];
 #else
-  // Each block of the cluster finishes some rows of all its columns: OWN_ROWS of them, 8 columns a warp.
-  const int unit = SPLIT == 8 ? thread >> 5 : warp, own_row = slice * OWN_ROWS + g, column = tile * N + unit * 8 + 2 * t;
-  const bool finishes = SPLIT == 8 || group == 0;
+  // Each block of the cluster finishes OWN_ROWS rows of all its columns, two columns of one row a thread: a warp has whole
+  // rows of the tile, whose stores are whole sectors and whose squares it adds alone.
+  const int own_part = (thread >> 5) * (64 / N) + lane / (N / 2), own_column = lane % (N / 2) * 2;
+  const int own_row = slice * OWN_ROWS + own_part, column = tile * N + own_column;
   const float2 gate = *reinterpret_cast<const float2*>(p.gate + column);
   const float2 scale = *reinterpret_cast<const float2*>(p.scale + column);
   // Relaxed: it says only that this block runs; a release would wait for the reads above.
@@ -253,12 +261,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 #pragma unroll
   for (int i = 0; i < BUFFERS; ++i) load_batch(a[i], source + i * BATCH * 2048, upper);
 #if EPILOGUE == 2
-  u32 old[OWN_ROWS / 8];
-#pragma unroll
-  for (int half = 0; half < OWN_ROWS / 8; ++half) {
-    old[half] = 0;
-    if (finishes && !p.fresh && own_row + half * 8 < p.rows) old[half] = load_l2_word(p.output + (size_t)(own_row + half * 8) * p.columns + column);
-  }
+  const int at = fragment(own_row, column);
+  u32 old = 0;
+  if (!p.fresh && own_row < p.rows) old = load_l2_word(p.output + at);
 #elif EPILOGUE < 2
   // A fixed order of sums: some parts a thread here, 16 threads' sums after the product.
   float4 square_parts[PARTS / 16];
@@ -332,16 +337,17 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
   if (tile >= QKV_TILES) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = row + half * 8, at = (tile - QKV_TILES) * N + group * 16 + 2 * t;
+      const int token = row + half * 8, at = (tile - QKV_TILES) * N + group * 16;
       float square = 0.0f;
+      u32 fresh[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 c = *reinterpret_cast<const float2*>(constants + group * 16 + i * 8 + 2 * t);
-        const u32 fresh = pack_bf16((half ? sums[i].z : sums[i].x) + c.x, (half ? sums[i].w : sums[i].y) + c.y);
-        const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
-        if (token < p.rows) *reinterpret_cast<u32*>(p.scaled + (size_t)token * p.columns + at + i * 8) = fresh;
+        fresh[i] = pack_bf16((half ? sums[i].z : sums[i].x) + c.x, (half ? sums[i].w : sums[i].y) + c.y);
+        const float x0 = bf16_low(fresh[i]), x1 = bf16_high(fresh[i]);
         square += x0 * x0 + x1 * x1;
       }
+      store_groups(p.scaled + fragment(token, at), fresh[0], fresh[1], t, token < p.rows);
       square += __shfl_xor_sync(0xffffffffu, square, 1);
       square += __shfl_xor_sync(0xffffffffu, square, 2);
       if (t == 0) row_squares[group][token] = square;
@@ -358,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = row + half * 8;
-      if (token >= p.rows) continue;
+      const bool valid = token < p.rows;
 #if EPILOGUE == 3
       const float f = 1.0f;
 #else
@@ -368,38 +374,34 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
       const float y0 = (half ? sums[1].z : sums[1].x) * f + c1.x, y1 = (half ? sums[1].w : sums[1].y) * f + c1.y;
       const int position = start + token;
       u32 low = pack_bf16(x0, x1), high = pack_bf16(y0, y1);
-      if (head == 9) {
-        u16* target = p.v_cache + (size_t)position * 256 + column;
-        *reinterpret_cast<u32*>(target) = low;
-        *reinterpret_cast<u32*>(target + 128) = high;
-      } else {
+      if (head < 9) {
         const float2 c = cosine[half], s = sine[half];
         low = pack_bf16(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
         high = pack_bf16(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
-        // The second half of a head is four blocks of 32 columns further on.
-        u16* target = head == 8 ? p.k_cache + (size_t)position * 256 + column : p.output + query_fragment(token, head, column);
+      }
+      if (head < 8) {
+        store_groups(p.output + query_fragment(token, head, pair & 15), low, high, t, valid);
+      } else if (valid) {
+        u16* target = (head == 8 ? p.k_cache : p.v_cache) + (size_t)position * 256 + column;
         *reinterpret_cast<u32*>(target) = low;
-        *reinterpret_cast<u32*>(target + (head == 8 ? 128 : 2048)) = high;
+        *reinterpret_cast<u32*>(target + 128) = high;
       }
     }
   }
 #elif EPILOGUE == 1
+  {
+    u32 hidden[GROUPS / 2][2];
 #pragma unroll
-  for (int i = 0; i < GROUPS / 2; ++i) {
-    const int pair = (tile * 2 + group) * (GROUPS / 2) + i;
-    const float2 c0 = *reinterpret_cast<const float2*>(constants + (group * (GROUPS / 2) + i) * 16 + 2 * t);
-    const float2 c1 = *reinterpret_cast<const float2*>(constants + (group * (GROUPS / 2) + i) * 16 + 8 + 2 * t);
-    const float4 gate = sums[2 * i], up = sums[2 * i + 1];
-    if (first) {
-      const float f = factors[row];
-      *reinterpret_cast<u32*>(p.output + fragment(row, pair * 8 + 2 * t)) =
-          pack_bf16(gelu(gate.x * f + c0.x) * (up.x * f + c1.x), gelu(gate.y * f + c0.y) * (up.y * f + c1.y));
+    for (int i = 0; i < GROUPS / 2; ++i) {
+      const float2 c0 = *reinterpret_cast<const float2*>(constants + (group * (GROUPS / 2) + i) * 16 + 2 * t);
+      const float2 c1 = *reinterpret_cast<const float2*>(constants + (group * (GROUPS / 2) + i) * 16 + 8 + 2 * t);
+      const float4 gate = sums[2 * i], up = sums[2 * i + 1];
+      const float f = factors[row], h = factors[row + 8];
+      hidden[i][0] = pack_bf16(gelu(gate.x * f + c0.x) * (up.x * f + c1.x), gelu(gate.y * f + c0.y) * (up.y * f + c1.y));
+      hidden[i][1] = pack_bf16(gelu(gate.z * h + c0.x) * (up.z * h + c1.x), gelu(gate.w * h + c0.y) * (up.w * h + c1.y));
     }
-    if (second) {
-      const float f = factors[row + 8];
-      *reinterpret_cast<u32*>(p.output + fragment(row + 8, pair * 8 + 2 * t)) =
-          pack_bf16(gelu(gate.z * f + c0.x) * (up.z * f + c1.x), gelu(gate.w * f + c0.y) * (up.w * f + c1.y));
-    }
+    store_groups(p.output + fragment(row, (tile * 2 + group) * 16), hidden[0][0], hidden[1][0], t, first);
+    store_groups(p.output + fragment(row + 8, (tile * 2 + group) * 16), hidden[0][1], hidden[1][1], t, second);
   }
 #else
   {
@@ -410,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     float2* received = reinterpret_cast<float2*>(shared + WEIGHT_BYTES);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * 32 + lane);
+      const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * STRIDE + lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 v = half ? make_float2(sums[i].z, sums[i].w) : make_float2(sums[i].x, sums[i].y);
@@ -421,49 +423,35 @@ extern "C" __global__ void __launch_bounds__(256, 2) product(const __grid_consta
     float4* received = reinterpret_cast<float4*>(shared + WEIGHT_BYTES);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * 32 + lane);
+      const u32 target = smem_address(received + (slice * (N / 8) + group * GROUPS + i) * STRIDE + lane);
       send(address_at(target, warp), make_uint4(__float_as_uint(sums[i].x), __float_as_uint(sums[i].y), __float_as_uint(sums[i].z), __float_as_uint(sums[i].w)),
            address_at(smem_address(&all_sent), warp));
     }
 #endif
     barrier_wait(smem_address(&all_sent), 0);
-    if (finishes) {
-      float sum[OWN_ROWS / 4];
+    // What the senders' lanes have: in groups of 8 columns, the thread of a row and two columns; the second half's rows beside.
+    const int from = (own_column >> 3) * STRIDE + (own_part & 7) * 4 + (lane & 3);
+    float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int i = 0; i < OWN_ROWS / 4; ++i) sum[i] = 0.0f;
-#pragma unroll
-      for (int peer = 0; peer < SPLIT; ++peer) {
+    for (int peer = 0; peer < SPLIT; ++peer) {
 #if SPLIT == 8
-        const float2 v = received[(peer * (N / 8) + unit) * 32 + lane];
-        sum[0] += v.x, sum[1] += v.y;
+      const float2 v = received[peer * (N / 8) * STRIDE + from];
 #else
-        const float4 v = received[(peer * (N / 8) + unit) * 32 + lane];
-        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      const float2 v = reinterpret_cast<const float2*>(received)[(peer * (N / 8) * STRIDE + from) * 2 + (own_part >> 3)];
 #endif
-      }
-#pragma unroll
-      for (int half = 0; half < OWN_ROWS / 8; ++half) {
-        const int token = own_row + half * 8;
-        float square = 0.0f;
-        if (token < p.rows) {
-          const u32 fresh = pack_bf16(bf16_low(old[half]) + gate.x * sum[2 * half], bf16_high(old[half]) + gate.y * sum[2 * half + 1]);
-          const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
-          *reinterpret_cast<u32*>(p.output + (size_t)token * p.columns + column) = fresh;
-          *reinterpret_cast<u32*>(p.scaled + fragment(token, column)) = pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y));
-          square = x0 * x0 + x1 * x1;
-        }
-        square += __shfl_xor_sync(0xffffffffu, square, 1);
-        square += __shfl_xor_sync(0xffffffffu, square, 2);
-        if (t == 0) row_squares[unit][g + half * 8] = square;
-      }
+      sum.x += v.x, sum.y += v.y;
     }
-    __syncthreads();
-    if (thread < OWN_ROWS) {
-      float square = 0.0f;
-#pragma unroll
-      for (int i = 0; i < N / 8; ++i) square += row_squares[i][thread];
-      p.squares_out[tile * 64 + slice * OWN_ROWS + thread] = square;
+    float square = 0.0f;
+    if (own_row < p.rows) {
+      const u32 fresh = pack_bf16(bf16_low(old) + gate.x * sum.x, bf16_high(old) + gate.y * sum.y);
+      const float x0 = bf16_low(fresh), x1 = bf16_high(fresh);
+      *reinterpret_cast<u32*>(p.output + at) = fresh;
+      if (p.scaled) *reinterpret_cast<u32*>(p.scaled + at) = pack_bf16(x0 * (1.0f + scale.x), x1 * (1.0f + scale.y));
+      square = x0 * x0 + x1 * x1;
     }
+#pragma unroll
+    for (int offset = 1; offset < N / 2; offset *= 2) square += __shfl_xor_sync(0xffffffffu, square, offset);
+    if (lane % (N / 2) == 0) p.squares_out[tile * 64 + own_row] = square;
   }
 #endif
 }
@@ -495,8 +483,8 @@ DEVICE void add_fp16(float& low, float& high, u32 v, float factor) {
 DEVICE void copy16(u32 target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0) : "memory");
 }
-// Swizzles of the 16-byte units of a 512-byte row: one for 16-byte fragment reads, one for transposed matrix reads.
-DEVICE u32 key_offset(int row, int unit) { return row * 512 + ((unit ^ ((row & 1) << 2)) << 4); }
+// Swizzles of the 16-byte units of a 512-byte row: one for 16-byte fragment reads of both halves, one for transposed matrix reads.
+DEVICE u32 key_offset(int row, int unit) { return row * 512 + ((unit ^ ((row & 1) << 2) ^ ((unit >> 4) << 1)) << 4); }
 DEVICE u32 value_offset(int row, int unit) { return row * 512 + ((unit ^ (row & 7)) << 4); }
 
 DEVICE void copy_rows(u32 keys, u32 values, const u16* k, const u16* v, int begin, int from, int to, int count) {
@@ -583,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       const int key = own_keys + j * 8 + g;
-      const uint4 w = *reinterpret_cast<const uint4*>(shared + key_offset(key, b * 4 + t));
+      const uint4 w = *reinterpret_cast<const uint4*>(shared + key_offset(key, b * 2 + (t >> 1) + (t & 1) * 16));  // as the queries lie
       mma(s[j], low.x, high.x, low.y, high.y, w.x, w.y);
       mma(s[j], low.z, high.z, low.w, high.w, w.z, w.w);
     }
@@ -727,7 +715,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
     const float* low = o[pair * 2];
     const float* high = o[pair * 2 + 1];
     send(address_at(smem_address(received + (window * 4 + pair) * 32 + lane), finisher),
-         make_uint4(pack_fp16(low[0] * inverse0, low[1] * inverse0), pack_fp16(low[2] * inverse1, low[3] * inverse1), pack_fp16(high[0] * inverse0, high[1] * inverse0),
+         make_uint4(pack_fp16(low[0] * inverse0, low[1] * inverse0), pack_fp16(high[0] * inverse0, high[1] * inverse0), pack_fp16(low[2] * inverse1, low[3] * inverse1),
                     pack_fp16(high[2] * inverse1, high[3] * inverse1)),
          address_at(smem_address(&all_sent), finisher));
   }
@@ -735,36 +723,29 @@ extern "C" __global__ void __launch_bounds__(256, 2) attend(const u16* q, const 
     send(address_at(smem_address(received_heads + window * 16 + t * 8 + g), finisher), make_uint2(__float_as_uint(t ? top1 : top0), __float_as_uint(t ? total1 : total0)),
          address_at(smem_address(&all_sent), finisher));
   barrier_wait(smem_address(&all_sent), 0);
-  float factors[2][WINDOWS];
+  // A warp finishes two tiles of eight columns of a token.
+  const int pair = warp & 3, half = warp >> 2;
+  float factors[WINDOWS];
+  float top = -3e38f, total = 0.0f;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float top = -3e38f, total = 0.0f;
+  for (int peer = 0; peer < WINDOWS; ++peer) top = fmaxf(top, received_heads[peer * 16 + half * 8 + g].x);
 #pragma unroll
-    for (int peer = 0; peer < WINDOWS; ++peer) top = fmaxf(top, received_heads[peer * 16 + half * 8 + g].x);
-#pragma unroll
-    for (int peer = 0; peer < WINDOWS; ++peer) {
-      const float2 v = received_heads[peer * 16 + half * 8 + g];
-      factors[half][peer] = v.y * exp2_fast(v.x - top);
-      total += factors[half][peer];
-    }
-#pragma unroll
-    for (int peer = 0; peer < WINDOWS; ++peer) factors[half][peer] = __fdividef(factors[half][peer], total);
+  for (int peer = 0; peer < WINDOWS; ++peer) {
+    const float2 v = received_heads[peer * 16 + half * 8 + g];
+    factors[peer] = v.y * exp2_fast(v.x - top);
+    total += factors[peer];
   }
-  // A warp finishes one tile of eight columns.
-  const int pair = warp & 3, side = warp >> 2;
+#pragma unroll
+  for (int peer = 0; peer < WINDOWS; ++peer) factors[peer] = __fdividef(factors[peer], total);
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (int peer = 0; peer < WINDOWS; ++peer) {
-    const uint2 v = reinterpret_cast<const uint2*>(received)[((peer * 4 + pair) * 32 + lane) * 2 + side];
-    add_fp16(sum[0], sum[1], v.x, factors[0][peer]);
-    add_fp16(sum[2], sum[3], v.y, factors[1][peer]);
+    const uint2 v = reinterpret_cast<const uint2*>(received)[((peer * 4 + pair) * 32 + lane) * 2 + half];
+    add_fp16(sum[0], sum[1], v.x, factors[peer]);
+    add_fp16(sum[2], sum[3], v.y, factors[peer]);
   }
-  const int row = block * ROWS + (window >> 2) * 16 + g, column = (window & 3) * 64 + pair * 16 + side * 8 + 2 * t;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = row + half * 8;
-    if (at < rows) *reinterpret_cast<u32*>(out + fragment(at >> 3, (at & 7) * 256 + column)) = pack_bf16(sum[half * 2], sum[half * 2 + 1]);
-  }
+  const int row = block * ROWS + (window >> 2) * 16 + half * 8 + g, column = (window & 3) * 64 + pair * 16;
+  store_groups(out + fragment(row >> 3, (row & 7) * 256 + column), pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), t, row < rows);
 }
 #endif  // KEYS
 
@@ -830,8 +811,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) head(
   wait_predecessor();
   const float old = __uint_as_float(load_l2_word(actions + row * 32 + lane));
   if (has_out) {
-    const u16* source = stream + (size_t)(row + before) * 1024;
-    const u32 low = load_l2_word(source + thread * 4), high = load_l2_word(source + thread * 4 + 2), own = load_l2_word(source + column);
+    const u16* source = stream + fragment(row + before, thread * 4);
+    const u32 low = load_l2_word(source), high = load_l2_word(source + 2), own = load_l2_word(stream + fragment(row + before, column));
     const float x0 = bf16_low(low), x1 = bf16_high(low), x2 = bf16_low(high), x3 = bf16_high(high);
     const float factor = rsqrtf(block_sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, scratch) / 1024.0f + eps);
     const u32 normed = pack_bf16(bf16_low(own) * factor * (1.0f + scale_out.x) + shift_out.x, bf16_high(own) * factor * (1.0f + scale_out.y) + shift_out.y);
@@ -894,8 +875,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) head(
 #else
   const u32 rounded = pack_bf16(y[0], y[1]);
   const float x0 = bf16_low(rounded), x1 = bf16_high(rounded);
-  *reinterpret_cast<u32*>(stream + (size_t)row * 1024 + column) = rounded;
-  *reinterpret_cast<u32*>(scaled + fragment(row, column)) = pack_bf16(x0 * (1.0f + scale_in.x), x1 * (1.0f + scale_in.y));
+  *reinterpret_cast<u32*>(stream + fragment(row, column)) = rounded;
+  if (scaled) *reinterpret_cast<u32*>(scaled + fragment(row, column)) = pack_bf16(x0 * (1.0f + scale_in.x), x1 * (1.0f + scale_in.y));
   const float sum = block_sum(x0 * x0 + x1 * x1, scratch);
   if (thread == 0) squares[rank * 64 + row] = sum;
   if (rank == 0 && thread > 1 && thread < 16) squares[thread * 64 + row] = 0.0f;

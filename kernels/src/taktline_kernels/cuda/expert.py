@@ -30,6 +30,7 @@ from taktline_kernels.cuda.expert_layout import (
     WIDTH,
     ExpertLayer,
     Projections,
+    folded,
     pair_halves,
     start_weight,
     timed_input,
@@ -84,10 +85,14 @@ class ExpertChain:
         self._steps = scale.shape[0]
         if max_keys > MAX_KEYS:
             raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
+        # Of a norm that no step changes and that shifts nothing, the factor can come after the product and 1 + scale lies
+        # in the matrix: the stream itself is what the product reads.
+        self.starts = p.time_weight is not None and steady
         self._images, self._constants = [], []
         for index, layer in enumerate(layers):
-            qkv = pair_halves(layer.qkv)
-            gate_up = layer.gate_up
+            qkv, gate_up = pair_halves(layer.qkv), layer.gate_up
+            if self.starts:
+                qkv, gate_up = folded(qkv, scale[0, 2 * index]), folded(gate_up, scale[0, 2 * index + 1])
             self._images.append(
                 (
                     weight_image(qkv, QKV.columns, QKV.depth),
@@ -99,17 +104,17 @@ class ExpertChain:
             # The shift's share of a product depends on the step alone.
             self._constants.append((shift[:, 2 * index] @ qkv.float().T, shift[:, 2 * index + 1] @ gate_up.float().T))
         device, bf16 = scale.device, torch.bfloat16
-        self.stream = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
-        self._scaled = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
+        # Activations in fragment order (expert.cu).
+        self._stream = torch.zeros(MAX_ROWS, WIDTH, dtype=bf16, device=device)
+        self._scaled = None if self.starts else torch.zeros_like(self._stream)
+        self._input = self._stream if self._scaled is None else self._scaled
         self._squares = torch.zeros(SQUARES, MAX_ROWS, device=device)
         self._query = torch.zeros(MAX_ROWS, HEADS * HEAD_DIM, dtype=bf16, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(MAX_ROWS, HIDDEN, dtype=bf16, device=device)
-        # The factor of a norm that no step changes and that shifts nothing can come after the product.
-        self.starts = p.time_weight is not None and steady
         self._kernels = ExpertKernels(eps, self._steps, timed=p.time_weight is not None)
         self._after = torch.zeros(1, dtype=torch.int32, device=device)
-        self._timed = self._scaled
+        self._timed = self._stream
         if p.time_weight is not None and p.time_bias is not None and p.state_weight is not None:
             self._timed = timed_input(device)
             self._timed_weight = weight_image(timed_weight(p.time_weight, p.time_bias), DOWN.columns, DOWN.depth)
@@ -153,7 +158,7 @@ class ExpertChain:
             p = self._projections
             self._kernels.head(
                 SCALED,
-                (self.stream, self._scaled, self._squares),
+                (self._stream, self._scaled, self._squares),
                 state,
                 (self._scale[0, -1], self._shift[0, -1]),
                 self._scale[0, 0],
@@ -206,7 +211,7 @@ class ExpertChain:
         qkv, out, gate_up, down = self._images[layer]
         for_qkv, for_mlp = (constants[step] for constants in self._constants[layer])
         scale, gate = self._scale[step], self._gate[step]
-        stream, scaled, squares = self.stream, self._scaled, self._squares
+        squares = self._squares
         if not started:
             self._kernels.product(
                 QKV,
@@ -214,7 +219,7 @@ class ExpertChain:
                 rows,
                 overlap=overlap,
                 weights=qkv,
-                input=scaled,
+                input=self._input,
                 squares=squares,
                 constants=for_qkv,
                 output=self._query,
@@ -237,10 +242,9 @@ class ExpertChain:
             squares=squares if started else None,
         )
         residual: dict[str, Any] = {
-            "output": stream,
-            "scaled": scaled,
+            "output": self._stream,
+            "scaled": self._scaled,
             "squares_out": squares,
-            "columns": WIDTH,
         }
         self._kernels.product(
             OUT,
@@ -257,7 +261,7 @@ class ExpertChain:
             2 * HIDDEN,
             rows,
             weights=gate_up,
-            input=scaled,
+            input=self._input,
             squares=squares,
             constants=for_mlp,
             output=self._hidden,
@@ -298,7 +302,7 @@ class ExpertChain:
         following = self._scale[0 if last else step + 1]
         self._kernels.head(
             IN_FP16 if starts else IN_PARTS if timed else SCALED,
-            (self.stream, self._scaled, self._squares),
+            (self._stream, self._scaled, self._squares),
             actions,
             (self._scale[step, -1], self._shift[step, -1]),
             following[0],
@@ -321,10 +325,9 @@ class ExpertChain:
                 input=self._timed,
                 gate=self._one,
                 scale=following[0],
-                output=self.stream,
+                output=self._stream,
                 scaled=self._scaled,
                 squares_out=self._squares,
-                columns=WIDTH,
                 fresh=1,
             )
 
@@ -338,12 +341,11 @@ class ExpertChain:
             input=self._timed,
             constants=self._start_constants,
             output=self._query,
-            scaled=self.stream,
+            scaled=self._stream,
             squares_out=self._squares,
             k_cache=keys,
             v_cache=values,
             cosines=cos,
             sines=sin,
             length=length,
-            columns=WIDTH,
         )

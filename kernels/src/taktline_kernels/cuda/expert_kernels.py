@@ -70,7 +70,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "input", "squares", "constants", "output", "scaled")),
         *((name, ctypes.c_void_p) for name in ("squares_out", "gate", "scale", "k_cache", "v_cache")),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "length")),
-        *((name, ctypes.c_int) for name in ("rows", "columns")),
+        ("rows", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("fresh", ctypes.c_int),
     )
@@ -97,7 +97,7 @@ class ExpertKernels:
             }
 
     def product(
-        self, product: Product, outputs: int, rows: int, *, overlap: bool = True, **fields: Tensor | int
+        self, product: Product, outputs: int, rows: int, *, overlap: bool = True, **fields: Tensor | int | None
     ) -> None:
         """Multiply.
 
@@ -106,7 +106,7 @@ class ExpertKernels:
             outputs: columns of the whole result.
             rows: tokens.
             overlap: start before the preceding kernel ends.
-            fields: what `Arguments` of expert.cu holds besides.
+            fields: what `Arguments` of expert.cu holds besides; None is a null pointer.
         """
         arguments = _Arguments(rows=rows, eps=self._eps)
         for name, value in fields.items():
@@ -179,7 +179,7 @@ class ExpertKernels:
     def head(
         self,
         kind: int,
-        stream: tuple[Tensor, Tensor, Tensor],
+        stream: tuple[Tensor, Tensor | None, Tensor],
         actions: Tensor,
         final: tuple[Tensor, Tensor],
         following: Tensor,
@@ -198,7 +198,8 @@ class ExpertKernels:
 
         Args:
             kind: what is made of action_in_proj's output: SCALED, IN_PARTS or IN_FP16.
-            stream: the residual stream, what is scaled for the first layer, and the parts of its sums of squares.
+            stream: the residual stream, what is scaled for the first layer (None where its matrix holds the norm's
+                scale), and the parts of the stream's sums of squares.
             actions: (tokens, 32) fp32, changed in place.
             final: (1024,) fp32, scale and shift of the last norm.
             following: (1024,) fp32, scale of the first norm of the next step.
@@ -215,7 +216,7 @@ class ExpertKernels:
         self._heads[kind].launch(
             (2 * actions.shape[0], 1, 1),
             [
-                *stream,
+                *(ctypes.c_void_p() if part is None else part for part in stream),
                 actions,
                 *final,
                 following,
@@ -244,7 +245,7 @@ def product_kernel(product: Product) -> CudaKernel:
     if product.epilogue < 2:
         # What the stream's last writer has left: a part of each row's sum of squares for each of its tiles.
         defines["PARTS"] = WIDTH // (DOWN if product.epilogue == 0 else OUT).columns
-    # Parts that the other blocks of a cluster send: 2 KB from each.
-    received = product.split * 2048 if product.epilogue == 2 else 0
+    # Parts that the other blocks of a cluster send: 2 KB from each, with gaps.
+    received = product.split * 2304 if product.epilogue == 2 else 0
     shared = product.weight_bytes + received
     return CudaKernel("expert.cu", "product", defines, threads=256, shared_bytes=shared, cluster=product.split)

@@ -17,6 +17,11 @@ def pair_halves(qkv: Tensor) -> Tensor:
     return qkv.view(-1, 2, HEAD_DIM // 16, 8, qkv.shape[1]).transpose(1, 2).reshape(qkv.shape)
 
 
+def folded(weight: Tensor, scale: Tensor) -> Tensor:
+    """(n, k) bf16, (k,) fp32 -> weight * (1 + scale) in bf16: its product with x lacks but the factor of x's norm."""
+    return (weight.float() * (1 + scale)).to(weight.dtype)
+
+
 def weight_image(weight: Tensor, product_columns: int, product_depth: int) -> Tensor:
     """Lay (n, k) bf16 weights out as the blocks' shared memory: [tile][slice][chunk of 64][row][64], swizzled.
 
