@@ -85,8 +85,8 @@ class ExpertChain:
         self._steps = scale.shape[0]
         if max_keys > MAX_KEYS:
             raise ValueError(f"the expert chain attends over at most {MAX_KEYS} keys, not {max_keys}")
-        # Of a norm that no step changes and that shifts nothing, the factor can come after the product and 1 + scale lies
-        # in the matrix: the stream itself is what the product reads.
+        # Of a norm that no step changes and that shifts nothing, the factor can come after the product and 1 + scale
+        # lies in the matrix: the stream itself is what the product reads.
         self.starts = p.time_weight is not None and steady
         self._images, self._constants = [], []
         for index, layer in enumerate(layers):
