@@ -11,11 +11,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import RtcOptions
 from taktline_worker.adapter import GuidedChunk
 from taktline_worker.engine import Engine, Item
+from taktline_worker.models.pi import adapter as pi_adapter
 from taktline_worker.models.pi.adapter import PiAdapter, load
+from taktline_worker.models.pi.resize import to_model_input
 from taktline_worker.models.pi.runner import PiRunner
 from taktline_worker.observation import RtcInput
 from taktline_worker.server import ServeOptions, Worker
@@ -113,6 +116,66 @@ def test_rows_run_apart_come_back_in_their_places(policy: Path, config_of: Any, 
     assert calls[2:] == [[True], [True] * 3]
 
 
+def _actions(outcome: Any, path: str) -> Any:
+    """Actions of an answer, which took `path` where it is not empty."""
+    if not path:
+        assert isinstance(outcome, np.ndarray), outcome
+        return outcome
+    assert isinstance(outcome, GuidedChunk), outcome
+    assert outcome.path == path
+    return outcome.actions
+
+
+class Resizing:
+    """Takes frames as captured graphs do, and computes what the eager runner does with their pixels."""
+
+    device = torch.device("cpu")
+    seconds = 0.0
+
+    def __init__(self, runner: PiRunner, method: Any) -> None:
+        self._runner, self._method = runner, method
+
+    def run(self, batch: Any) -> torch.Tensor:
+        size = self._runner.architecture.image_size
+        pixels = [to_model_input(frame.numpy(), size, self._method) for frame in batch.raw]
+        self._actions = self._runner.run(dataclasses.replace(batch, pixels=torch.stack(pixels), raw=None))
+        return self._actions
+
+    def draft(self, batch: Any) -> Any:
+        return batch
+
+    def launch(self, batch: Any, draft: Any = None) -> Resizing:
+        self.run(batch)
+        return self
+
+    def wait(self) -> torch.Tensor:
+        return self._actions
+
+
+@pytest.mark.parametrize("tails", [(0,), (1,), (0, 1, 2)])
+def test_rows_with_and_without_a_tail_share_a_batch_of_frames(
+    policy: Path, config_of: Any, observations: Any, pool: Any, monkeypatch: pytest.MonkeyPatch, tails: tuple[int, ...]
+) -> None:
+    """Where the runner resizes frames itself, those of rows with a tail too."""
+    whole = load(config_of(policy))
+    assert isinstance(whole.runner, PiRunner)
+    resizing = Resizing(whole.runner, whole.processor.conventions.resize)
+    monkeypatch.setattr(pi_adapter, "make_runner", lambda *_, **__: resizing)
+    loaded = load(config_of(policy))
+    assert loaded.processor.raw
+    tail = RtcInput(np.zeros((6, ACTIONS), np.float32), delay=2)
+    mixed = [observations.make(seed=i, **({"rtc": tail} if i in tails else {})) for i in range(3)]
+    expected = _chunk(whole, *mixed, pool=pool)
+    engine = Engine(loaded, (1, 4))
+    try:
+        outcomes = engine.infer([Item(observation) for observation in mixed]).outcomes
+    finally:
+        engine.close()
+    for index, (theirs, ours) in enumerate(zip(expected, outcomes, strict=True)):
+        path = "batched" if index in tails else ""
+        np.testing.assert_array_equal(_actions(ours, path), _actions(theirs, path))
+
+
 @pytest.mark.parametrize(
     "rtc",
     [
@@ -204,7 +267,6 @@ def test_over_the_rpc(stub: Any, observations: Any) -> None:
 
 @pytest.mark.gpu
 def test_captured_graphs_and_guided_rows(golden: Path, network: Any) -> None:
-    import torch
     from safetensors.torch import load_file
     from taktline_worker.models.pi.runner import collate
     from taktline_worker.models.pi.weights import BF16_VISION, on_device
@@ -232,3 +294,32 @@ def test_captured_graphs_and_guided_rows(golden: Path, network: Any) -> None:
         assert float(cosine.min()) >= 0.999
         if settings.mode == "trained":
             assert torch.equal(ours[:, :5], target[None, :5].expand(2, -1, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("gradient", ["identity", "vjp"])
+def test_frames_of_rows_with_and_without_a_tail_on_a_gpu(
+    policy: Path, config_of: Any, observations: Any, pool: Any, gradient: Any
+) -> None:
+    """In one bucket each row gets what it gets alone, with frames of a robot's own size."""
+    options = {"device": "cuda", "precision": "bf16", "buckets": (4,), "rtc": RtcOptions(gradient=gradient)}
+    loaded = load(config_of(policy, **options))
+    images = {name: observations.image("jpeg", 480, 640, seed=i) for i, name in enumerate(loaded.description.cameras)}
+    images |= {
+        name: observations.image("jpeg", 480, 640, seed=9 + i)
+        for i, name in enumerate(loaded.description.optional_cameras)
+    }
+    tail = RtcInput(np.zeros((6, ACTIONS), np.float32), delay=2)
+    mixed = [observations.make(seed=i, images=images, **({"rtc": tail} if i == 1 else {})) for i in range(3)]
+    engine = Engine(loaded, (4,))
+    try:
+        together = engine.infer([Item(observation) for observation in mixed]).outcomes
+        alone = [engine.infer([Item(observation)]).outcomes[0] for observation in mixed]
+        plain = engine.infer([Item(dataclasses.replace(mixed[1], rtc=None))]).outcomes[0]
+    finally:
+        engine.close()
+    path = "batched" if gradient == "identity" else "apart"
+    for ours, theirs, taken in zip(together, alone, ("", path, ""), strict=True):
+        np.testing.assert_array_equal(_actions(ours, taken), _actions(theirs, taken))
+    assert np.abs(_actions(together[1], path) - _actions(plain, "")).max() > 0.01

@@ -316,7 +316,9 @@ def load(config: EngineConfig) -> PiAdapter:
         quantisation=quantisation,
     )
     runner = made(weights, conventions=conventions)
+    together = rtc is None or in_batch or device.type == "cpu"
     processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
+    processor.raw_tails = together
     if processor.raw:
         processor.native = jpeg_threads()
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
@@ -326,7 +328,6 @@ def load(config: EngineConfig) -> PiAdapter:
             most = min(most, _CHECKED_ON_CPU)
         exact = runner.reuse_features(config.engine.frame_cache_mb * MIB, most)
         logger.info("features of frames seen before are reused" if exact else "features are not reused: not exact here")
-    together = rtc is None or in_batch or device.type == "cpu"
     levels = [Level(solver_steps=steps) for steps in config.engine.cheaper_steps]
     levels += [Level(horizon=horizon) for horizon in config.engine.shorter_horizons]
     cheaper: dict[Level, PiAdapter] = {}

@@ -45,7 +45,8 @@ class PiProcessor:
         frame_bytes: memory for the pixels of frames seen before; 0 keeps none.
 
     Attributes:
-        raw: leave the resizing to the runner, for rows without a tail. Set before the first observation.
+        raw: leave the resizing to the runner, for rows without a tail. Both are set before the first observation.
+        raw_tails: for rows with a tail too, which run among the others then.
         frames: memory of the frames that the runner resizes.
         native: threads that decode those before anybody asks for them; None leaves them to the engine's pool.
         unnormalise: network outputs on the CPU to robot units.
@@ -67,7 +68,7 @@ class PiProcessor:
         self.architecture = architecture
         self.conventions = conventions
         self.rtc = rtc
-        self.raw = False
+        self.raw, self.raw_tails = False, False
         self._whole: tuple[RtcSettings, int] | None = None
         self.seen: FrameCache[tuple[Tensor, bytes]] = FrameCache(frame_bytes)
         """Network inputs by the digest of their frames; where the runner resizes them, frames by their `_sketch`, with
@@ -115,7 +116,7 @@ class PiProcessor:
             TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or RTC_INVALID.
         """
         frames = self._frames(observation.images)
-        raw = self.raw and (observation.rtc is None or self.rtc is None)
+        raw = self.raw and (observation.rtc is None or self.raw_tails)
         state = self._state(observation.state)
         policy_state = aloha.to_policy_state(state) if self.conventions.adapt_to_pi else state
         with np.errstate(over="ignore", invalid="ignore"):  # the check below has a better word for it
