@@ -49,7 +49,20 @@ def test_small_frames(method: Resize) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_frames_beyond_the_buffers(method: Resize) -> None:
-    check(method, [(30, 41), (33, 30), (30, 41)], 28, 2 * 30 * 41 * 3)
+    check(method, [(30, 41), (33, 41), (30, 41)], 28, 30 * 41 * 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_a_frame_is_resized_is_its_own_affair(method: Resize) -> None:
+    """The CPU rounds otherwise: no neighbour may send a frame there, and its bits are the same in every place."""
+    mine, small = frame(30, 41, 0), frame(9, 11, 1)
+    buffers = camera.CameraBuffers(4, mine.numel(), 28, 14, method, DEVICE)
+    found = []
+    for neighbour in (None, small, frame(30, 41, 2), frame(60, 80, 3)):
+        given = [mine] if neighbour is None else [neighbour, neighbour, neighbour, mine]
+        buffers.load_frames(given)
+        found.append(buffers.patches(len(given))[-1].cpu().clone())
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.gpu

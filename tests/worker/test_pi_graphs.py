@@ -40,14 +40,46 @@ def captured(golden: Any, network: Any) -> tuple[Any, list[PiRow], dict[str, tor
     return runner, network.rows(case, architecture), case, architecture.tokens_per_image
 
 
-def test_golden_actions(captured: Any, distance: Any) -> None:
+@pytest.fixture(scope="module")
+def padded(golden: Any, network: Any) -> Any:
+    """The same policy with room for the longest prompts, so that a row's own prompt is a part of its slots."""
+    return graph_runner(network, golden / "pi05_tiny" / "full_real_heads", 50, [(1, 3, 200), (3, 3, 200)])[0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("slots", [64, 200])
+def test_golden_actions(captured: Any, padded: Any, distance: Any, count: int, slots: int) -> None:
+    """One row, or three of which the others have other pixels and noise; and slots for 64 words or for 200."""
     runner, rows, case, tokens = captured
-    actions = runner.run(collate(rows, tokens))
+    runner = runner if slots == 64 else padded
+    others = [dataclasses.replace(rows[0], noise=-rows[0].noise, pixels=-rows[0].pixels)] * (count - 1)
+    actions = runner.run(collate([*others, rows[0]], tokens))[-1:]
     official = distance(case["actions_bf16_rope_fp32"], case["actions"])
     ours = distance(actions, case["actions"])
-    print(f"bf16 error: engine {ours:.3e}, official {official:.3e}")
+    print(f"bf16 error of {count} rows, {slots} slots: engine {ours:.3e}, official {official:.3e}")
     assert 1e-5 < ours <= 1.25 * official
     assert float(torch.nn.functional.cosine_similarity(actions.flatten(1), case["actions"].flatten(1)).min()) >= 0.999
+
+
+def test_a_row_is_the_same_within_rounding_in_every_bucket(captured: Any, padded: Any, distance: Any) -> None:
+    """Other kernels serve other shapes; none may differ by more than bf16 does, and no padding may be seen."""
+    runner, rows, case, tokens = captured
+    official = distance(case["actions_bf16_rope_fp32"], case["actions"])
+    found = {
+        f"{count} rows, {slots} slots": one.run(collate([rows[0]] * count, tokens))[-1:]
+        for slots, one in ((64, runner), (200, padded))
+        for count in (1, 3)
+    }
+    first = found["1 rows, 64 slots"]
+    for name, actions in found.items():
+        print(f"{name}: {distance(actions, first):.3e} from one row")
+        # Two roundings of the same numbers, each within 1.25 times the official distance from fp32.
+        assert distance(actions, first) <= 2**0.5 * 1.25 * official, name
+    short = [dataclasses.replace(rows[0], tokens=rows[0].tokens[:5]), rows[0]]
+    mixed = padded.run(collate(short, tokens))
+    assert torch.equal(mixed[1], found["3 rows, 200 slots"][0]), "a shorter prompt beside it changes nothing"
+    alone = runner.run(collate(short[:1], tokens))
+    assert distance(mixed[0], alone[0]) <= 2**0.5 * 1.25 * official
 
 
 def test_batches_launched_behind_one_another_give_what_they_give_alone(captured: Any) -> None:
@@ -163,6 +195,28 @@ def test_replays_are_bit_identical_and_neighbours_do_not_matter(captured: Any) -
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[1], second[1])
+
+
+def test_large_frames_of_a_neighbour_do_not_matter(captured: Any) -> None:
+    """Wherever a row's frames are resized, those of the rows before it have no say in it."""
+    runner, rows, _, tokens = captured
+    generator = torch.Generator().manual_seed(3)
+
+    def seen(height: int, width: int) -> PiRow:
+        frames = tuple(
+            torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
+            for _ in range(len(rows[0].pixels))
+        )
+        return dataclasses.replace(rows[0], pixels=torch.empty(len(frames), 0), raw=frames)
+
+    mine = seen(480, 640)
+    quiet, *loud = (
+        runner.run(collate([neighbour, neighbour, neighbour, mine], tokens))
+        for neighbour in (seen(240, 320), seen(720, 1280), seen(1080, 1920), seen(1200, 1920))
+    )
+    for one in loud:
+        assert torch.equal(one[3], quiet[3])
+        assert not torch.equal(one[0], quiet[0])
 
 
 def test_nothing_is_allocated_after_capture(captured: Any) -> None:

@@ -31,7 +31,7 @@ class Resizing:
     device, unnormalises = torch.device("cpu"), True
 
     def __init__(self, size: int, method: Any) -> None:
-        self._camera = CameraBuffers(8, 1 << 20, size, 14, method, self.device)
+        self._camera = CameraBuffers(8, 1 << 17, size, 14, method, self.device)
 
     def run(self, batch: Any) -> torch.Tensor:
         return self.launch(batch).wait()

@@ -95,7 +95,7 @@ class CameraBuffers:
 
     Args:
         images: most images of a batch.
-        frame_bytes: memory for their frames together.
+        frame_bytes: memory for each one's frame.
         size: side of the square.
         patch: side of a patch.
         method: how frames are resized.
@@ -108,7 +108,7 @@ class CameraBuffers:
         self._size, self._patch, self._method = size, patch, method
         self.frame_bytes = frame_bytes
         kind = torch.int32 if method == "pil" else torch.float32
-        self._frames = torch.zeros(frame_bytes, dtype=torch.uint8, device=device)
+        self._frames = torch.zeros(images * frame_bytes, dtype=torch.uint8, device=device)
         self._staged = Staged({"places": ((2, images), torch.int64), "slots": ((images,), torch.int32)}, device)
         self._places, self._slots = self._staged.tensors["places"], self._staged.tensors["slots"]
         self._slots.fill_(-1)
@@ -123,7 +123,7 @@ class CameraBuffers:
         self._out = torch.zeros(images, tokens, 3 * patch * patch, device=device)
         self._geometries: dict[tuple[int, int], int] = {}
         self._targets: dict[tuple[int, torch.Size], Tensor] = {}
-        """Where frames of a shape that begin at a byte go: each view costs as much as the copy itself."""
+        """Where an image's frames of a shape go: each view costs as much as the copy itself."""
 
     def load_pixels(self, pixels: Tensor) -> None:
         """Take images that are ready: fp32 (n, 3, size, size) in [-1, 1]."""
@@ -134,7 +134,8 @@ class CameraBuffers:
     def load_frames(self, frames: Sequence[Tensor]) -> None:
         """Take frames, (H, W, 3) uint8 on the CPU, of any sizes.
 
-        What the tables or the buffers cannot hold is resized on the CPU instead, to the same values.
+        A frame that its tables or its memory cannot hold is resized on the CPU instead, whatever the others are: to the
+        same values for Pillow's resize, and within rounding for the others.
 
         Raises:
             ValueError: there are more frames than images in a batch.
@@ -144,22 +145,21 @@ class CameraBuffers:
         sizes = {(frame.shape[0], frame.shape[1]) for frame in frames}
         if len(sizes | self._geometries.keys()) > len(self._slots):
             self._geometries, self._targets = {}, {}  # sizes come and go: start over with those of this batch
-        at, told = 0, []
+        told = []
         for index, frame in enumerate(frames):
             height, width = frame.shape[:2]
-            taken = frame.numel()
-            slot = self._geometry(height, width) if at + taken <= self.frame_bytes else -1
+            at, taken = index * self.frame_bytes, frame.numel()
+            slot = self._geometry(height, width) if taken <= self.frame_bytes else -1
             told.append((slot, at, width * 3))
             if slot < 0:
                 send(self._pixels[index], to_model_input(frame.numpy(), self._size, self._method))
                 continue
-            target = self._targets.get((at, frame.shape))
+            target = self._targets.get((index, frame.shape))
             if target is None:
                 if len(self._targets) == _TARGETS:
                     self._targets = {}
-                target = self._targets[at, frame.shape] = self._frames[at : at + taken].view(frame.shape)
+                target = self._targets[index, frame.shape] = self._frames[at : at + taken].view(frame.shape)
             send(target, frame)
-            at += taken
         if told != self._told:  # one camera sends frames of one size
             self._tell(told)
 

@@ -19,14 +19,12 @@ from taktline_worker.graph_capture import Beside, Captured, GraphPool, Stage
 from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
 from taktline_worker.models.pi.config import PiArchitecture
+from taktline_worker.models.pi.frame_memory import PINNED_FRAME_BYTES
 from taktline_worker.models.pi.resize import Resize
 from taktline_worker.models.pi.rtc import guidance_steps
 from taktline_worker.models.pi.runner import PiBatch
 from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.models.pi.weights import PiWeights
-
-FRAME_BYTES = 640 * 480 * 3
-"""Memory for an image's frame, on average over a batch; what exceeds it is resized on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -89,7 +87,7 @@ class GraphRunner:
         has_state = a.family == "pi0"
         self._suffix = horizon + int(has_state)
         cache = max(b.rows * (self.slots(b) + self._suffix) for b in buckets)
-        self.camera = CameraBuffers(images, images * FRAME_BYTES, a.image_size, a.patch_size, resize, device)
+        self.camera = CameraBuffers(images, PINNED_FRAME_BYTES, a.image_size, a.patch_size, resize, device)
         chunk = (rows, horizon, a.action_width)
         self._staged = Staged(
             {
