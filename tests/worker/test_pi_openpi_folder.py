@@ -110,6 +110,25 @@ def test_missing_statistics(folders: Any, config_of: Any, tmp_path: Path) -> Non
     _refused(config_of(path, "pi0"), ErrorCode.CHECKPOINT_INVALID, "norm_stats.json")
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"allow_missing_statistics": True},
+        {"ignore_config_fields": ["x"]},
+        {"legacy_letterbox": True},
+        {"optional_cameras": ["left_wrist_0_rgb"]},
+        {"state_prompt_width": 32},
+    ],
+    ids=str,
+)
+def test_a_field_of_the_other_layout_is_refused(
+    folders: Any, config_of: Any, tmp_path: Path, field: dict[str, Any]
+) -> None:
+    """Whoever wrote it expects an effect, which it does not have here."""
+    path = folders.openpi(tmp_path / "policy", **STATED, **field)
+    _refused(config_of(path, "pi0"), ErrorCode.CONFIG_INVALID, *field, "openpi")
+
+
 def test_quantiles_that_are_null(folders: Any, config_of: Any, tmp_path: Path) -> None:
     path = folders.openpi(tmp_path / "policy", **STATED, normalisation="QUANTILES")
     file = path / "assets" / "lab" / "arm" / "norm_stats.json"

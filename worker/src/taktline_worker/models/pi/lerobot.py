@@ -19,7 +19,6 @@ STATE, ACTION = "observation.state", "action"
 IMAGE_PREFIX = "observation.images."
 _EMPTY_CAMERA = f"{IMAGE_PREFIX}empty_camera_"
 _DEFAULT_TOKENS = {"pi0": 48, "pi05": 200}
-_DEFAULT_MODE: dict[str, Mode] = {"pi0": "MEAN_STD", "pi05": "QUANTILES"}
 
 _USED = {
     "type", "n_obs_steps", "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim", "num_inference_steps",
@@ -72,7 +71,7 @@ def read_conventions(
             f"config.json allows {budget} prompt tokens, policy_preprocessor.json {token_step['max_length']}",
             "make tokenizer_max_length and max_length equal",
         )
-    normaliser = partial(_normaliser, folder, config, family, sidecar)
+    normaliser = partial(_normaliser, folder, config, sidecar)
     rtc_schedule, rtc_bound = _rtc_guidance(config)
     conventions = PiConventions(
         layout="lerobot",
@@ -242,35 +241,50 @@ def _state_prompt_width(family: Family, state_dim: int, sidecar: Sidecar) -> int
 def _normaliser(
     folder: Path,
     config: Mapping[str, Any],
-    family: Family,
     sidecar: Sidecar,
     steps: Mapping[str, dict[str, Any]],
     step_name: str,
     feature: str,
     width: int,
 ) -> Normaliser:
+    """What the step does to a feature; what LeRobot's own step would leave as it is, is refused or the identity."""
     step = steps[step_name]
     settings = step.get("config", {})
     kind = "STATE" if feature == STATE else "ACTION"
-    mapping = settings.get("norm_map") or config.get("normalization_mapping") or {}
+    mapping = settings.get("norm_map")
+    if not isinstance(mapping, dict):
+        raise refuse(
+            f"{step_name} has no norm_map", "save the processors with the policy, by LeRobot's save_pretrained"
+        )
     declared = config.get("normalization_mapping") or mapping
     if mapping.get("VISUAL", "IDENTITY") != "IDENTITY":
         raise refuse(f"VISUAL normalisation {mapping['VISUAL']} is not served", "π0 and π0.5 scale pixels to [-1, 1]")
-    mode = mapping.get(kind, _DEFAULT_MODE[family])
+    mode: Mode = mapping.get(kind, "IDENTITY")
     if declared.get(kind, mode) != mode:
         raise refuse(
             f"config.json normalises {kind} by {declared[kind]}, {step_name} by {mode}", "the two files must agree"
         )
     if mode not in MODES:
         raise refuse(f"{kind} normalisation {mode!r} is unknown", f"known modes: {', '.join(MODES)}")
+    described = (settings.get("features") or {}).get(feature, {})
+    if described.get("type", kind) != kind:
+        raise refuse(f"{step_name} describes {feature} as {described['type']}, not {kind}", "correct its features")
     if mode == "IDENTITY":
         return identity()
-    described = settings.get("features", {}).get(feature, {}).get("shape")
     statistics = _statistics(folder, step).get(feature, {})
     if not statistics and sidecar.allow_missing_statistics:
         return identity()
-    if described is not None and list(described) != [width]:
-        raise refuse(f"{step_name} describes {feature} as {described}, config.json as [{width}]", "fix config.json")
+    keys = settings.get("normalize_observation_keys")
+    if kind == "STATE" and (not described or (keys is not None and feature not in keys)):
+        listed = "features" if not described else "normalize_observation_keys"
+        raise refuse(
+            f"{step_name} normalises {kind} by {mode}, but {listed} leaves out {feature}, which is then not normalised",
+            f"list it there, or set {kind} to IDENTITY in norm_map if that was meant",
+        )
+    if list(described.get("shape", [width])) != [width]:
+        raise refuse(
+            f"{step_name} describes {feature} as {described['shape']}, config.json as [{width}]", "fix config.json"
+        )
     return make_normaliser(
         mode,
         statistics,

@@ -77,7 +77,7 @@ PRESETS: dict[str, Preset] = {
     "pi0_aloha_pen_uncap": _aloha("pi0", 48),
     "pi05_aloha": _aloha("pi05", 200),
     "pi05_aloha_pen_uncap": _aloha("pi05", 200),
-    "pi0_aloha_sim": Preset("pi0", "aloha", 50, 48),
+    "pi0_aloha_sim": Preset("pi0", "aloha", 50, 48, adapt_to_pi=True),
     "pi0_droid": Preset("pi0", "droid", 10, 48),
     "pi05_droid": Preset("pi05", "droid", 15, 200),
     "pi05_droid_finetune": Preset("pi05", "droid", 16, 200),

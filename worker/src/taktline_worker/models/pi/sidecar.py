@@ -76,7 +76,13 @@ OPENPI_FIELDS = (
     "adapt_to_pi",
     "cameras",
 )
-LEROBOT_FIELDS = ("state_prompt_width", "legacy_letterbox", "optional_cameras", "ignore_config_fields")
+LEROBOT_FIELDS = (
+    "state_prompt_width",
+    "legacy_letterbox",
+    "optional_cameras",
+    "allow_missing_statistics",
+    "ignore_config_fields",
+)
 
 
 def refuse_foreign_fields(sidecar: Sidecar, foreign: tuple[str, ...], layout: str) -> None:
