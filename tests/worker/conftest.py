@@ -110,15 +110,20 @@ def make_folder(target: Path, family: str, **sidecar: Any) -> Path:
     return target
 
 
-def make_openpi_folder(target: Path, **sidecar: Any) -> Path:
-    """A servable openpi folder: golden π0 weights under that layout's names, statistics of 8 and 7 dimensions."""
+def make_openpi_folder(
+    target: Path, family: str = "pi0", statistics: Mapping[str, Any] | None = None, **sidecar: Any
+) -> Path:
+    """A servable openpi folder: golden weights under that layout's names, statistics of 8 and 7 dimensions or given."""
     target.mkdir(parents=True)
-    stored = load_file(GOLDEN / "pi0_tiny" / "lerobot_folder" / "model.safetensors")
+    stored = load_file(GOLDEN / f"{family}_tiny" / "lerobot_folder" / "model.safetensors")
     renamed = {name.removeprefix("model."): tensor for name, tensor in stored.items() if "embed_tokens" not in name}
     save_file(renamed, target / "model.safetensors")
     assets = target / "assets" / "lab" / "arm"
     assets.mkdir(parents=True)
-    shutil.copy(GOLDEN / "preprocess" / "openpi" / "norm_stats.json", assets / "norm_stats.json")
+    if statistics is None:
+        shutil.copy(GOLDEN / "preprocess" / "openpi" / "norm_stats.json", assets / "norm_stats.json")
+    else:
+        (assets / "norm_stats.json").write_text(json.dumps({"norm_stats": statistics}))
     shutil.copy(TOKENIZER / "tokenizer.model", target / "tokenizer.model")
     content = {"architecture": {"vision_heads": 2}, "control_period_ms": 50} | sidecar
     (target / "taktline.json").write_text(json.dumps(content))
