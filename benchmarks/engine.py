@@ -1,13 +1,14 @@
 """π0 and π0.5 on one GPU: the engine's whole request against peers and the floor, by precision and shape.
 
-    python benchmarks/engine.py [--part figures|peers] [--quick] [--only pi05/bf16,...] [--out DIR]
+    python benchmarks/engine.py [--part accuracy|figures|peers] [--quick] [--only pi05/bf16,...] [--out DIR]
 
 Random full-size weights; pixels and token ids are on the device, as in the published measurements. Times are CUDA
 events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured in turns, so that the
 GPU's heat and clocks are the same for all. Peers: of FP8 our own bf16, of π0 our own π0.5, both among the figures.
-`--part peers` has benchmarks/plain_pi05.py, eager and with its blocks through torch.compile and the whole request in a
-CUDA graph, beside our own π0.5 in the same run; it writes a file of its own. Without --part both run. What a run does
-not measure stays in the files as it was.
+`--part peers` has benchmarks/plain_pi.py, eager and with its blocks through torch.compile and the whole request in a
+CUDA graph, beside our own π0.5 in the same run; it writes a file of its own. Without --part both run; each first holds
+our fp32 to the plain statement and says how far each precision is from it, which is all of `--part accuracy`. What a
+run does not measure stays in the files as it was.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import triton
 from engine_accuracy import HORIZON, STEPS, Subject, accuracy, make_batch, peer_inputs
 from floors import H200, phase_floors_ms
-from plain_pi05 import PlainPi05, official_dtypes
+from plain_pi import PlainPi, official_dtypes
 from result_rows import Row as Row
 from result_rows import save_rows
 from taktline_protocol.deployment import QuantisationOptions
@@ -188,7 +189,9 @@ def measure(
     """One shape, whose batch is loaded: the whole request, its phases (unless `whole`) and its floor."""
     policy, precision = subject
     captured = runner.captured[bucket]
-    floors = phase_floors_ms(PI05, H200, bucket.rows, bucket.views, bucket.prompt, HORIZON, STEPS)
+    floors = phase_floors_ms(
+        PI05 if policy == "pi05" else PI0, H200, bucket.rows, bucket.views, bucket.prompt, HORIZON, STEPS
+    )
     row = Row(
         policy=policy,
         dtype=precision,
@@ -240,7 +243,7 @@ def measure_peers(
         rows.append(row)
         save_rows(options.out / PEERS_FILE, rows)
 
-    eager = PlainPi05(bf16, PI05, STEPS)
+    eager = PlainPi(bf16, PI05, STEPS)
     own: dict[Bucket, Row] = {}
     for bucket in [b for b in OTHERS if b in shapes]:
         runner.load(make_batch(bucket), bucket)
@@ -255,7 +258,7 @@ def measure_peers(
         if options.quick or time.monotonic() - START > options.limit_s:
             say(f"{bucket}: compiled peer skipped")
             continue
-        compiled = PlainPi05(bf16, PI05, STEPS, compile_layers=True)
+        compiled = PlainPi(bf16, PI05, STEPS, compile_layers=True)
         inputs = peer_inputs(make_batch(bucket), bucket)
         graph = capture(lambda compiled=compiled, inputs=inputs: compiled(*inputs), 2)  # type: ignore[misc]
         times = event_times(graph.replay, 3, 20 if bucket.rows == 1 else 8)
@@ -267,7 +270,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
-    parser.add_argument("--part", choices=("figures", "peers", "all"), default="all", help="default: all")
+    parser.add_argument("--part", choices=("accuracy", "figures", "peers", "all"), default="all", help="default: all")
     parser.add_argument("--quick", action="store_true", help="batch 1 and 8 only, no compiled peer")
     parser.add_argument("--batches", default="1,2,4,8,16,32", help="rows of the shapes; default: %(default)s")
     parser.add_argument("--limit-s", type=float, default=1e9, help="skip what would start later; goals come first")
@@ -282,6 +285,8 @@ def main() -> None:
     shapes = [b for b in SHAPES if b.rows in batches and (not options.quick or b.rows in (1, 8))]
     if options.part == "peers":
         subjects, shapes = {("pi05", "bf16"): PEERS_FILE}, [b for b in OTHERS if b in shapes]
+    if options.part == "accuracy":
+        shapes = [Bucket(1, 3, 1)]
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     runners: dict[Subject, GraphRunner] = {}
@@ -300,6 +305,8 @@ def main() -> None:
     del tensors
     torch.cuda.empty_cache()
     say(f"errors against fp32: {json.dumps(found)}")
+    if options.part == "accuracy":
+        return
 
     rows: dict[Subject, list[Row]] = {subject: [] for subject in subjects}
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""π0.5 as the official PyTorch code states it, written plainly: the oracle (fp32) and the peer (bf16) of the engine.
+"""π0 and π0.5 as the official PyTorch code states them, written plainly: the oracle (fp32) and the peer (bf16).
 
-Nothing here is fused, tabulated or skipped: three projections a layer, the time MLP and all AdaRMS layers at every
-step, all 18 prefix layers whole, padded prompt slots masked. Attention is `scaled_dot_product_attention`.
+Nothing here is fused, tabulated or skipped: three projections a layer, the time MLP and all AdaRMS layers (π0: the
+state's token too) at every step, all 18 prefix layers whole, padded prompt slots masked. Attention is
+`scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def gemma_layer(
     return x + (h if gate is None else h * gate), (k, v)
 
 
-class PlainPi05:
+class PlainPi:
     """The whole policy network over canonical tensors.
 
     Args:
@@ -163,24 +164,43 @@ class PlainPi05:
             cache.append(kv)
         return cache, mask
 
-    def velocity(self, x_t: Tensor, t: float, cache: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    def velocity(
+        self, x_t: Tensor, t: float, cache: list[tuple[Tensor, Tensor]], mask: Tensor, state: Tensor | None
+    ) -> Tensor:
         """One evaluation of the flow field, fp32 (B, H, action width)."""
         w, batch, horizon = self._parts[""], x_t.shape[0], x_t.shape[1]
         half = self.a.expert_width // 2
         fraction = torch.linspace(0, 1, half, dtype=torch.float64, device=x_t.device)
         angle = 2 * math.pi * t / (0.004 * (4.0 / 0.004) ** fraction)
-        cond = torch.cat((angle.sin(), angle.cos())).float().expand(batch, -1)
-        for name in ("time_mlp_in", "time_mlp_out"):
-            cond = functional.silu(functional.linear(cond, w[f"{name}.weight"], w[f"{name}.bias"]))
-        x = functional.linear(x_t, w["action_in_proj.weight"], w["action_in_proj.bias"]).to(cache[0][0].dtype)
-        positions = mask.sum(1, keepdim=True) + torch.arange(horizon, device=x_t.device)
-        whole = torch.cat((mask, mask.new_ones(batch, horizon)), dim=1)[:, None, None, :]
+        time = torch.cat((angle.sin(), angle.cos())).float().expand(batch, -1)
+        actions = functional.linear(x_t, w["action_in_proj.weight"], w["action_in_proj.bias"])
+        cond: Tensor | None = None
+        if state is None:
+            cond, suffix = time, actions
+            for name in ("time_mlp_in", "time_mlp_out"):
+                cond = functional.silu(functional.linear(cond, w[f"{name}.weight"], w[f"{name}.bias"]))
+        else:
+            both = torch.cat((actions, time[:, None].expand(-1, horizon, -1)), dim=-1)
+            both = functional.linear(both, w["action_time_mlp_in.weight"], w["action_time_mlp_in.bias"])
+            both = functional.linear(
+                functional.silu(both), w["action_time_mlp_out.weight"], w["action_time_mlp_out.bias"]
+            )
+            token = functional.linear(state, w["state_proj.weight"], w["state_proj.bias"])
+            suffix = torch.cat((token[:, None], both), dim=1)
+        x, own = suffix.to(cache[0][0].dtype), suffix.shape[1]
+        positions = mask.sum(1, keepdim=True) + torch.arange(own, device=x_t.device)
+        among = mask.new_ones(1 if state is None else own, own)
+        if state is not None:
+            among[0, 1:] = False  # the state sees no action
+        whole = torch.cat((mask[:, None].expand(-1, len(among), -1), among.expand(batch, -1, -1)), dim=2)[:, None]
         for i in range(self.a.depth):
             x, _ = self._gemma_layer(self._parts[f"expert.{i}"], "l", x, positions, whole, cache[i], cond, self.a.heads)
         x, _ = norm(w, "expert.norm", x, cond)
-        return functional.linear(x.float(), w["action_out_proj.weight"], w["action_out_proj.bias"])
+        return functional.linear(x[:, -horizon:].float(), w["action_out_proj.weight"], w["action_out_proj.bias"])
 
-    def __call__(self, pixels: Tensor, ids: Tensor, valid: Tensor, noise: Tensor) -> Tensor:
+    def __call__(
+        self, pixels: Tensor, ids: Tensor, valid: Tensor, noise: Tensor, state: Tensor | None = None
+    ) -> Tensor:
         """Actions, fp32 (B, H, action width).
 
         Args:
@@ -188,9 +208,10 @@ class PlainPi05:
             ids: (B, L) int64.
             valid: (B, L) bool.
             noise: (B, H, action width) fp32.
+            state: (B, action width) fp32 of π0, which π0.5 has in its prompt.
         """
         cache, mask = self.prefix(self.vision(pixels), ids, valid)
         x = noise
         for step in range(self.steps):
-            x = x + (-1.0 / self.steps) * self.velocity(x, 1.0 + step * (-1.0 / self.steps), cache, mask)
+            x = x + (-1.0 / self.steps) * self.velocity(x, 1.0 + step * (-1.0 / self.steps), cache, mask, state)
         return x
