@@ -224,13 +224,17 @@ def test_a_refused_policy_ends_with_two_and_the_reason(start: Any, config_file: 
 
 
 @pytest.mark.gpu
-def test_two_gpus_run_two_batches_at_a_time(start: Any, batch: Any, config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "steps"), [("fp32", 200), ("bf16", 1000)])
+def test_two_gpus_run_two_batches_at_a_time(
+    start: Any, batch: Any, config_file: Path, tmp_path: Path, precision: str, steps: int
+) -> None:
+    """Eager, and from captured graphs, of which each replica has its own."""
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     content = json.loads(config_file.read_text())
-    content["engine"] |= {"device": "cuda", "solver_steps": 200}
+    content["engine"] |= {"device": "cuda", "precision": precision, "solver_steps": steps}
     config = tmp_path / "engine.json"
     config.write_text(json.dumps(content))
     pod = start(config, "--metrics-listen", "127.0.0.1:0")
@@ -249,4 +253,10 @@ def test_two_gpus_run_two_batches_at_a_time(start: Any, batch: Any, config_file:
 
         single = min(measured(1) for _ in range(5))
         pair = min(measured(2) for _ in range(5))
+        address = pod.events("metrics")[-1]["address"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
+            page = answer.read().decode()
+    graphs = [_sample(page, "taktline_worker_graphs{", f'replica="{replica}"') for replica in (0, 1)]
+    assert graphs[0] == graphs[1]
+    assert (graphs[0] > 0) is (precision == "bf16")
     assert pair < 1.6 * single, "side by side, not one after the other"
