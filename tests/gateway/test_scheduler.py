@@ -15,6 +15,30 @@ from taktline_gateway.service_times import MIN_SAMPLES
 
 from tests.gateway.simulated_clock import Simulation, running, scheduler, service_times, ticket
 
+# ----- one that is alone
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("priority", Priority)
+def test_the_only_ticket_is_decided_as_any_other(priority, behind):
+    """Where nobody may be waited for the decision is a shorter one, and the same."""
+    for budget_ms, passed_ms in itertools.product(range(6, 22), range(12)):
+        plans = []
+        for max_wait_s in (0.0, 1e-12):  # with a wait, even one that is over, everything is weighed
+            made = scheduler(max_wait_s=max_wait_s)
+            if behind:
+                for number in range(MIN_SAMPLES):  # so the next batch is sent ahead, and mostly too early
+                    made.fleet.get("w0").times.note_outside(1, 0.005 if number < 2 else 0.001)
+                made.submit(ticket("first", 1.0), 0.0)
+                made.poll(0.0)
+            now = passed_ms / 1e3
+            made.submit(ticket("arm", now + budget_ms / 1e3, at=now, priority=priority), now)
+            plan = made.poll(now)
+            sent = [([one.robot for one in batch.tickets], batch.predicted, batch.level) for batch in plan.batches]
+            plans.append((sent, [refused.ticket.robot for refused in plan.refused], plan.wake_at, made.depth))
+        assert plans[0] == plans[1], (budget_ms, passed_ms)
+
+
 # ----- the queue
 
 

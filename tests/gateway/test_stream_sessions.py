@@ -229,7 +229,7 @@ async def test_an_observation_that_ends_without_an_answer_is_settled(sessions, e
     sessions.take(session, Link(), hello())
     streams = SimpleNamespace(settings=None, service=SimpleNamespace(serve=serve))
     caller = SimpleNamespace(principal=None, credential=None)
-    made = Conversation(streams, "p", caller, None, None, lambda: None)
+    made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False)
     flight = session.flights[1] = Flight(1, 0.0, "r")
     serving = made._serve(session, flight, Exchange({"headers": ()}), None, None, 0.0)
     if isinstance(end, ClientGone):
@@ -248,7 +248,8 @@ async def test_an_observation_sent_again_under_its_number_is_not_forgotten_with_
         raise ClientGone
 
     streams = SimpleNamespace(settings=None, service=SimpleNamespace(serve=serve))
-    made = Conversation(streams, "p", SimpleNamespace(principal=None, credential=None), None, None, lambda: None)
+    caller = SimpleNamespace(principal=None, credential=None)
+    made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False)
     first, again = Flight(1, 0.0, "first"), Flight(1, 1.0, "again")
     session.flights[1] = again
     await made._serve(session, first, Exchange({"headers": ()}), None, None, 0.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, cast
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import ANSWER_LIMITS, MediaType, decode_error, error_from_body
@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 from websockets.protocol import State
+from websockets.streams import StreamReader
 
 from taktline.access import Access
 from taktline.address import unreachable
@@ -33,16 +34,45 @@ class NoStream(Exception):
     """What answers at the address does not speak streams."""
 
 
+class _Reader(StreamReader):
+    """Knows whether the library's parser waits for a frame to begin."""
+
+    between_frames = False
+
+    def at_eof(self) -> Generator[None, None, bool]:
+        """Asked before each frame."""
+        self.between_frames = True
+        ended = yield from super().at_eof()
+        self.between_frames = False
+        return ended
+
+
 class _Connection(ClientConnection):
-    """Hands messages over as they come, where somebody listens: past the library's queue, and a turn of the loop; and
-    takes them without its contexts, where there is nothing to wait for."""
+    """Hands messages over as they come, where somebody listens: past the library's queue, and a turn of the loop, and
+    those that come by themselves past its parser, too; and takes messages without its contexts, where there is nothing
+    to wait for."""
 
     hear: Callable[[bytes], None] | None = None
+    _amid_pieces = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.protocol.reader = self._reader = _Reader()
+        self.protocol.parser = self.protocol.parse()
+        next(self.protocol.parser)  # it waits for bytes of the new reader
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come, mostly one message."""
+        past = self.hear is not None and self._reader.between_frames and not self._amid_pieces
+        if past and self.protocol.state is State.OPEN and (begin := _message_begins(data)):
+            self.hear(data[begin:])  # type: ignore[misc]
+        else:
+            super().data_received(data)
 
     def send_at_once(self, body: bytes) -> bool:
-        """Whether a message has been sent: not one that would have to wait, or has no connection."""
+        """Whether a message has been written: not where the connection is closed or closing."""
         protocol = self.protocol
-        if protocol.state is not State.OPEN or protocol.close_expected() or self.transport.get_write_buffer_size():
+        if protocol.state is not State.OPEN or protocol.close_expected():
             return False
         protocol.send_binary(body)
         self.send_data()
@@ -51,6 +81,8 @@ class _Connection(ClientConnection):
     def process_event(self, event: object) -> None:
         """One frame, or the answer to the handshake."""
         heard = self.hear
+        if isinstance(event, WebSocketFrame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
+            self._amid_pieces = not event.fin
         whole = isinstance(event, WebSocketFrame) and event.opcode is Opcode.BINARY and event.fin
         if heard is not None and whole:
             heard(bytes(event.data))  # type: ignore[attr-defined]
@@ -78,10 +110,16 @@ class Link:
         self.heard_at = time.monotonic()
         self._fault: TaktlineError | None = None
 
-    async def send(self, body: bytes) -> None:
-        """Sends one frame. Raises ConnectionClosed."""
-        if not self._connection.send_at_once(body):
-            await self._connection.send(body)
+    async def send(self, body: bytes, timeout_s: float) -> None:
+        """Writes one frame, and only then waits where too much that was written is still to be taken.
+
+        Raises ConnectionClosed; Timeout where too little of it is taken in time.
+        """
+        connection = self._connection
+        if not connection.send_at_once(body):
+            await connection.send(body)  # raises: within CLOSE_S it is closed
+        elif connection.paused:
+            await asyncio.wait_for(connection.drain(), timeout_s)
 
     def listen(self, hear: Callable[[bytes], None]) -> None:
         """From now on `hear` gets each frame at once, but for those that have come already or come in pieces.
@@ -110,7 +148,10 @@ class Link:
     async def close(self) -> None:
         """Closes the connection, without waiting long for the other side."""
         self.gone = True
-        await self._connection.close()
+        try:
+            await asyncio.wait_for(self._connection.close(), 2 * CLOSE_S)
+        except Timeout:  # not even that it is closed is taken
+            self.abort()
 
     def abort(self) -> None:
         """Cuts a connection whose other side is silent."""
@@ -155,6 +196,17 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
     if isinstance(first, Goodbye):
         raise typed(first)
     raise unreachable(uri, f"said {type(first).__name__} instead of Welcome")
+
+
+def _message_begins(data: bytes) -> int:
+    """Where the payload begins of the binary message that these bytes are, in one piece, without a mask; 0 if none."""
+    if len(data) < 10 or data[0] != 0x82:  # shorter ones are left to the library
+        return 0
+    size, begin = data[1], 2
+    if size >= 126:
+        begin = 4 if size == 126 else 10
+        size = int.from_bytes(data[2:begin], "big") if size <= 127 else -1
+    return begin if len(data) == begin + size else 0
 
 
 def check_fits(link: Link, body_bytes: int, whole: Mapping[str, Frame]) -> None:

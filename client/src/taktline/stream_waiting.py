@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from taktline_protocol.messages import ActionChunk, Observation
 
 from taktline.encoding import NamedFrame
-from taktline.stream_link import Link
+from taktline.stream_link import Link, Timeout
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,6 +38,16 @@ class Waiting:
     def seq(self) -> int:
         """Its number in the session."""
         return self.observation.seq
+
+    def give_up(self) -> None:
+        """No answer comes in time."""
+        if not self.answer.done():
+            self.answer.set_exception(Timeout())
+
+    def fail(self, error: Exception) -> None:
+        """Says why no answer comes, where none has come."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
     def left_s(self, now: float) -> float:
         """What is left of the budget, s."""

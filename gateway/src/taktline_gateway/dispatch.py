@@ -154,6 +154,32 @@ class Dispatch:
         trace.end()
         seconds = time.monotonic() - sent_at
         rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
+        # Whoever waits for the worker waits for this; what a member's error leads to asks who is free.
+        at_once = self._scheduler.depth > 0 or rows < len(members)
+        if at_once:
+            self._ended(link, batch, response, sent_at, seconds, rows)
+        try:
+            self._deliver(link, members, response, sent_at, batch, level)
+        except Exception:  # a fault of ours must not leave robots without an answer
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
+            for member in members:
+                self.fail(member, internal_error())
+        if at_once:
+            self._poll()
+        else:
+            _behind_answers(partial(self._ended, link, batch, response, sent_at, seconds, rows))
+            _behind_answers(self._poll)
+
+    def _ended(
+        self,
+        link: WorkerLink,
+        batch: Batch,
+        response: worker_pb2.InferResponse,
+        sent_at: float,
+        seconds: float,
+        rows: int,
+    ) -> None:
+        """A batch came back after `seconds` with so many rows of actions: its worker is free, and what it taught."""
         if response.results and all(_is_away(result) for result in response.results):
             # It lives and cannot serve, such as a mesh that has lost a rank: its quick answers must attract nobody.
             self._scheduler.failed(batch, self._rests_until(link, sent_at, time.monotonic()))
@@ -161,27 +187,18 @@ class Dispatch:
             link.failures = 0
             outside_s, waited_s = _outside_s(response, seconds), _waited_s(response)
             self._scheduler.finished(batch, seconds, response.total_ms / 1e3, outside_s, waited_s, measured=rows > 0)
-        try:
-            self._deliver(link, members, response, sent_at, batch, level)
-        except Exception:  # a fault of ours must not leave robots without an answer
-            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
-            for member in members:
-                self.fail(member, internal_error())
-        count = partial(
-            self._telemetry.batch_finished,
-            self._policy,
-            link.target.pool,
-            response.revision or link.revision,
-            rows,
-            response.bucket,
-            seconds - (_waited_s(response) or 0.0),
-            batch.median_s,
+        _behind_answers(
+            partial(
+                self._telemetry.batch_finished,
+                self._policy,
+                link.target.pool,
+                response.revision or link.revision,
+                rows,
+                response.bucket,
+                seconds - (_waited_s(response) or 0.0),
+                batch.median_s,
+            )
         )
-        if self._scheduler.depth:  # somebody waits for the worker
-            self._poll()
-        else:
-            _behind_answers(self._poll)
-        _behind_answers(count)
 
     def _deliver(
         self,

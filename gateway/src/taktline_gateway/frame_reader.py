@@ -31,13 +31,20 @@ LONG = 4096
 """A payload of which more is missing is read into a buffer of its own; also the size of the buffer for all else."""
 MOST_AHEAD = 1 << 20
 """Memory that is set aside for bytes that were announced and have not come."""
-_FINAL_BINARY, _FINAL_PONG, _MASKED = 0x82, 0x8A, 0x80
+FINAL_BINARY, _FINAL_PONG, _MASKED = 0x82, 0x8A, 0x80
 # Heads of masked frames by what their second byte says of the length, and a masked pong of eight bytes.
 _SMALL, _MEDIUM, _LARGE = struct.Struct(">BB4s"), struct.Struct(">BBH4s"), struct.Struct(">BBQ4s")
 _PONG = struct.Struct(">BBIQ")
 # Between a loop's question for a buffer and its word that bytes came nothing else runs, so they serve all connections.
 _scratch = memoryview(bytearray(LONG))
 _wide = memoryview(bytearray(MOST_AHEAD))
+
+
+def frame_head(first: int, size: int) -> bytes:
+    """The head of a frame that begins with this byte, without a mask."""
+    if size < 126:
+        return bytes((first, size))
+    return struct.pack("!BBH", first, 126, size) if size < 65_536 else struct.pack("!BBQ", first, 127, size)
 
 
 def read_in_chunks(protocol: Protocol) -> ChunkReader:
@@ -124,6 +131,11 @@ class DirectReading(asyncio.BufferedProtocol):
         elif self._reader.filled(nbytes):
             self._data_received(b"")  # its parser goes on
 
+    @property
+    def holds(self) -> bool:
+        """Whether something was read that waits with the recipient."""
+        return bool(self._held)
+
     def go_on(self) -> bool:
         """What was held goes on, since the recipient waits no more or a turn has passed; whether that was all."""
         held, self._held = self._held, b""
@@ -159,7 +171,7 @@ class DirectReading(asyncio.BufferedProtocol):
                     break
                 at += _PONG.size
                 continue
-            if first != _FINAL_BINARY or second < _MASKED:
+            if first != FINAL_BINARY or second < _MASKED:
                 break
             if second == _MASKED | 127:
                 begin = at + _LARGE.size

@@ -305,6 +305,8 @@ class Scheduler:
         begins = max(now, worker.flights[0].end - worker.times.hidden_s(limit)) if worker.flights else now
         if self.fleet.sooner_elsewhere(worker, len(self.queue), begins):
             return None, None
+        if len(self.queue) == 1 and not self.max_wait_s and len(worker.levels) == 1:
+            return self._send_the_only(worker, begins, now), None
         price = price_hz(
             self._books.lost,
             worker.busyness.share(now),
@@ -345,6 +347,15 @@ class Scheduler:
         self._in_flight += len(choice.tickets)
         return worker.launch(choice.tickets, choice.level, now), None
 
+    def _send_the_only(self, worker: WorkerState, begins: float, now: float) -> Batch | None:
+        """What `compose` comes to where nobody may be waited for and quality cannot be lowered: it goes, or is late."""
+        ticket = self.queue.earliest()
+        if ticket is None or ticket.due < begins + worker.times.median[1]:
+            return None
+        self._books.take(((ticket.rank, 0, 1),), (ticket,))
+        self._in_flight += 1
+        return worker.launch((ticket,), 0, now)
+
     def _drop_unreachable(self, now: float) -> list[Refused]:
         """Refuses tickets whose last possible start has passed, earliest first."""
         refused: list[Refused] = []
@@ -376,7 +387,7 @@ class Scheduler:
         self._books.move_up(ticket, max(now + self.fleet.fastest_s(), due))
 
     def _next_wake(self, wake_at: float, now: float) -> float | None:
-        ticket = self.queue.earliest()
+        ticket = self.queue.earliest() if len(self.queue) else None
         if ticket is not None:
             # Just past the last start, so that a ticket on the edge still gets its chance.
             wake_at = min(wake_at, ticket.due - self.fleet.fastest_s() + 1e-4)

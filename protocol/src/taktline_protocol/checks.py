@@ -112,7 +112,7 @@ def state_vector(state: list[float] | Array, limits: Limits) -> NDArray[np.float
         values = np.asarray(state, dtype=np.float64)
     if len(values) > limits.state_length:
         raise _state(f"the state has {len(values)} numbers; at most {limits.state_length} are read")
-    if not np.isfinite(values).all():
+    if not math.isfinite(np.add.reduce(values)) and not np.isfinite(values).all():  # finite numbers may add up to inf
         where = int(np.flatnonzero(~np.isfinite(values))[0])
         raise _state(f"state[{where}] is {values[where]}")
     return values
@@ -202,15 +202,13 @@ def _check_time(observation: Observation, limits: Limits) -> None:
             f"budget_ms is {budget}",
             f"send the milliseconds left until the hand-off deadline, above 0 and at most {limits.budget_ms:g}",
         )
-    times = (observation.captured_at, observation.actuate_ms, observation.network_ms)
-    if not all(math.isfinite(value) for value in times) or (
-        observation.sent_at is not None and not math.isfinite(observation.sent_at)
-    ):
+    sent_at = observation.captured_at if observation.sent_at is None else observation.sent_at
+    if not all(map(math.isfinite, (observation.captured_at, observation.actuate_ms, observation.network_ms, sent_at))):
         raise TaktlineError(ErrorCode.INVALID_BODY, "a time of the observation is not finite", "send finite numbers")
-    if observation.sent_at is not None and observation.sent_at < observation.captured_at:
+    if sent_at < observation.captured_at:
         raise TaktlineError(
             ErrorCode.INVALID_BODY,
-            f"sent_at {observation.sent_at} is before captured_at {observation.captured_at}",
+            f"sent_at {sent_at} is before captured_at {observation.captured_at}",
             "read both from one monotonic clock of the robot, in seconds",
         )
     reserved = observation.actuate_ms + observation.network_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -31,12 +32,8 @@ _from_gateway: msgspec.msgpack.Decoder[FromGateway] = msgspec.msgpack.Decoder(Fr
 _ITEM_BYTES = {"float32": 4, "float64": 8}
 _OBSERVATION_DETAILS = tuple(field.name for field in msgspec.structs.fields(ObservationDetails))
 _CHUNK_DETAILS = tuple(field.name for field in msgspec.structs.fields(ChunkDetails))
-_NO_DETAILS = _encode(ObservationDetails())
-_NO_CHUNK_DETAILS: bytes | None
-try:
-    _NO_CHUNK_DETAILS = _encode(ChunkDetails())
-except TypeError:  # a field without a default: details are then always sent
-    _NO_CHUNK_DETAILS = None
+_observation_details, _chunk_details = attrgetter(*_OBSERVATION_DETAILS), attrgetter(*_CHUNK_DETAILS)
+_NO_DETAILS, _NO_CHUNK_DETAILS = _observation_details(ObservationDetails()), _chunk_details(ChunkDetails())
 
 
 def encode_frame(frame: FromRobot | FromGateway) -> bytes:
@@ -85,7 +82,10 @@ def to_observe(
 
     Robot and session id are the stream's own, said once in Hello.
     """
-    details = ObservationDetails(**{name: getattr(observation, name) for name in _OBSERVATION_DETAILS})
+    found = _observation_details(observation)
+    details = (
+        None if found == _NO_DETAILS else ObservationDetails(**dict(zip(_OBSERVATION_DETAILS, found, strict=True)))
+    )
     return Observe(
         seq=observation.seq,
         captured_at=observation.captured_at,
@@ -95,7 +95,7 @@ def to_observe(
         images=dict(images),
         unchanged=dict(unchanged),
         instruction=observation.instruction if instruction else None,
-        details=None if _encode(details) == _NO_DETAILS else details,
+        details=details,
     )
 
 
@@ -111,7 +111,7 @@ def to_observation(
             f"the state has {len(state.data)} bytes, which are no {state.dtype} numbers",
             "send little-endian float32 or float64",
         )
-    details = {} if frame.details is None else {name: getattr(frame.details, name) for name in _OBSERVATION_DETAILS}
+    details = {} if frame.details is None else msgspec.structs.asdict(frame.details)
     return Observation(
         robot_id=robot_id,
         session_id=session_id,
@@ -152,9 +152,8 @@ def to_answer(chunk: ActionChunk, received_at: float, sent_at: float) -> Answer:
     """The frame of a chunk; the instants are the gateway's clock, s."""
     horizon, width = chunk.actions.shape
     times = chunk.timings
-    details: ChunkDetails | None = ChunkDetails(**{name: getattr(chunk, name) for name in _CHUNK_DETAILS})
-    if _encode(details) == _NO_CHUNK_DETAILS:
-        details = None
+    found = _chunk_details(chunk)
+    details = None if found == _NO_CHUNK_DETAILS else ChunkDetails(**dict(zip(_CHUNK_DETAILS, found, strict=True)))
     return Answer(
         seq=chunk.seq,
         received_at=received_at,
@@ -177,12 +176,12 @@ def to_answer(chunk: ActionChunk, received_at: float, sent_at: float) -> Answer:
 
 def to_chunk(answer: Answer, policy: str, robot_id: str) -> ActionChunk:
     """The REST form of an answer. Raises TaktlineError `invalid_body` where a time in it is not finite."""
-    if not all(math.isfinite(value) for value in (answer.dt_s, answer.valid_until, answer.margin_ms, *answer.timings)):
+    if not all(map(math.isfinite, (answer.dt_s, answer.valid_until, answer.margin_ms, *answer.timings))):
         raise TaktlineError(
             ErrorCode.INVALID_BODY, "a time of the answer is not finite", "check that the address is a Taktline gateway"
         )
     observe, transfer, queue, inference, actuate = answer.timings
-    details = {} if answer.details is None else {name: getattr(answer.details, name) for name in _CHUNK_DETAILS}
+    details = {} if answer.details is None else msgspec.structs.asdict(answer.details)
     return ActionChunk(
         request_id=answer.request_id,
         policy=policy,

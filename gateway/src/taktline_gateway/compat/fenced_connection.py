@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from typing import Any
 
 from websockets.asyncio.server import ServerConnection
@@ -13,13 +12,13 @@ from websockets.protocol import State
 
 from taktline_gateway.compat.service import Caller
 from taktline_gateway.connections import TOO_MANY, ConnectionCounts, probe
-from taktline_gateway.frame_reader import DirectReading, read_in_chunks
+from taktline_gateway.frame_reader import FINAL_BINARY, DirectReading, frame_head, read_in_chunks
 from taktline_gateway.logs import log
 
 MESSAGE_TIMEOUT_S = 10.0
 """How long a message may take that has begun; looked at so often, so at most twice as long."""
 DATA = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
-_TEXT, _BINARY, _PING_OF_8 = 0x81, 0x82, b"\x89\x08"  # of frames in one piece
+_TEXT, _PING_OF_8 = 0x81, b"\x89\x08"  # of frames in one piece
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n" + TOO_MANY + b"\n"
 )
@@ -162,7 +161,7 @@ class FencedConnection(ServerConnection):
         parts = [_PING_OF_8, mark]
         if not self.overtaken.done():
             data = message.encode() if isinstance(message, str) else message
-            parts += (_head(_TEXT if isinstance(message, str) else _BINARY, len(data)), data)
+            parts += (frame_head(_TEXT if isinstance(message, str) else FINAL_BINARY, len(data)), data)
         self.transport.write(b"".join(parts))
         if self.paused or self.transport.is_closing():
             await self.drain()
@@ -212,10 +211,3 @@ class FencedConnection(ServerConnection):
 def counted(counts: ConnectionCounts, message_timeout_s: float = MESSAGE_TIMEOUT_S) -> type[FencedConnection]:
     """The class of one gateway's connections, with its bounds."""
     return type("CountedConnection", (FencedConnection,), {"counts": counts, "message_timeout_s": message_timeout_s})
-
-
-def _head(opcode: int, size: int) -> bytes:
-    """The head of a frame in one piece, without a mask."""
-    if size < 126:
-        return bytes((opcode, size))
-    return struct.pack("!BBH", opcode, 126, size) if size < 65_536 else struct.pack("!BBQ", opcode, 127, size)

@@ -64,15 +64,24 @@ class Conversation:
     """Speaks with one robot over one WebSocket that has been accepted."""
 
     def __init__(
-        self, streams: Streams, policy: str, caller: Caller, receive: Receive, send: Send, abort: Callable[[], None]
+        self,
+        streams: Streams,
+        policy: str,
+        caller: Caller,
+        receive: Receive,
+        send: Send,
+        abort: Callable[[], None],
+        send_at_once: Callable[[bytes], bool],
     ) -> None:
-        """`abort` cuts the connection without waiting for its robot."""
+        """`abort` cuts the connection without waiting for its robot; `send_at_once` sends a message that need not
+        wait, and says whether it did."""
         self.policy = policy
         self._streams = streams
         self._caller = caller
         self._receive = receive
         self._send_message = send
         self._abort = abort
+        self._send_at_once = send_at_once
         self._settings = streams.settings
         self._turn = asyncio.Lock()
         self._session: Session | None = None
@@ -127,18 +136,19 @@ class Conversation:
 
     async def deliver(self, body: bytes) -> bool:
         """Sends one frame, in turn; False where the connection is gone, or goes while it waits."""
-        async with self._turn:
-            if not self._open:
-                return False
-            self._sending_since = time.monotonic()
-            try:
-                await self._send_message({"type": "websocket.send", "bytes": body})
-            except (OSError, RuntimeError):
-                # The server's way to say that the connection closed under us.
-                self._open = False
-                return False
-            finally:
-                self._sending_since = None
+        if self._turn.locked() or not self._open or not self._send_at_once(body):
+            async with self._turn:
+                if not self._open:
+                    return False
+                self._sending_since = time.monotonic()
+                try:
+                    await self._send_message({"type": "websocket.send", "bytes": body})
+                except (OSError, RuntimeError):
+                    # The server's way to say that the connection closed under us.
+                    self._open = False
+                    return False
+                finally:
+                    self._sending_since = None
         self._streams.telemetry.sent(self.policy, len(body))
         return True
 

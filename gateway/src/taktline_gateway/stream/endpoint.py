@@ -29,7 +29,7 @@ from taktline_gateway.stream.sessions import Session, Sessions, belongs
 from taktline_gateway.stream.settings import StreamSettings
 from taktline_gateway.stream.store import SessionStore
 from taktline_gateway.stream.telemetry import StreamTelemetry
-from taktline_gateway.stream.transport import ABORT
+from taktline_gateway.stream.transport import ABORT, SEND_AT_ONCE
 
 STREAM_PATH = "/v1/policies/{policy}/stream"
 WATCH_S = 0.05
@@ -78,7 +78,13 @@ class Streams:
         await send({"type": "websocket.accept"})
         caller = Caller(principal_of(scope), credential_of(scope))
         conversation = Conversation(
-            self, scope["path_params"]["policy"], caller, receive, send, scope.get(ABORT, _cannot_abort)
+            self,
+            scope["path_params"]["policy"],
+            caller,
+            receive,
+            send,
+            scope.get(ABORT, _cannot_abort),
+            scope.get(SEND_AT_ONCE, _cannot_send_at_once),
         )
         self._conversations.add(conversation)
         try:
@@ -276,3 +282,8 @@ async def _guarded(work: Coroutine[Any, Any, Any]) -> None:
 
 def _cannot_abort() -> None:
     """For servers that offer no way to cut a connection; the keepalive ping of the server ends it later."""
+
+
+def _cannot_send_at_once(body: bytes) -> bool:
+    """For the same."""
+    return False
