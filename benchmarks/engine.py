@@ -7,8 +7,8 @@ events around one replay, 10 warm-ups, 50 runs; policies and precisions of one s
 GPU's heat and clocks are the same for all. Peers: of FP8 our own bf16, of π0 our own π0.5, both among the figures.
 `--part peers` has benchmarks/plain_pi.py, eager and with its blocks through torch.compile and the whole request in a
 CUDA graph, beside our own π0.5 in the same run; it writes a file of its own. Without --part both run; each first holds
-our fp32 to the plain statement and says how far each precision is from it, which is all of `--part accuracy`. What a
-run does not measure stays in the files as it was.
+our fp32 and bf16 to the plain statement and says how far each precision is from it, which is all of `--part accuracy`.
+What a run does not measure stays in the files as it was.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def main() -> None:
     if ("pi0", "bf16") in subjects:
         tensors = random_tensors(PI0, device)
         build(tensors, ("pi0", "bf16"), [b for b in shapes if b in OTHERS or b in ONE_ROW], runners)
-        found["pi0"] = accuracy(runners, tensors, "pi0", {})
+        found["pi0"] = accuracy(runners, tensors, "pi0", official_dtypes(tensors, torch.bfloat16))
         del tensors
     tensors = random_tensors(PI05, device)
     for subject in (one for one in subjects if one[0] == "pi05"):
