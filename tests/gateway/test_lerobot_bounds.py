@@ -1,15 +1,18 @@
-"""LeRobot's port keeps what robots pushed and did not pull within bounds, at the cost of the longest silent."""
+"""LeRobot's port keeps in bounds what robots pushed and did not pull, and what few bytes of a pickle stand for."""
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from taktline_gateway.compat import lerobot
 from taktline_gateway.compat.lerobot import LerobotListener, _Session
+from taktline_gateway.compat.lerobot_pickle import Record, read_record
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.connections import ConnectionCounts
-from taktline_protocol import TaktlineError
+from taktline_protocol import ErrorCode, TaktlineError
 
 
 def caller(peer: str) -> SimpleNamespace:
@@ -65,3 +68,60 @@ async def test_a_crowd_of_new_robots_does_not_push_out_one_that_is_at_work(liste
         push(listener, "a", 10)
         listener._remember(f"new {number}", _Session(None, "m", (), {}, 8))
     assert list(holds(listener)) == ["new 8", "a", "new 9"]
+
+
+def doubled(times: int) -> bytes:
+    """A list of one list twice, and so on: a few bytes whose text has 2^times parts."""
+    steps = (b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(times))
+    return b"]q\x00" + b"".join(steps)
+
+
+NESTED = {"doubled": doubled(20), "deep": b"]" * 5_000 + b"a" * 4_999}
+
+
+def refused_within_a_mebibyte(call) -> TaktlineError:
+    tracemalloc.start()
+    try:
+        with pytest.raises(TaktlineError) as caught:
+            call()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_name_that_is_no_text_is_not_written_out(kind):
+    """Before any credential was looked at, 220 bytes took the gateway's whole memory for the text of a refusal."""
+    for data in (NESTED[kind] + b"\x8c\x01x\x93.", b"\x8c\x01x" + NESTED[kind] + b"\x93."):
+        found = refused_within_a_mebibyte(lambda data=data: read_record(b"\x80\x04" + data, "RemotePolicyConfig"))
+        assert found.code is ErrorCode.INVALID_BODY
+
+
+async def test_a_policy_name_that_is_no_text_is_not_written_out(listener):
+    listener._service.policies = lambda caller: ["pick"]
+    model: list = []
+    for _ in range(20):
+        model = [model, model]
+    found = refused_within_a_mebibyte(lambda: listener._policy(None, model))
+    assert (found.code, "(list)" in found.message) == (ErrorCode.UNKNOWN_POLICY, True)
+
+
+def test_state_names_that_are_one_long_text_are_not_written_out():
+    session = _Session(None, "m", ("x" * 100_000,) * 1_000, {}, 8)
+    found = refused_within_a_mebibyte(
+        lambda: lerobot._observation(session, Record("TimedObservation", "m", {"observation": {}}))
+    )
+    assert found.code is ErrorCode.STATE_INVALID
+
+
+@pytest.mark.parametrize("name", ["task", "front"])
+@pytest.mark.parametrize("value", [{"a": "b"}, ["go"], (), b"go"], ids=lambda value: type(value).__name__)
+def test_an_observation_holds_texts_numbers_and_arrays_and_nothing_that_could_nest(name, value):
+    """Maps that share their entries were walked without end, and so was a list that holds itself."""
+    session = _Session(None, "m", ("j",), {"front": "observation.images.front"}, 8)
+    raw = {"j": 0.5, "task": "go", "front": np.zeros((2, 2, 3), np.uint8)}
+    assert lerobot._observation(session, Record("TimedObservation", "m", {"observation": raw}))["task"] == "go"
+    with pytest.raises(TaktlineError, match=f"'{name}' is a {type(value).__name__}") as caught:
+        lerobot._observation(session, Record("TimedObservation", "m", {"observation": {**raw, name: value}}))
+    assert caught.value.code is ErrorCode.INVALID_BODY

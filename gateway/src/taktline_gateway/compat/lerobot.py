@@ -29,7 +29,7 @@ from taktline_gateway.compat.lerobot_messages import (
     observation_piece,
     setup_data,
 )
-from taktline_gateway.compat.lerobot_pickle import Record, read_record, value_of, write_actions
+from taktline_gateway.compat.lerobot_pickle import Record, read_record, shown, value_of, write_actions
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
@@ -234,7 +234,7 @@ class LerobotListener:
                     return name
         raise TaktlineError(
             ErrorCode.UNKNOWN_POLICY,
-            f"no policy is called {str(model)[:128]!r} (served: {', '.join(served)[:300] or 'none'})",
+            f"no policy is called {shown(model, 128)!r} (served: {', '.join(served)[:300] or 'none'})",
             "give the client a policy's name as its model path; weights are never loaded on a client's word",
         )
 
@@ -321,15 +321,25 @@ def _observation(session: _Session, record: Record) -> dict[str, Any]:
     if missing:
         raise TaktlineError(
             ErrorCode.STATE_INVALID,
-            f"the observation has no {', '.join(missing)[:300]}",
+            f"the observation has no {', '.join(name[:32] for name in missing[:8])}",
             "send every motor that the policy instructions name",
         )
     state = [value_of(raw[name]) for name in session.state_names]
     return {
         STATE_KEY: [float(value) if type(value) in (int, float) else math.nan for value in state],
-        "task": raw.get("task"),
-        **{key: value_of(raw[name]) for name, key in session.image_names.items() if name in raw},
+        "task": _plain("task", raw.get("task")),
+        **{key: _plain(name, value_of(raw[name])) for name, key in session.image_names.items() if name in raw},
     }
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A text, number, array or nothing, as LeRobot's client sends: what reads them on walks no lists or maps.
+
+    Those may share what they hold, or hold themselves, and then have no end. Raises TaktlineError.
+    """
+    if value is None or type(value) in (str, bool, int, float) or isinstance(value, np.ndarray):
+        return value
+    raise _invalid(f"the observation's {name[:64]!r} is a {type(value).__name__}")
 
 
 def _times(record: Record) -> tuple[int, float]:

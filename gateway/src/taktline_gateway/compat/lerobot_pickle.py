@@ -92,6 +92,14 @@ def value_of(value: Any) -> Any:
     return value
 
 
+def shown(value: Any, most: int) -> str:
+    """A value in a refusal: the first `most` characters of a text, of anything else its kind alone.
+
+    Lists that share their elements stand in a few bytes for more text than any memory holds.
+    """
+    return value[:most] if type(value) is str else f"({type(value).__name__})"
+
+
 def write_actions(module: str, actions: NDArray[np.float32], timestep: int, timestamp: float, dt_s: float) -> bytes:
     """A pickle of `list[TimedAction]` for LeRobot's client: row i is for `timestep` + i at `timestamp` + i * `dt_s`.
 
@@ -309,7 +317,7 @@ def _name(module: Any, name: Any) -> _Name:
         return _Name(name, module)
     known = _NUMPY.get((module, name)) if type(module) is str and type(name) is str else None
     if known is None:
-        raise _invalid(f"it names {str(module)[:64]}.{str(name)[:64]}, which is not read here")
+        raise _invalid(f"it names {shown(module, 64)}.{shown(name, 64)}, which is not read here")
     return _Name(known)
 
 
