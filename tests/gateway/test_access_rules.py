@@ -464,6 +464,28 @@ def test_a_changed_file_takes_effect_and_a_broken_one_does_not(world, monkeypatc
     asyncio.run(run())
 
 
+def test_a_revocation_that_could_not_be_read_at_first_takes_effect(world, monkeypatch):
+    """The one look at the changed file met a process out of descriptors: the next look must be another try."""
+    path, keys, file = world
+
+    async def run():
+        control = AccessControl(path)
+        credential = Credential("rest", "10.0.0.1:1", keys["robot-a"])
+        await control.authenticate(credential)
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, keys=file.keys[1:])))
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+            control._look(path)
+        await control.authenticate(credential)
+        control._look(path)
+        with pytest.raises(TaktlineError) as caught:
+            await control.authenticate(credential)
+        assert caught.value.code is ErrorCode.UNAUTHENTICATED
+        await control.close()
+
+    asyncio.run(run())
+
+
 def _file(**parts):
     return {"tenants": [{"name": "a"}], **parts}
 

@@ -125,11 +125,16 @@ class AccessFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_access_file(path: Path) -> AccessFile:
-    """Reads and checks the file. Raises TaktlineError `config_invalid`, which never quotes a hash."""
+    """Reads and checks the file.
+
+    Raises:
+        TaktlineError: `config_invalid`, which never quotes a hash; its cause is the OSError where it cannot be read.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
-        _refuse(path, f"cannot be read: {error.strerror}")
+        # With its cause: whoever watches the file reads it again until the system gives it out.
+        raise _refusal(path, f"cannot be read: {error.strerror}") from error
     try:
         file = msgspec.json.decode(data, type=AccessFile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -203,6 +208,10 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:
-    raise TaktlineError(
+    raise _refusal(path, reason) from None
+
+
+def _refusal(path: Path, reason: str) -> TaktlineError:
+    return TaktlineError(
         ErrorCode.CONFIG_INVALID, f"the access file {path} {reason}", "compare it with docs/security.md"
-    ) from None
+    )
