@@ -233,3 +233,20 @@ def test_relative_actions_of_both_codes(preprocess: Path, processor: Any) -> Non
         assert _close(
             plain.finish(padded, openpi["state"][row].astype(np.float64)), openpi["absolute.actions"][row], 1e-6
         )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "slots"),
+    [
+        ("state", 200, (64, 128, 200)),
+        ("state", 100, (64, 100)),
+        ("state", 64, (64,)),
+        ("text_then_newline", 200, (16, 48, 200)),
+        ("text_then_newline", 48, (16, 48)),
+        ("text_newline", 48, (16, 48)),
+        ("text_newline", 12, (12,)),
+    ],
+)
+def test_slots_that_prompts_are_padded_to(network: Any, prompt: Any, budget: int, slots: tuple[int, ...]) -> None:
+    """Every prompt within the budget has a graph, and those of a usual length a smaller one."""
+    assert network.conventions("pi05", prompt=prompt, prompt_tokens=budget).prompt_slots == slots

@@ -70,9 +70,9 @@ class _Connection(ClientConnection):
             super().data_received(data)
 
     def send_at_once(self, body: bytes) -> bool:
-        """Whether a message has been written: not where the connection is closed or closing."""
+        """Whether a message has been sent: not one that would have to wait, or has no connection."""
         protocol = self.protocol
-        if protocol.state is not State.OPEN or protocol.close_expected():
+        if protocol.state is not State.OPEN or protocol.close_expected() or self.transport.get_write_buffer_size():
             return False
         protocol.send_binary(body)
         self.send_data()
@@ -110,16 +110,10 @@ class Link:
         self.heard_at = time.monotonic()
         self._fault: TaktlineError | None = None
 
-    async def send(self, body: bytes, timeout_s: float) -> None:
-        """Writes one frame, and only then waits where too much that was written is still to be taken.
-
-        Raises ConnectionClosed; Timeout where too little of it is taken in time.
-        """
-        connection = self._connection
-        if not connection.send_at_once(body):
-            await connection.send(body)  # raises: within CLOSE_S it is closed
-        elif connection.paused:
-            await asyncio.wait_for(connection.drain(), timeout_s)
+    async def send(self, body: bytes) -> None:
+        """Sends one frame. Raises ConnectionClosed."""
+        if not self._connection.send_at_once(body):
+            await self._connection.send(body)
 
     def listen(self, hear: Callable[[bytes], None]) -> None:
         """From now on `hear` gets each frame at once, but for those that have come already or come in pieces.
@@ -148,10 +142,7 @@ class Link:
     async def close(self) -> None:
         """Closes the connection, without waiting long for the other side."""
         self.gone = True
-        try:
-            await asyncio.wait_for(self._connection.close(), 2 * CLOSE_S)
-        except Timeout:  # not even that it is closed is taken
-            self.abort()
+        await self._connection.close()
 
     def abort(self) -> None:
         """Cuts a connection whose other side is silent."""

@@ -42,8 +42,6 @@ from taktline_worker.rtc import RtcPlan
 
 logger = logging.getLogger(__name__)
 
-# Prompts mostly fit the first; a row pays for the slots of its graph, so the full budget has one of its own.
-_PROMPT_SLOTS = 64
 USUAL_FRAME = (480, 640, 3)
 """What most cameras of robots send."""
 # A large vision tower takes a second an image on a CPU, and the check of its reuse encodes a whole batch.
@@ -371,8 +369,7 @@ def make_runner(
     from taktline_worker.models.pi.graphs import Bucket, GraphRunner
 
     views = sum(1 for slot in conventions.slots if slot.names)
-    prompts = sorted({min(_PROMPT_SLOTS, conventions.prompt_tokens), conventions.prompt_tokens})
-    shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in prompts]
+    shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in conventions.prompt_slots]
     number_format: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
     runner = GraphRunner(
         weights,

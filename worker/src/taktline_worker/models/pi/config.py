@@ -126,6 +126,16 @@ class PiConventions:
     rtc_schedule: Schedule | None = None
     rtc_max_guidance_weight: float = 0.0
 
+    @property
+    def prompt_slots(self) -> tuple[int, ...]:
+        """Prompt slots that graphs are captured for, the budget last: a row pays for those of its graph.
+
+        A digit is a token, so a prompt with the state of one arm has some 50 tokens, with that of two some 70; a task
+        without it mostly fits 16. What each costs: benchmarks/NOTES.md.
+        """
+        usual = (64, 128) if self.prompt == "state" else (16, 48)
+        return (*(slots for slots in usual if slots < self.prompt_tokens), self.prompt_tokens)
+
 
 def read_architecture(
     family: Family, shapes: Mapping[str, tuple[int, ...]], hints: ArchitectureHints
