@@ -53,6 +53,19 @@ def test_bytes_after_the_end_are_the_cameras_business():
     assert jpeg_size(data) == ImageSize(16, 16, 3)
 
 
+@pytest.mark.parametrize("piece", [b"\xff", b"\xff\x01", b"\xff\xe0\x00\x02"])
+def test_a_jpeg_of_nothing_but_segments_is_refused_after_some_thousands(piece):
+    """Each costs a step of the gateway's loop, and a frame may have megabytes."""
+    with pytest.raises(TaktlineError, match="more than 4,096 segments"):
+        jpeg_size(b"\xff\xd8" + piece * 5000)
+
+
+def test_a_jpeg_with_a_large_profile_is_read():
+    whole = encoded("JPEG", "RGB", 16, 16)
+    profile = (b"\xff\xe2" + (65_535).to_bytes(2, "big") + bytes(65_533)) * 255
+    assert jpeg_size(whole[:2] + profile + whole[2:]) == jpeg_size(whole)
+
+
 def test_a_jpeg_named_png_is_refused():
     with pytest.raises(TaktlineError):
         check_image("front", Image("png", encoded("JPEG", "RGB", 16, 16)), DEFAULT_LIMITS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import get_args
+
 import msgspec
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from taktline_protocol.stream_codec import (
     to_refusal,
 )
 
+ROOT = Path(__file__).parents[2]
 OBSERVATION = Observation(
     robot_id="arm",
     session_id="s",
@@ -109,6 +113,21 @@ def test_a_refusal_carries_the_typed_error():
     refusal = decode_from_gateway(encode_frame(to_refusal(3, error, 1.0, 2.0, held=True, request_id="r")))
     assert (refusal.seq, refusal.code, refusal.message, refusal.next_step) == (3, "overloaded", "m", "n")
     assert (refusal.retry_after_ms, refusal.held, refusal.request_id) == (5.0, True, "r")
+
+
+def test_the_page_has_a_row_for_every_element_of_every_frame():
+    page = (ROOT / "docs/stream.md").read_text()
+    described: dict[int, set[int]] = {}
+    for line in page[page.index("### Robot to gateway") : page.index("### Byte by byte")].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| **"):
+            tag = int(cells[0].strip("*").split()[0])
+            described[tag] = set()
+        if line.startswith("| ") and not line.startswith("| frame"):
+            described[tag] |= {int(number) for number in cells[1].split(",") if number}
+    frames = get_args(stream.FromRobot) + get_args(stream.FromGateway)
+    written = {frame.__struct_config__.tag: len(msgspec.structs.fields(frame)) for frame in frames}
+    assert described == {tag: set(range(1, count + 1)) for tag, count in written.items()}
 
 
 def test_a_later_version_may_add_elements_at_the_end():

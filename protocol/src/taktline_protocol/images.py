@@ -26,6 +26,8 @@ _JPEG_END = b"\xff\xd9"
 _SOF_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # Markers without a length: TEM, RST0-7.
 _BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xD8)})
+_MOST_SEGMENTS = 4096
+"""And fill bytes, before a scan, each a step: a camera's file has a dozen, one with a large profile some hundred."""
 
 
 def sniff_encoding(data: bytes) -> str | None:
@@ -90,7 +92,7 @@ def jpeg_size(data: bytes, camera: str = "") -> ImageSize:
     position = 2
     end = len(data)
     size: ImageSize | None = None
-    while True:
+    for _ in range(_MOST_SEGMENTS):
         if position + 4 > end or data[position] != 0xFF:
             raise _corrupt(camera, f"the JPEG is cut short or damaged at byte {position}")
         marker = data[position + 1]
@@ -115,6 +117,8 @@ def jpeg_size(data: bytes, camera: str = "") -> ImageSize:
         position += 2 + length
         if marker == 0xDA:  # the scan follows; inside it 0xFF is always stuffed, so an end marker is an end marker
             break
+    else:
+        raise _corrupt(camera, f"the JPEG has more than {_MOST_SEGMENTS:,} segments and fill bytes before its scan")
     if size is None:
         raise _corrupt(camera, "the JPEG has no frame header")
     if data.rfind(_JPEG_END, position) < 0:  # from behind, where it is in every whole image

@@ -20,7 +20,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A C-contiguous little-endian array: `data` holds prod(shape) * itemsize(dtype) bytes."""
 
     dtype: DType
-    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=4)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**32 - 1)], ...], Meta(max_length=4)]
     data: bytes
 
     @classmethod
@@ -134,7 +134,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     robot_id: Name
-    seq: Annotated[int, Meta(ge=0)]
+    seq: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     captured_at: float
     budget_ms: float
     images: dict[Name, Image]
