@@ -36,6 +36,8 @@ STALL_LOOK_S = 0.1
 SETTLE_S = 8.0
 """After the last robot has left: sessions that may be resumed live longer than this unless their robot said goodbye."""
 RESUME_S = 2.0
+COUNTED = ("descriptors", "tasks", "connections", "robots", "sessions", "queued")
+"""Of a sample: what must be as few after the load as before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Sample:
     descriptors: int
     tasks: int
     connections: int
+    robots: int
+    sessions: int
     queued: int
 
 
@@ -72,6 +76,8 @@ class Watched:
                     descriptors=self._server.descriptors(),
                     tasks=census["task_count"],
                     connections=census["connections"],
+                    robots=census["robots"],
+                    sessions=census["sessions"],
                     queued=sum(census["unanswered"].values()),
                 )
             await asyncio.sleep(0.05)
@@ -196,10 +202,7 @@ async def soak(
             "memory_growth_mib": round(growth_of(samples), 2),
             "memory_mib": [sample.resident_mib for sample in samples][:: max(1, len(samples) // 60)],
             "before": dataclasses.asdict(before),
-            "peak": {
-                field: max(getattr(sample, field) for sample in samples)
-                for field in ("resident_mib", "descriptors", "tasks", "connections", "queued")
-            },
+            "peak": {field: max(getattr(sample, field) for sample in samples) for field in ("resident_mib", *COUNTED)},
             "after": dataclasses.asdict(after),
         }
     finally:
@@ -208,10 +211,9 @@ async def soak(
 
 def _more(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What the gateway holds more of after the load."""
-    fields = ("descriptors", "tasks", "connections", "queued")
     return [
         f"{field}: {before[field]} before the load, {after[field]} after it"
-        for field in fields
+        for field in COUNTED
         if after[field] > before[field]
     ]
 

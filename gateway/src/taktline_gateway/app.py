@@ -35,10 +35,8 @@ PROBED = ["GET", "HEAD"]
 _logger = logging.getLogger(__name__)
 
 
-def build_app(gateway: Gateway) -> FastAPI:
-    """The ASGI application of one gateway; its lifespan starts and closes the gateway."""
-
-    streams = Streams(gateway)
+def build_app(gateway: Gateway, streams: Streams) -> FastAPI:
+    """The ASGI application of one gateway and its streams; its lifespan starts and closes the gateway."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -35,7 +35,7 @@ class Robots:
             TaktlineError: `robot_conflict` where another session of this robot id is live; `superseded` where this
                 session has already sent a newer observation.
         """
-        self._forget(now)
+        self.forget(now)
         session = self._sessions.get(robot_id)
         if session is not None and session.session_id and session_id != session.session_id:
             free_in = self._live_s - (now - session.seen_at)
@@ -70,7 +70,8 @@ class Robots:
         if session is not None and session.session_id == session_id:
             del self._sessions[robot_id]
 
-    def _forget(self, now: float) -> None:
+    def forget(self, now: float) -> None:
+        """Drops the sessions that have ended by `now`."""
         while self._sessions:
             robot_id, session = next(iter(self._sessions.items()))
             if now - session.seen_at < self._live_s:

@@ -18,6 +18,8 @@ from taktline_gateway.app import build_app
 from taktline_gateway.http_protocol import guarded_http
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway, Settings
+from taktline_gateway.stream.endpoint import Streams
+from taktline_gateway.stream.sessions import Sessions
 from taktline_gateway.stream.transport import StreamTransport
 from taktline_gateway.tls import following
 
@@ -44,8 +46,9 @@ async def serve(settings: Settings, host: str, port: int) -> None:
         TaktlineError: `config_invalid` on a bad routing table.
     """
     gateway = Gateway(settings)
+    streams = Streams(gateway)
     config = uvicorn.Config(
-        build_app(gateway),
+        build_app(gateway, streams),
         host=host,
         port=port,
         http=guarded_http(gateway.connections),
@@ -73,7 +76,7 @@ async def serve(settings: Settings, host: str, port: int) -> None:
         loop.add_signal_handler(number, stop.set)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it, for who wants it to outlive a shell
         loop.add_signal_handler(signal.SIGHUP, stop.set)
-    loop.add_signal_handler(signal.SIGUSR1, _census, gateway)
+    loop.add_signal_handler(signal.SIGUSR1, _census, gateway, streams.sessions)
     drainer = asyncio.create_task(_drain_on(stop, gateway, server))
     async with following(gateway.tls, gateway.worker_tls):
         await server.serve()
@@ -97,8 +100,9 @@ def _settle_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def _census(gateway: Gateway) -> None:
+def _census(gateway: Gateway, sessions: Sessions) -> None:
     """Logs what this process holds at the moment, for who looks for a leak: kill -USR1."""
+    gateway.robots.forget(time.monotonic())
     tasks = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
     log(
         _logger,
@@ -108,6 +112,7 @@ def _census(gateway: Gateway) -> None:
         task_count=tasks.total(),
         connections=gateway.connections.total,
         robots=len(gateway.robots),
+        sessions=len(sessions),
         requests=gateway.requests,
         queued={policy: lane.depth for policy, lane in gateway.lanes.items()},
         unanswered={policy: lane.unanswered for policy, lane in gateway.lanes.items()},
