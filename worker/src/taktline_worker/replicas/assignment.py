@@ -94,6 +94,10 @@ class Assignment:
         queue[ticket] = _Batch(self.duration(chosen, size), None if queue else now)
         return chosen, ticket
 
+    def leads(self, replica: int, ticket: int) -> bool:
+        """Whether a batch is the oldest of its replica, which the engine may be running."""
+        return next(iter(self._outstanding.get(replica, ())), None) == ticket
+
     def finished(self, replica: int, ticket: int, now: float) -> None:
         """A batch has left the replica, answered or not. Does nothing where the replica is gone."""
         queue = self._outstanding.get(replica)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,35 +148,54 @@ class Front:
         if chosen is None:
             return _failed(request, "no replica of this worker serves now; they are being restarted")
         index, ticket = chosen
+        # Neither deadline nor cancellation of the caller ends the call: the replica has the batch until it answers, and
+        # only so is one noticed that never does.
+        call = self.replicas[index].infer.future(request, metadata=_passed_on(context))
+        call.add_done_callback(lambda _: self._finished(index, ticket))
+        gone = partial(self._caller_gone, call, index, ticket)
+        if not context.add_callback(gone):
+            gone()
         try:
-            call = self.replicas[index].infer.future(
-                request, timeout=context.time_remaining(), metadata=_passed_on(context)
-            )
-            context.add_callback(call.cancel)
-            response: bytes = call.result()
+            response: bytes = call.result(context.time_remaining())
+            self._finished(index, ticket)  # the callback may come behind the next batch
             return response
+        except grpc.FutureTimeoutError:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"replica {index} has not answered in time")
+        except grpc.FutureCancelledError:
+            context.abort(grpc.StatusCode.CANCELLED, "the caller has left")
         except grpc.RpcError as error:
-            code, details = error.code(), error.details()
-            if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-                context.abort(code, details)
-            logger.error(
-                "a replica lost a batch",
-                extra={
-                    "policy": self._policy,
-                    "replica": index,
-                    "items": size,
-                    "reason": f"{code.name}: {details}"[:300],
-                },
-            )
-            if code is grpc.StatusCode.UNAVAILABLE:
-                # Gone, or cut off: it gets nothing more from this instant on, and is started anew.
-                with self._changed:
-                    self._fleet.assignment.remove(index)
-                self.replicas[index].end()
-            return _failed(request, f"replica {index} ended while it held this batch")
-        finally:
-            with self._changed:
-                self._fleet.assignment.finished(index, ticket, time.monotonic())
+            return self._lost(request, size, index, error, context)
+        raise AssertionError("abort raises")
+
+    def _lost(
+        self, request: bytes, size: int, index: int, error: grpc.RpcError, context: grpc.ServicerContext
+    ) -> bytes:
+        code, details = error.code(), error.details()
+        if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+            context.abort(code, details)
+        reason = f"{code.name}: {details}"[:300]
+        logger.error(
+            "a replica lost a batch",
+            extra={"policy": self._policy, "replica": index, "items": size, "reason": reason},
+        )
+        if code is not grpc.StatusCode.UNAVAILABLE:
+            return _failed(request, f"replica {index} failed this batch ({reason})", "send a fresh observation")
+        # Gone, or cut off: it gets nothing more from this instant on, and is started anew.
+        with self._changed:
+            self._fleet.assignment.remove(index)
+        self.replicas[index].end()
+        return _failed(request, f"replica {index} ended while it held this batch")
+
+    def _finished(self, index: int, ticket: int) -> None:
+        with self._changed:
+            self._fleet.assignment.finished(index, ticket, time.monotonic())
+
+    def _caller_gone(self, call: grpc.Future, index: int, ticket: int) -> None:
+        """Takes back what nobody waits for, unless the engine may be at it: that ends when it ends."""
+        with self._changed:
+            at_work = self._fleet.assignment.leads(index, ticket)
+        if not at_work:
+            call.cancel()
 
     def _watch(self) -> None:
         """Ends replicas that are stuck in a batch, as a hung device leaves them: alive, and of no use."""
@@ -323,7 +343,9 @@ def _passed_on(context: grpc.ServicerContext) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in context.invocation_metadata() if not key.startswith(_OWN_METADATA)]
 
 
-def _failed(request: bytes, reason: str) -> bytes:
+def _failed(
+    request: bytes, reason: str, next_step: str = "send a fresh observation; the replica is being restarted"
+) -> bytes:
     """The answer of a batch that no replica ran: an error for each item, so that nobody blames the whole worker."""
     parsed = worker_pb2.InferRequest()
     try:
@@ -333,7 +355,7 @@ def _failed(request: bytes, reason: str) -> bytes:
     error = worker_pb2.Error(
         code=ErrorCode.WORKER_FAILED.value,
         message=reason,
-        next_step="send a fresh observation; the replica is being restarted",
+        next_step=next_step,
     )
     results = [worker_pb2.InferResult(request_id=item.request_id, error=error) for item in parsed.items]
     return worker_pb2.InferResponse(results=results, revision=parsed.revision).SerializeToString()
