@@ -130,7 +130,12 @@ class Canary:
         await asyncio.gather(*ending, return_exceptions=True)
 
     def withdraw(self) -> None:
-        """Takes what is queued with the candidate to the serving revision; what a worker has comes back by itself."""
+        """Takes what is queued with the candidate to the serving revision; what a worker has comes back by itself.
+
+        Of a candidate that was promoted nothing is taken: it is the serving revision, and its lane keeps the queue.
+        """
+        if self._stable() is self.lane:
+            return
         for relayed in list(self._waiting):
             if relayed.inner is not None and relayed.lane is self.lane:
                 relayed.withdrawn = True
