@@ -102,3 +102,19 @@ def test_a_listing_that_goes_on_elsewhere_gets_no_token(hub, cache, monkeypatch,
         assert caught.value.code is ErrorCode.MODEL_UNSAFE
         assert "goes on at another place" in caught.value.message
         assert not other.asked
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("digest", ["", "../../victim", "A" * 64, "0" * 63, None])
+def test_a_listing_names_its_files_by_digests_and_by_nothing_else(hub, cache, large, digest):
+    """A large file's digest is its name in the cache: with a path for it, the bytes went to another file."""
+    victim = cache.folder / "victim.part"
+    victim.write_text("precious")
+    found = entry("config.json", b"{}", large=large)
+    (found["lfs"] if large else found)["oid"] = digest
+    hub.files[TREE] = json.dumps([found]).encode()
+    with pytest.raises(TaktlineError) as caught:
+        fetch(config(hub), cache, patience=HASTE, spare_bytes=0)
+    assert caught.value.code is ErrorCode.MODEL_UNSAFE
+    assert victim.read_text() == "precious"
+    assert not hub.gets(f"{RESOLVE}/config.json")

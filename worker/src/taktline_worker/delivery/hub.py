@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from urllib.parse import quote, urljoin
 
@@ -84,5 +85,12 @@ def _file(entry: dict[str, object], origin: HttpOrigin) -> RemoteFile:
     if not isinstance(name, str) or not isinstance(size, int):
         raise TypeError
     if isinstance(large, dict):
-        return RemoteFile(name, origin, name, size=size, sha256=str(large["oid"]))
-    return RemoteFile(name, origin, name, size=size, git_oid=str(entry["oid"]))
+        return RemoteFile(name, origin, name, size=size, sha256=_digest(large["oid"], 64))
+    return RemoteFile(name, origin, name, size=size, git_oid=_digest(entry["oid"], 40))
+
+
+def _digest(found: object, digits: int) -> str:
+    """A digest of the listing; files of the cache are named by it. Raises ValueError where it is none."""
+    if not isinstance(found, str) or re.fullmatch(f"[0-9a-f]{{{digits}}}", found) is None:
+        raise ValueError("a digest is not hexadecimal")
+    return found
