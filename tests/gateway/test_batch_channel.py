@@ -249,7 +249,7 @@ def test_a_worker_that_is_gone_fails_what_it_held():
 
         entered = asyncio.Event()
         port, channel = await serve(infer)
-        call = asyncio.create_task(channel.infer(*batch("a"), 30.0, ()))
+        call = asyncio.ensure_future(channel.infer(*batch("a"), 30.0, ()))
         await entered.wait()
         for connection in list(port._connections):
             connection.transport.abort()
@@ -471,7 +471,7 @@ def test_a_long_answer_is_sent_whole_before_the_port_is_closed():
             return worker_pb2.InferResponse(results=[result])
 
         port, channel = await serve(infer)
-        call = asyncio.create_task(channel.infer(*batch("a"), 60.0, ()))
+        call = asyncio.ensure_future(channel.infer(*batch("a"), 60.0, ()))
         await entered.wait()
         closing = asyncio.create_task(port.close(60.0))
         await asyncio.sleep(0)

@@ -79,7 +79,7 @@ def test_a_batch_and_its_long_answer_come_whole_even_while_the_port_is_closed(au
         channel = await connect(port, gateway_tls(factory, factory))
         images = {camera: Image("raw", frame, (256, 256, 3)) for camera in ("front", "wrist")}
         request = worker_pb2.InferRequest(policy="p")
-        call = asyncio.create_task(channel.infer(request, [(worker_pb2.InferItem(), images)], 60.0, ()))
+        call = asyncio.ensure_future(channel.infer(request, [(worker_pb2.InferItem(), images)], 60.0, ()))
         await entered.wait()
         closing = asyncio.create_task(port.close(60.0))
         await asyncio.sleep(0)

@@ -105,7 +105,7 @@ def test_robots_that_name_their_requests_alike_get_their_own_actions(names, orde
             pending.item.request_id, pending.flights, pending.attempts = name, 1, 1
             members.append(pending)
         batch = Batch("w", tuple(members), now + 0.01, now + 0.02, now + 5.0, 0)
-        await dispatch._run(NumberingLink(order), batch, now, None)
+        await dispatch._send(NumberingLink(order), batch, now)
         return [member.result for member in members]
 
     for result, number in zip(asyncio.run(run()), got, strict=True):
@@ -122,7 +122,7 @@ def test_a_fault_on_the_way_to_the_worker_answers_every_member():
     async def run():
         dispatch, pending, batch = world(level=0)
         pending.attempts = 1
-        await dispatch._run(Link(actions, fault), batch, time.monotonic(), None)
+        await dispatch._send(Link(actions, fault), batch, time.monotonic())
         return pending.result
 
     assert asyncio.run(run()).exception().code is ErrorCode.WORKER_FAILED
@@ -132,7 +132,7 @@ def test_a_level_that_is_withdrawn_while_its_batch_runs_costs_no_answer():
     async def run():
         dispatch, pending, batch = world(level=1)
         link = Link(actions, lambda: dispatch.levels.update(w=Levels()))
-        await dispatch._run(link, batch, time.monotonic(), dispatch._level(link, batch))
+        await dispatch._send(link, batch, time.monotonic())
         return pending.result.result()
 
     assert asyncio.run(run()).degraded.solver_steps == 4
@@ -143,7 +143,7 @@ def test_what_one_worker_will_not_look_at_waits_for_the_copy_on_another(copies, 
     async def run():
         dispatch, pending, batch = world(level=0)
         pending.flights, pending.attempts = copies, 1
-        await dispatch._run(Link(overloaded), batch, time.monotonic(), None)
+        await dispatch._send(Link(overloaded), batch, time.monotonic())
         return pending.result
 
     result = asyncio.run(run())
@@ -170,9 +170,7 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         dispatch.poll_later = lambda: None
         pending.gone = gone  # its robot left while it was on the worker
         dispatch.in_flight = 1
-        call = dispatch._calls[id(batch)] = dispatch.spawn(
-            dispatch._run(NeverLink(actions), batch, time.monotonic(), None)
-        )
+        call = dispatch._calls[id(batch)] = dispatch.spawn(dispatch._send(NeverLink(actions), batch, time.monotonic()))
         call.add_done_callback(lambda task: dispatch._landed(batch, task))
         if begun:
             await asyncio.sleep(0)
@@ -268,7 +266,7 @@ def test_a_connection_that_is_lost_has_failed_once_however_many_batches_were_on_
             nonlocal now
             flying = [Batch("w", (), now, now, now + 5.0, sent_at=now) for _ in range(batches)]
             link.lose.clear()
-            calls = [asyncio.create_task(dispatch._run(link, batch, now, None)) for batch in flying]
+            calls = [asyncio.create_task(dispatch._send(link, batch, now)) for batch in flying]
             await asyncio.sleep(0)
             now += 0.010
             link.lose.set()

@@ -222,16 +222,16 @@ async def test_an_observation_that_ends_without_an_answer_is_settled(sessions, e
         def settled(self) -> None:
             settled.append(len(session.flights))
 
-    async def serve(*_, **__):
+    async def coming():
         raise end
 
     session = sessions.open("p", "arm", hello())
     sessions.take(session, Link(), hello())
-    streams = SimpleNamespace(settings=None, service=SimpleNamespace(serve=serve))
+    streams = SimpleNamespace(settings=None)
     caller = SimpleNamespace(principal=None, credential=None)
     made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False)
     flight = session.flights[1] = Flight(1, 0.0, "r")
-    serving = made._serve(session, flight, Exchange({"headers": ()}), None, None, 0.0)
+    serving = made._serve(session, flight, Exchange({"headers": ()}), coming())
     if isinstance(end, ClientGone):
         await serving
     else:
@@ -244,15 +244,15 @@ async def test_an_observation_that_ends_without_an_answer_is_settled(sessions, e
 async def test_an_observation_sent_again_under_its_number_is_not_forgotten_with_the_first(sessions):
     session = sessions.open("p", "arm", hello())
 
-    async def serve(*_, **__):
+    async def coming():
         raise ClientGone
 
-    streams = SimpleNamespace(settings=None, service=SimpleNamespace(serve=serve))
+    streams = SimpleNamespace(settings=None)
     caller = SimpleNamespace(principal=None, credential=None)
     made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False)
     first, again = Flight(1, 0.0, "first"), Flight(1, 1.0, "again")
     session.flights[1] = again
-    await made._serve(session, first, Exchange({"headers": ()}), None, None, 0.0)
+    await made._serve(session, first, Exchange({"headers": ()}), coming())
     assert session.flights == {1: again}
 
 

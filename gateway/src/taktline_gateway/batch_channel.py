@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from google.protobuf.message import DecodeError
@@ -59,7 +60,7 @@ class BatchChannel(FrameProtocol):
         self._opened = False
         self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._number = OPENING
-        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._calls: dict[int, asyncio.Future[worker_pb2.InferResponse]] = {}
 
     @classmethod
     async def connect(
@@ -99,30 +100,33 @@ class BatchChannel(FrameProtocol):
         """Whether calls may be made; false as soon as the other side has closed."""
         return self._opened and self.transport is not None and not self.transport.is_closing()
 
-    async def infer(
+    def infer(
         self,
         request: worker_pb2.InferRequest,
         members: Sequence[Member],
         timeout_s: float,
         metadata: Sequence[tuple[str, str]],
-    ) -> worker_pb2.InferResponse:
-        """Runs one batch. Raises WorkerCallError; cancelling the call tells the worker that nobody waits."""
+    ) -> asyncio.Future[worker_pb2.InferResponse]:
+        """Sends one batch; its response, or a WorkerCallError. Cancelling it tells the worker that nobody waits."""
         self._number = number = self._number + 1
         small = encode_request(request, [(item, ()) for item, _ in members])
         images = [image_heads(frames) for _, frames in members]
         call = Call(number, timeout_s, len(small), images, dict(metadata))
-        self._write(call, [small, *(image.data for _, frames in members for image in frames.values())])
         loop = asyncio.get_running_loop()
-        result = self._calls[number] = loop.create_future()
-        timer = loop.call_later(timeout_s, self._too_late, number)
+        result = loop.create_future()
         try:
-            return worker_pb2.InferResponse.FromString(await result)
-        except DecodeError as error:
-            raise WorkerCallError("INTERNAL", "the worker's answer cannot be read") from error
-        finally:
-            timer.cancel()
-            if self._calls.pop(number, None) is not None and self.open:  # nothing came
-                self._write(Cancel(number))
+            self._write(call, [small, *(image.data for _, frames in members for image in frames.values())])
+        except WorkerCallError as error:
+            result.set_exception(error)
+            return result
+        self._calls[number] = result
+        result.add_done_callback(partial(self._ended, number, loop.call_later(timeout_s, self._too_late, number)))
+        return result
+
+    def _ended(self, number: int, timer: asyncio.TimerHandle, _: object) -> None:
+        timer.cancel()
+        if self._calls.pop(number, None) is not None and self.open:  # nothing came
+            self._write(Cancel(number))
 
     async def finish(self, grace_s: float) -> None:
         """Closes the connection once its calls have ended, at the latest after so long."""
@@ -143,9 +147,7 @@ class BatchChannel(FrameProtocol):
             self._opened = True
             self._opening_ends(None)
         elif isinstance(head, Answer):
-            call = self._calls.pop(head.number, None)
-            if call is not None and not call.done():
-                call.set_result(bytes(body))
+            self._answered(head.number, bytes(body))
         elif isinstance(head, Failure) and head.number == OPENING:
             self._opening_ends(OSError(f"the batch port refuses the connection: {head.details[:200]}"))
         elif isinstance(head, Failure):
@@ -181,6 +183,17 @@ class BatchChannel(FrameProtocol):
         call = self._calls.get(number)
         if call is not None and not call.done():
             call.set_exception(WorkerCallError("DEADLINE_EXCEEDED", "the worker did not answer in time"))
+
+    def _answered(self, number: int, body: bytes) -> None:
+        call = self._calls.pop(number, None)
+        if call is None or call.done():
+            return
+        try:
+            call.set_result(worker_pb2.InferResponse.FromString(body))
+        except DecodeError as error:
+            unreadable = WorkerCallError("INTERNAL", "the worker's answer cannot be read")
+            unreadable.__cause__ = error
+            call.set_exception(unreadable)
 
     def _fail(self, number: int, code: str, details: str) -> None:
         call = self._calls.pop(number, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.messages import CheaperLevel
@@ -16,13 +16,13 @@ from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
 from taktline_gateway.logs import log
-from taktline_gateway.pending import ClientGone, Pending, Served, read_result, results_of
+from taktline_gateway.pending import ClientGone, Pending, Served, is_away, outside_s, read_result, results_of, waited_s
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.refusals import SHED, advised, internal_error, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.telemetry import Telemetry
-from taktline_gateway.tracing.requests import begin_batch
+from taktline_gateway.tracing.requests import BatchTrace, begin_batch
 from taktline_gateway.worker_link import WorkerLink
 
 MAX_ATTEMPTS = 2
@@ -112,10 +112,9 @@ class Dispatch:
                 if isinstance(ticket, Pending):
                     ticket.flights += 1
             link = self.seats[batch.worker]
-            self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
-            # Now: a route may allow other levels before the batch's task begins.
-            call = self._calls[id(batch)] = self.spawn(self._run(link, batch, now, self._level(link, batch)))
+            call = self._calls[id(batch)] = self.spawn(self._send(link, batch, now))
             call.add_done_callback(partial(self._landed, batch))
+            self._telemetry.batch(self._policy, link.target.pool, link.revision, len(batch.tickets))
         if plan.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.wake_at - now), self._poll)
 
@@ -123,19 +122,37 @@ class Dispatch:
         self.in_flight -= len(batch.tickets)
         self._calls.pop(id(batch), None)
 
-    async def _run(self, link: WorkerLink, batch: Batch, sent_at: float, level: CheaperLevel | None) -> None:
+    def _send(self, link: WorkerLink, batch: Batch, sent_at: float) -> Coroutine[Any, Any, None]:
+        """Sends a batch, where that need not wait; what it gives does the rest."""
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
-        request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision)
-        if level is not None:
-            request.solver_steps, request.action_horizon = level.solver_steps, level.action_horizon
-        for member in members:
-            member.item.budget_ms = 1e3 * (member.deadline - sent_at)
-            if member.outside_s is not None:
-                estimate_delay(member.item, link.info, member.outside_s + batch.predicted - member.arrived_at)
+        level = self._level(link, batch)
         trace = begin_batch([member.trace for member in members], sent_at, link.name)
         try:
+            request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision)
+            if level is not None:
+                request.solver_steps, request.action_horizon = level.solver_steps, level.action_horizon
+            for member in members:
+                member.item.budget_ms = 1e3 * (member.deadline - sent_at)
+                if member.outside_s is not None:
+                    estimate_delay(member.item, link.info, member.outside_s + batch.predicted - member.arrived_at)
             items = [(member.item, member.images) for member in members]
-            response = await link.infer(request, items, batch.hangs_at - sent_at, trace.metadata)
+            answer = link.infer(request, items, batch.hangs_at - sent_at, trace.metadata)
+        except Exception as error:
+            answer = _raise(error)
+        return self._run(link, batch, members, sent_at, level, trace, answer)
+
+    async def _run(
+        self,
+        link: WorkerLink,
+        batch: Batch,
+        members: list[Pending],
+        sent_at: float,
+        level: CheaperLevel | None,
+        trace: BatchTrace,
+        answer: Awaitable[worker_pb2.InferResponse],
+    ) -> None:
+        try:
+            response = await answer
         except WorkerCallError as error:
             trace.end(error.code)
             self._batch_failed(link, batch, members, str(error)[:300])
@@ -180,13 +197,13 @@ class Dispatch:
         rows: int,
     ) -> None:
         """A batch came back after `seconds` with so many rows of actions: its worker is free, and what it taught."""
-        if response.results and all(_is_away(result) for result in response.results):
+        if response.results and all(is_away(result) for result in response.results):
             # It lives and cannot serve, such as a mesh that has lost a rank: its quick answers must attract nobody.
             self._scheduler.failed(batch, self._rests_until(link, sent_at, time.monotonic()))
         else:
             link.failures = 0
-            outside_s, waited_s = _outside_s(response, seconds), _waited_s(response)
-            self._scheduler.finished(batch, seconds, response.total_ms / 1e3, outside_s, waited_s, measured=rows > 0)
+            told = outside_s(response, seconds), waited_s(response)
+            self._scheduler.finished(batch, seconds, response.total_ms / 1e3, *told, measured=rows > 0)
         _behind_answers(
             partial(
                 self._telemetry.batch_finished,
@@ -195,7 +212,7 @@ class Dispatch:
                 response.revision or link.revision,
                 rows,
                 response.bucket,
-                seconds - (_waited_s(response) or 0.0),
+                seconds - (waited_s(response) or 0.0),
                 batch.median_s,
             )
         )
@@ -366,21 +383,8 @@ class Dispatch:
         return advised(error, ticket.deadline, now, self.dt_s) if error.code in SHED else error
 
 
-def _outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
-    """How much of a batch's `seconds` its worker's engine was not needed; what it waited for the engine is neither.
-
-    Where the engine is quick, that is no more than its own time: it would not be the engine that others wait for. 0 of
-    a worker that does not tell what it waited: nothing is sent ahead to it.
-    """
-    waited_s = _waited_s(response)
-    if waited_s is None:
-        return 0.0
-    return max(0.0, min(response.engine_ms / 1e3, seconds - response.engine_ms / 1e3 - waited_s))
-
-
-def _waited_s(response: worker_pb2.InferResponse) -> float | None:
-    """What a batch waited at its worker for the one before it; None of a worker that does not tell."""
-    return response.waited_ms / 1e3 if response.HasField("waited_ms") else None
+async def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _behind_answers(work: Callable[[], object]) -> None:
@@ -388,8 +392,3 @@ def _behind_answers(work: Callable[[], object]) -> None:
     hands them to the kernel at the end of that."""
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, work)
-
-
-def _is_away(result: worker_pb2.InferResult) -> bool:
-    """Whether the worker says that it can serve nobody for some time."""
-    return result.error.code == ErrorCode.WORKER_UNAVAILABLE.value and result.error.HasField("retry_after_ms")

@@ -137,6 +137,28 @@ def results_of(
     return [found[name].popleft() if name in certain else None for name in names]
 
 
+def outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
+    """How much of a batch's `seconds` its worker's engine was not needed; what it waited for the engine is neither.
+
+    Where the engine is quick, that is no more than its own time: it would not be the engine that others wait for. 0 of
+    a worker that does not tell what it waited: nothing is sent ahead to it.
+    """
+    waited = waited_s(response)
+    if waited is None:
+        return 0.0
+    return max(0.0, min(response.engine_ms / 1e3, seconds - response.engine_ms / 1e3 - waited))
+
+
+def waited_s(response: worker_pb2.InferResponse) -> float | None:
+    """What a batch waited at its worker for the one before it; None of a worker that does not tell."""
+    return response.waited_ms / 1e3 if response.HasField("waited_ms") else None
+
+
+def is_away(result: worker_pb2.InferResult) -> bool:
+    """Whether the worker says that it can serve nobody for some time."""
+    return result.error.code == ErrorCode.WORKER_UNAVAILABLE.value and result.error.HasField("retry_after_ms")
+
+
 def _finite(actions: Array) -> bool:
     """Whether every number is finite: a sum of float32 in float64 cannot overflow, and keeps any inf and nan."""
     return math.isfinite(np.add.reduce(np.frombuffer(actions.data, "<f4"), dtype=np.float64))

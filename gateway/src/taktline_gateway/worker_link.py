@@ -106,34 +106,60 @@ class WorkerLink:
             self._batches.close()
         await self._channel.close()
 
-    async def infer(
+    def infer(
         self,
         request: worker_pb2.InferRequest,
         members: Sequence[Member],
         timeout_s: float,
         metadata: tuple[tuple[str, str], ...] | None = None,
+    ) -> Coroutine[Any, Any, worker_pb2.InferResponse]:
+        """Runs one batch: `request` without its items, and the items; to a batch port it is sent at once.
+
+        What it gives waits for the response, or raises WorkerCallError.
+        """
+        batches = self._batches
+        if batches is None or not batches.open:
+            return self._through_grpc(request, members, timeout_s, metadata)
+        self._call_begins()
+        call = batches.infer(request, members, timeout_s, metadata or ())
+        call.add_done_callback(self._call_ends)
+        return self._through_port(batches, call)
+
+    async def _through_port(
+        self, batches: BatchChannel, call: asyncio.Future[worker_pb2.InferResponse]
     ) -> worker_pb2.InferResponse:
-        """Runs one batch: `request` without its items, and the items. Raises WorkerCallError."""
-        self._calls += 1
-        self.idle.clear()
         try:
-            batches = self._batches
-            if batches is not None and batches.open:
-                try:
-                    return await batches.infer(request, members, timeout_s, metadata or ())
-                except WorkerCallError:
-                    if not batches.open:
-                        await self._look()
-                    raise
+            return await call
+        except WorkerCallError:
+            if not batches.open:
+                await self._look()
+            raise
+
+    async def _through_grpc(
+        self,
+        request: worker_pb2.InferRequest,
+        members: Sequence[Member],
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...] | None,
+    ) -> worker_pb2.InferResponse:
+        self._call_begins()
+        try:
             body = encode_request(request, [(item, image_chunks(images)) for item, images in members])
             response: worker_pb2.InferResponse = await self._infer(body, timeout=timeout_s, metadata=metadata)
             return response
         except grpc.aio.AioRpcError as error:
             raise WorkerCallError(error.code().name, error.details() or "no details") from error
         finally:
-            self._calls -= 1
-            if not self._calls:
-                self.idle.set()
+            self._call_ends()
+
+    def _call_begins(self) -> None:
+        self._calls += 1
+        self.idle.clear()
+
+    def _call_ends(self, _: object = None) -> None:
+        self._calls -= 1
+        if not self._calls:
+            self.idle.set()
 
     def _connect(self) -> None:
         address = self.target.address

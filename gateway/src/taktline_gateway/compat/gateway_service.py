@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from taktline_protocol import ActionChunk, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.checks import check_observation, check_policy_fit
@@ -32,6 +33,32 @@ Withdraw = Callable[[TaktlineError | None], bool]
 """Takes an observation out of the queue, answering it with the error, or with nothing; False where a batch has it."""
 UnderWay = Callable[[], bool]
 """Whether a worker has an observation."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Asked:
+    """An observation that waits for its chunk; `reason` is why it was withdrawn."""
+
+    policy: str
+    observation: Observation
+    exchange: Exchange
+    credential: Credential
+    robot: str
+    lane: Way
+    info: PolicyInfo
+    pending: Pending
+    received_at: float
+    reason: TaktlineError | None = None
+
+    def withdraw(self, reason: TaktlineError | None) -> bool:
+        """See `Withdraw`."""
+        self.reason = reason
+        self.lane.leave(self.pending)
+        return self.pending.result.done()
+
+    def under_way(self) -> bool:
+        """See `UnderWay`."""
+        return self.pending.flights > 0
 
 
 class GatewayService:
@@ -99,7 +126,7 @@ class GatewayService:
             policy, observation, exchange, credential=credential, principal=principal, checked=checked
         )
 
-    async def serve(
+    def serve(
         self,
         policy: str,
         observation: Observation,
@@ -110,8 +137,8 @@ class GatewayService:
         received_at: float | None = None,
         checked: bool = False,
         admitted: Callable[[Withdraw, UnderWay], None] | None = None,
-    ) -> ActionChunk:
-        """Serves one observation, whichever protocol brought it.
+    ) -> Coroutine[Any, Any, ActionChunk]:
+        """Queues one observation, whichever protocol brought it; what it gives waits for the chunk.
 
         Args:
             exchange: carries the request id.
@@ -123,13 +150,12 @@ class GatewayService:
                 whether a worker has it.
 
         Raises:
-            TaktlineError: every refusal; counted and logged.
-            ClientGone: it was withdrawn without a reason.
+            TaktlineError: every refusal, now or while it waits; counted and logged.
+            ClientGone: while it waits: it was withdrawn without a reason.
         """
         received_at = time.monotonic() if received_at is None else received_at
         gateway = self._gateway
         gateway.requests += 1
-        reason: TaktlineError | None = None
         try:
             gateway.check_open()
             if not gateway.access.open:
@@ -147,35 +173,46 @@ class GatewayService:
             gateway.robots.arrive(robot, observation.session_id, observation.seq, time.monotonic())
             pending = _queue(lane, exchange.request_id, observation, received_at, principal)
             gateway.books.queued(policy, exchange, observation, pending)
+            asked = _Asked(policy, observation, exchange, credential, robot, lane, info, pending, received_at)
             if admitted is not None:
+                admitted(asked.withdraw, asked.under_way)
+        except Exception as error:
+            gateway.requests -= 1
+            refusal = self._refusal(error, policy, observation, exchange, credential)
+            raise refusal from (None if refusal is error else error)
+        return self._chunk(asked)
 
-                def withdraw(error: TaktlineError | None) -> bool:
-                    nonlocal reason
-                    reason = error
-                    lane.leave(pending)
-                    return pending.result.done()
-
-                admitted(withdraw, lambda: pending.flights > 0)
+    async def _chunk(self, asked: _Asked) -> ActionChunk:
+        gateway, about = self._gateway, (asked.policy, asked.observation, asked.exchange, asked.credential)
+        try:
             try:
-                served = await pending.result
+                served = await asked.pending.result
             finally:
                 # Where this wait was cancelled it may still be queued; elsewhere this finds nothing to do.
-                lane.leave(pending)
-            gateway.robots.touch(robot, time.monotonic())
-            return self._books.chunk(exchange.request_id, observation, info, served, pending, received_at)
+                asked.lane.leave(asked.pending)
+            gateway.robots.touch(asked.robot, time.monotonic())
+            return self._books.chunk(
+                asked.exchange.request_id, asked.observation, asked.info, served, asked.pending, asked.received_at
+            )
         except asyncio.CancelledError:
-            gateway.books.gone(policy, exchange, observation)
+            gateway.books.gone(asked.policy, asked.exchange, asked.observation)
             raise
         except ClientGone:
-            if reason is None:
-                gateway.books.gone(policy, exchange, observation)
+            if asked.reason is None:
+                gateway.books.gone(asked.policy, asked.exchange, asked.observation)
                 raise
-            self._books.refused(policy, exchange, observation, reason)
-            raise reason from None
-        except TaktlineError as error:
-            self._books.refused(policy, exchange, observation, error)
-            raise
+            raise self._refusal(asked.reason, *about) from None
         except Exception as error:
+            refusal = self._refusal(error, *about)
+            raise refusal from (None if refusal is error else error)
+        finally:
+            gateway.requests -= 1
+
+    def _refusal(
+        self, error: Exception, policy: str, observation: Observation, exchange: Exchange, credential: Credential
+    ) -> TaktlineError:
+        """The error as its robot is told of it, counted and logged; a fault of ours is one of ours."""
+        if not isinstance(error, TaktlineError):
             log(
                 _logger,
                 logging.ERROR,
@@ -186,11 +223,9 @@ class GatewayService:
                 robot=observation.robot_id,
                 protocol=credential.protocol,
             )
-            internal = internal_error()
-            self._books.refused(policy, exchange, observation, internal)
-            raise internal from error
-        finally:
-            gateway.requests -= 1
+            error = internal_error()
+        self._books.refused(policy, exchange, observation, error)
+        return error
 
     def refuse(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
         """Counts and logs a request that its protocol had to refuse before it could be served."""

@@ -7,11 +7,11 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from starlette.types import Receive, Send
-from taktline_protocol import ErrorCode, Observation, TaktlineError
+from taktline_protocol import ActionChunk, ErrorCode, Observation, TaktlineError
 from taktline_protocol.checks import check_observation
 from taktline_protocol.stream import (
     Ack,
@@ -20,7 +20,6 @@ from taktline_protocol.stream import (
     Cancel,
     Clock,
     FromGateway,
-    Goodbye,
     Observe,
     Ping,
     Pong,
@@ -37,6 +36,7 @@ from taktline_gateway.http_io import Exchange
 from taktline_gateway.logs import log
 from taktline_gateway.pending import ClientGone
 from taktline_gateway.refusals import internal_error
+from taktline_gateway.stream.closing import closing_code, goodbye
 from taktline_gateway.stream.greeting import arrive, welcome
 from taktline_gateway.stream.progress import report
 from taktline_gateway.stream.resolving import budget_from, resolve
@@ -164,7 +164,7 @@ class Conversation:
         if self._draining or not self._open:
             return
         self._draining = True
-        self._streams.spawn(self.deliver(encode_frame(_goodbye(self._streams.draining_error()))))
+        self._streams.spawn(self.deliver(encode_frame(goodbye(self._streams.draining_error()))))
         self.settled()
 
     def settled(self) -> None:
@@ -203,8 +203,8 @@ class Conversation:
             self._streams.spawn(self._refuse_stream(error, close_code))
 
     async def _refuse_stream(self, error: TaktlineError, close_code: int | None = None) -> None:
-        await self.deliver(encode_frame(_goodbye(error)))
-        await self._close(_close_code(error.code) if close_code is None else close_code, error.code.value)
+        await self.deliver(encode_frame(goodbye(error)))
+        await self._close(closing_code(error.code) if close_code is None else close_code, error.code.value)
 
     async def _close(self, code: int, reason: str) -> None:
         async with self._turn:
@@ -273,63 +273,67 @@ class Conversation:
                 counted = self._streams.counted(self._caller, principal, self.policy, observation, error)
             await self._refuse(session, exchange, observation, frame.seq, now, counted, held=False)
             return
+        session.seq = frame.seq
+        refusal = self._begin(session, exchange, principal, observation, now)
+        if refusal is None:
+            for _ in range(2):  # so that it is sent to a worker, where one is free, before what it need not wait for
+                await asyncio.sleep(0)
         images = {camera: HeldFrame(f.name, observation.images[camera]) for camera, f in frame.images.items()}
         self._streams.sessions.hold(session, images, frame.instruction)
         self._streams.telemetry.observation(self.policy, keyframe=not frame.unchanged)
-        session.seq = frame.seq
+        if refusal is not None:
+            counted = self._streams.counted(self._caller, principal, self.policy, observation, refusal)
+            await self._refuse(session, exchange, observation, frame.seq, now, counted, held=True)
+        elif len(session.flights) >= self._settings.window:
+            await self.deliver(encode_frame(Backpressure("window", 0.0, len(session.flights))))
+
+    def _begin(
+        self, session: Session, exchange: Exchange, principal: Principal, observation: Observation, now: float
+    ) -> TaktlineError | None:
+        """Queues an observation that came at `now`; or why it may not be."""
         try:
             self._streams.check_open()
-            newer = TaktlineError(
-                ErrorCode.SUPERSEDED,
-                f"the window was full when observation {frame.seq} came",
-                "use the chunk of the newer observation",
-            )
-            if not session.make_room(self._settings.window, newer):
-                raise TaktlineError(
-                    ErrorCode.OVERLOADED,
-                    f"{len(session.flights)} observations of this robot are unanswered; the window is"
-                    f" {self._settings.window}",
-                    "wait for an answer before sending more",
-                )
         except TaktlineError as error:
-            counted = self._streams.counted(self._caller, principal, self.policy, observation, error)
-            await self._refuse(session, exchange, observation, frame.seq, now, counted, held=True)
-            return
+            return error
+        window = self._settings.window
+        if len(session.flights) >= window and not session.make_room(window, _overtaken(observation.seq)):
+            return TaktlineError(
+                ErrorCode.OVERLOADED,
+                f"{len(session.flights)} observations of this robot are unanswered; the window is {window}",
+                "wait for an answer before sending more",
+            )
         started_at, observation = budget_from(observation, now, self._clock)
-        flight = Flight(frame.seq, now, exchange.request_id)
-        session.flights[frame.seq] = flight
+        flight = Flight(observation.seq, now, exchange.request_id)
+        session.flights[observation.seq] = flight
         if observation.imagine is not None:
             flight.told = self._streams.spawn(report(session, flight, self._settings.progress_every_s))
-        self._streams.spawn(self._serve(session, flight, exchange, principal, observation, started_at))
+        try:
+            coming = self._streams.service.serve(
+                self.policy,
+                observation,
+                exchange,
+                credential=self._caller.credential,
+                principal=principal,
+                received_at=started_at,
+                checked=True,
+                admitted=flight.admitted,
+            )
+        except TaktlineError as error:
+            coming = _refused(error)
+        self._streams.spawn(self._serve(session, flight, exchange, coming))
         if self._ack is None:
             self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
-        if len(session.flights) >= self._settings.window:
-            await self.deliver(encode_frame(Backpressure("window", 0.0, len(session.flights))))
+        return None
 
     # ----- answers
 
     async def _serve(
-        self,
-        session: Session,
-        flight: Flight,
-        exchange: Exchange,
-        principal: Principal,
-        observation: Observation,
-        started_at: float,
+        self, session: Session, flight: Flight, exchange: Exchange, coming: Awaitable[ActionChunk]
     ) -> None:
         pressure: Backpressure | None = None
         try:
             try:
-                chunk = await self._streams.service.serve(
-                    self.policy,
-                    observation,
-                    exchange,
-                    credential=self._caller.credential,
-                    principal=principal,
-                    received_at=started_at,
-                    checked=True,
-                    admitted=flight.admitted,
-                )
+                chunk = await coming
                 answer: FromGateway | None = to_answer(chunk, flight.received_at, time.monotonic())
             except ClientGone:
                 answer = None  # it left the queue with its connection
@@ -380,20 +384,13 @@ class Conversation:
             self._streams.spawn(self.deliver(encode_frame(Ack(newest))))
 
 
-def _goodbye(error: TaktlineError) -> Goodbye:
-    return Goodbye(error.code.value, error.message, error.next_step, error.retry_after_ms)
+async def _refused(error: TaktlineError) -> NoReturn:
+    raise error
 
 
-_CLOSE_CODES = {
-    ErrorCode.INVALID_BODY: 1007,
-    ErrorCode.BODY_TOO_LARGE: 1009,
-    ErrorCode.STREAM_VERSION: 1002,
-    ErrorCode.STREAM_IDLE: 1001,
-    ErrorCode.DRAINING: 1001,
-    ErrorCode.OVERLOADED: 1013,
-    ErrorCode.INTERNAL: 1011,
-}
-
-
-def _close_code(code: ErrorCode) -> int:
-    return _CLOSE_CODES.get(code, 1008)
+def _overtaken(seq: int) -> TaktlineError:
+    return TaktlineError(
+        ErrorCode.SUPERSEDED,
+        f"the window was full when observation {seq} came",
+        "use the chunk of the newer observation",
+    )
