@@ -128,6 +128,8 @@ def png(width, height, *, end=True):
 
 CASES = {
     "budget negative": ({"budget_ms": -1.0}, ErrorCode.BUDGET_INVALID),
+    "captured at the beginning of time": ({"captured_at": -1.7e308, "sent_at": 1.7e308}, ErrorCode.INVALID_BODY),
+    "captured an hour ago": ({"captured_at": 0.0, "sent_at": 3600.0}, ErrorCode.INVALID_BODY),
     "budget NaN": ({"budget_ms": math.nan}, ErrorCode.BUDGET_INVALID),
     "budget infinite": ({"budget_ms": math.inf}, ErrorCode.BUDGET_INVALID),
     "budget of a day": ({"budget_ms": 86_400_000.0}, ErrorCode.BUDGET_INVALID),
@@ -145,7 +147,8 @@ CASES = {
     "state of bytes": ({"state": Array("uint8", (2,), b"ab")}, ErrorCode.STATE_INVALID),
     "state 2-D": ({"state": Array.from_numpy(np.zeros((2, 2)))}, ErrorCode.STATE_INVALID),
     "state short of bytes": ({"state": Array("float32", (4,), bytes(12))}, ErrorCode.STATE_INVALID),
-    "state shape overflows": ({"state": Array("float64", (2**62,), bytes(8))}, ErrorCode.STATE_INVALID),
+    "state shape overflows": ({"state": Array("float64", (2**32 - 1,) * 3, bytes(8))}, ErrorCode.STATE_INVALID),
+    "state shape beyond 32 bits": ({"state": Array("float64", (2**32,), bytes(8))}, ErrorCode.INVALID_BODY),
     "many cameras": (
         {"images": {f"c{n}": Image("raw", bytes(3), (1, 1, 3)) for n in range(17)}},
         ErrorCode.CAMERA_UNKNOWN,

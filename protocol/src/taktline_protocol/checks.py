@@ -211,6 +211,12 @@ def _check_time(observation: Observation, limits: Limits) -> None:
             f"sent_at {sent_at} is before captured_at {observation.captured_at}",
             "read both from one monotonic clock of the robot, in seconds",
         )
+    if 1e3 * (sent_at - observation.captured_at) > limits.budget_ms:
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY,
+            f"captured_at {observation.captured_at:g} is more than {limits.budget_ms:g} ms before sent_at {sent_at:g}",
+            "read both from one monotonic clock of the robot, in seconds, and send frames of now",
+        )
     reserved = observation.actuate_ms + observation.network_ms
     if budget <= reserved:
         left = f"{budget:g} ms left when sent, {reserved:g} ms of it reserved by the robot"

@@ -337,7 +337,10 @@ class Conversation:
                 answer: FromGateway | None = to_answer(chunk, flight.received_at, time.monotonic())
             except ClientGone:
                 answer = None  # it left the queue with its connection
-            except TaktlineError as error:
+            except Exception as fault:
+                error = fault if isinstance(fault, TaktlineError) else internal_error()
+                if error is not fault:
+                    log(_logger, logging.ERROR, "internal", exc_info=True, policy=self.policy, stream=True)
                 answer = to_refusal(
                     flight.seq, error, flight.received_at, time.monotonic(), held=True, request_id=exchange.request_id
                 )

@@ -54,7 +54,8 @@ class Streams:
         self.settings: StreamSettings = gateway.settings.stream
         self.service = GatewayService(gateway)
         most = 2 * self.settings.max_streams
-        self.sessions = Sessions(self.settings.resume_s, self.settings.held_bytes, time.monotonic, most)
+        cameras = gateway.settings.limits.cameras
+        self.sessions = Sessions(self.settings.resume_s, self.settings.held_bytes, time.monotonic, most, cameras)
         url = self.settings.redis_url
         self._store = SessionStore(url, self.settings.resume_s) if url else None
         self.telemetry = StreamTelemetry(

@@ -69,6 +69,8 @@ def welcome(streams: Streams, policy: str, arrival: Arrival) -> tuple[Welcome, b
     """What a robot is told whose connection has its session now, and the answer that was kept for it."""
     hello, session = arrival.hello, arrival.session
     kept, session.kept = session.kept, None
+    if kept is not None and kept[0] <= hello.answered:
+        kept = None
     streams.telemetry.session(policy, arrival.found)
     log(
         _logger,
@@ -85,10 +87,10 @@ def welcome(streams: Streams, policy: str, arrival: Arrival) -> tuple[Welcome, b
         token=session.token,
         resumed=arrival.found in ("resumed", "moved"),
         held={camera: frame.name for camera, frame in session.held.items()},
-        pending=session.coming(),
+        pending=(*session.coming(), *(() if kept is None else kept[:1])),
         limits=told_limits(streams.limits, streams.settings),
         policy=arrival.info,
         sent_at=time.monotonic(),
         admission=streams.admission(policy, arrival.principal, hello),
     )
-    return told, kept[1] if kept is not None and kept[0] > hello.answered else None
+    return told, None if kept is None else kept[1]

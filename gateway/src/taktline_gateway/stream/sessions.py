@@ -94,6 +94,11 @@ class Session:
     away_since: float = 0.0
     changed: bool = True
 
+    def drop(self, camera: str) -> None:
+        """Keeps no frame of this camera any longer; none was kept of one that is not known."""
+        if (frame := self.held.pop(camera, None)) is not None:
+            self.held_bytes -= len(frame.image.data)
+
     def make_room(self, window: int, error: TaktlineError) -> bool:
         """Whether one more may be under way: of what is still queued the oldest gives way to it, with `error`."""
         under_way = [flight for flight in self.flights.values() if not flight.gone]
@@ -101,9 +106,11 @@ class Session:
 
     async def answer(self, seq: int, body: bytes) -> None:
         """Hands an answer to the connection, or keeps it for the next one; an older kept answer gives way."""
-        link = self.link
-        if link is not None and await link.deliver(body):
-            return
+        tried = None
+        while (link := self.link) is not None and link is not tried:  # it may move to another while one does not read
+            if await link.deliver(body):
+                return
+            tried = link
         if self.kept is None or self.kept[0] <= seq:
             self.kept = (seq, body)
 
@@ -127,9 +134,15 @@ class Session:
 class Sessions:
     """The sessions of one gateway process, by token."""
 
-    def __init__(self, resume_s: float, held_bytes: int, clock: Callable[[], float], most: int = 20_000) -> None:
-        """`most`: sessions kept at once; beyond it those away go first, however short their absence."""
+    def __init__(
+        self, resume_s: float, held_bytes: int, clock: Callable[[], float], most: int = 20_000, cameras: int = 16
+    ) -> None:
+        """`most`: sessions kept at once; beyond it those away go first, however short their absence.
+
+        `cameras`: most whose frames one session keeps.
+        """
         self._resume_s = resume_s
+        self._cameras = cameras
         self._most = most
         self._held_limit = held_bytes
         self._clock = clock
@@ -179,12 +192,14 @@ class Sessions:
 
     def hold(self, session: Session, images: Mapping[str, HeldFrame], instruction: str | None) -> None:
         """Keeps the frames that came whole; where memory is short, sessions idle longest lose all of theirs."""
+        before = session.held_bytes
         for camera, frame in images.items():
-            old = session.held.get(camera)
-            change = len(frame.image.data) - (len(old.image.data) if old is not None else 0)
+            session.drop(camera)
             session.held[camera] = frame
-            session.held_bytes += change
-            self.held_bytes += change
+            session.held_bytes += len(frame.image.data)
+        while len(session.held) > self._cameras:  # names of cameras are its robot's: what came last counts
+            session.drop(next(iter(session.held)))
+        self.held_bytes += session.held_bytes - before
         if instruction is not None:
             session.instruction = instruction
         session.changed = True
