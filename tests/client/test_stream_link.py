@@ -1,13 +1,24 @@
-"""The SDK's WebSocket hands over the same messages whether they pass the library's parser or not."""
+"""The SDK's WebSocket hands over the same messages whether they pass the library's parser or not; and what is said
+where none comes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
+import numpy as np
 import pytest
+import taktline
 from taktline.stream_link import _Connection
+from taktline_protocol import TaktlineError
+from taktline_protocol.limits import DEFAULT_LIMITS
+from taktline_protocol.messages import PolicyInfo
+from taktline_protocol.stream import Cancel, Observe, StreamLimits, Welcome
+from taktline_protocol.stream_codec import decode_from_robot, encode_frame
+from websockets.asyncio.server import serve
 from websockets.client import ClientProtocol
+from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.server import ServerProtocol
 from websockets.uri import parse_uri
@@ -69,3 +80,32 @@ async def test_a_message_within_one_in_pieces_is_the_librarys_to_refuse():
     made.data_received(Frame(Opcode.BINARY, b"another message").serialize(mask=False))
     assert not heard
     assert made.protocol.parser_exc is not None
+
+
+async def test_an_observation_that_is_given_up_is_cancelled():
+    limits = StreamLimits(
+        **{name: getattr(DEFAULT_LIMITS, name, 1 << 24) for name in StreamLimits.__struct_fields__},
+    )
+    info = PolicyInfo(policy="p", family="f", revision="r", ready=True, cameras=("c",), state_dim=2, action_dim=2)
+    said, cancelled = [], asyncio.Event()
+
+    async def gateway(connection) -> None:
+        """Takes everything and answers nothing."""
+        with contextlib.suppress(ConnectionClosed):
+            await connection.recv()
+            await connection.send(encode_frame(Welcome(1, b"t" * 16, False, {}, (), limits, info, 0.0)))
+            while True:
+                frame = decode_from_robot(await connection.recv(), DEFAULT_LIMITS)
+                if isinstance(frame, Observe | Cancel):
+                    said.append((type(frame), frame.seq))
+                if isinstance(frame, Cancel):
+                    cancelled.set()
+
+    async with serve(gateway, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        async with taktline.AsyncRobot(url, "p", "arm", transport="stream", answer_timeout_s=0.2) as arm:
+            with pytest.raises(TaktlineError, match="did not answer in time"):
+                await arm.act({"c": np.zeros((8, 8, 3), np.uint8)}, [0.0, 0.0], "go", 3000.0)
+            await asyncio.wait_for(cancelled.wait(), 10)
+    assert said == [(Observe, 1), (Cancel, 1)]

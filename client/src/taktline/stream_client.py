@@ -194,8 +194,7 @@ class StreamClient:
 
     def _cancel(self, waiting: Waiting) -> None:
         link = waiting.link
-        answered = waiting.answer.done() and not waiting.answer.cancelled()
-        if link is not None and not link.gone and not answered:
+        if link is not None and not link.gone and not waiting.answered:
             self._spawn(self._quietly(link, Cancel(waiting.seq)))
 
     # ----- the connection

@@ -39,6 +39,12 @@ class Waiting:
         """Its number in the session."""
         return self.observation.seq
 
+    @property
+    def answered(self) -> bool:
+        """Whether something came: an answer, or word that there is none."""
+        answer = self.answer
+        return answer.done() and not answer.cancelled() and not isinstance(answer.exception(), Timeout)
+
     def give_up(self) -> None:
         """No answer comes in time."""
         if not self.answer.done():
