@@ -32,7 +32,8 @@ class Mirror:
     Attributes:
         files: path -> content.
         tags: path -> entity tag, where it is not the content's own.
-        fault: called with each request before it is answered; returns `cut=N` bytes, a status, headers, or None.
+        fault: called with each request before it is answered; returns `cut=N` bytes, `unsized` where the end of the
+            connection is to end the body, a status, headers, or None.
         ranges: whether parts are served.
         pace_s: pause between blocks.
     """
@@ -105,7 +106,8 @@ def serving(mirror: Mirror, certificate: tuple[Path, Path] | None = None) -> Ite
                     return
             self.send_response(status)
             self.send_header("etag", tag)
-            self.send_header("content-length", str(len(content) - start))
+            if "unsized" not in fault:
+                self.send_header("content-length", str(len(content) - start))
             for name, value in dict(fault.get("headers") or {}).items():  # type: ignore[call-overload]
                 self.send_header(name, value)
             if status == 206:
@@ -127,7 +129,7 @@ def serving(mirror: Mirror, certificate: tuple[Path, Path] | None = None) -> Ite
                     time.sleep(mirror.pace_s)
             if "stall" in fault:
                 mirror.released.wait(60)
-            if end < len(content):
+            if end < len(content) or "unsized" in fault:
                 self.close_connection = True
                 self.connection.close()
 

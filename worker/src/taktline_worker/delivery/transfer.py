@@ -185,6 +185,8 @@ class Transfer:
         """One request for what is missing; returns when the file is whole."""
         if self._part.size is not None and self._have == self._part.size and self._have:
             return
+        if self._have and not (self._file.sha256 or self._file.git_oid or self._part.validator):
+            self._begin_anew()  # nobody could say that the rest belongs to the same version
         headers = {}
         if self._have:
             self._resumed = True
@@ -217,12 +219,15 @@ class Transfer:
         if reply.status_code != 206:
             return False
         found = _CONTENT_RANGE.fullmatch(reply.headers.get("content-range", ""))
+        if found is None or found.group(1) != str(self._have):
+            return False
         begun, known = validator(reply), self._part.validator
-        return bool(found and found.group(1) == str(self._have)) and (not begun or not known or begun == known)
+        same_size = self._part.size is None or found.group(3) in ("*", str(self._part.size))
+        return same_size and (not begun or not known or begun == known)
 
     def _note_version(self, reply: httpx.Response) -> None:
         length = reply.headers.get("content-length", "")
-        size = int(length) if length.isdigit() else None
+        size = int(length) if length.isdigit() else self._file.size
         if reply.status_code == 206:
             raise PassingError(f"{shown(self._file.url)} answers with a part that was not asked for")
         if self._file.size is not None and size is not None and size != self._file.size and self._file.sha256:
