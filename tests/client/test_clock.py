@@ -47,6 +47,18 @@ def test_another_gateway_has_another_clock():
     assert clock.estimate(0.0) is None
 
 
+def test_a_clock_that_has_jumped_is_known_with_the_next_round_trip():
+    """As where the robot's machine was suspended for 3 s; the link is not quite what it was at its best."""
+    clock = GatewayClock()
+    for second in range(10):
+        clock.note(second, second + 1000.0005, second + 1000.0005, second + 0.001)
+    clock.note(10.0, 1013.001, 1013.001, 10.002)
+    found = clock.estimate(10.002)
+    assert abs(found.offset_s - 1003.0) <= found.error_s
+    clock.note(11.0, 1014.05, 1014.05, 11.1)
+    assert clock.estimate(11.1).error_s == pytest.approx(0.001 + DRIFT * 1.1), "which is kept while it agrees"
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     offset=st.floats(-1e5, 1e5),

@@ -335,7 +335,7 @@ class ScriptedLink:
     def listen(self, hear) -> None:
         """Nobody says anything."""
 
-    async def send(self, body: bytes) -> None:
+    async def send(self, body: bytes, timeout_s: float) -> None:
         frame = decode_from_robot(body, DEFAULT_LIMITS)
         if isinstance(frame, Observe):
             self.sent.append(frame.seq)

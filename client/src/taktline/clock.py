@@ -17,6 +17,11 @@ class ClockEstimate:
     offset_s: float
     error_s: float
 
+    def differs(self, told: ClockEstimate) -> bool:
+        """Whether the gateway, which was `told` another, should hear of this one."""
+        moved = abs(self.offset_s - told.offset_s) > 0.5 * told.error_s
+        return moved or not 0.7 < self.error_s / max(told.error_s, 1e-9) < 1.5
+
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
@@ -49,6 +54,9 @@ class GatewayClock:
         delay = max(0.0, delay)
         offset = ((received_there - sent) + (sent_there - received)) / 2
         sample = _Sample(sent, offset, delay)  # from then on the clocks drift apart
+        if not all(self._agree(sample, other, received) for other in self._samples):
+            # A clock has jumped, as one does while its machine is suspended; the newest stamps are of after that.
+            self._samples = deque(other for other in self._samples if self._agree(sample, other, received))
         while self._samples and self._error(self._samples[-1], received) >= self._error(sample, received):
             self._samples.pop()
         self._samples.append(sample)
@@ -65,6 +73,10 @@ class GatewayClock:
     def reset(self) -> None:
         """Another gateway has another clock."""
         self._samples.clear()
+
+    def _agree(self, one: _Sample, other: _Sample, now: float) -> bool:
+        """Whether one offset can be within both bounds; the microsecond is for the rounding of stamps."""
+        return abs(one.offset_s - other.offset_s) <= self._error(one, now) + self._error(other, now) + 1e-6
 
     def _error(self, sample: _Sample, now: float) -> float:
         return sample.delay_s / 2 + self._drift * max(0.0, now - sample.at)

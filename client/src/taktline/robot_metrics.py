@@ -50,6 +50,14 @@ class RobotMetrics:
     round_trips_ms: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
     margins_ms: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
 
+    def sent(self, whole: int, referenced: int, *, again: bool) -> None:
+        """Counts an observation that went out with so many cameras whole and by reference."""
+        self.cameras_whole += whole
+        self.cameras_referenced += referenced
+        self.deltas += bool(referenced)
+        self.keyframes += not referenced
+        self.resent += again
+
     def round_trip_ms(self, share: float = 0.5) -> float | None:
         """The round trip that `share` of the recent answers stayed within; None before the first."""
         return _quantile(self.round_trips_ms, share)

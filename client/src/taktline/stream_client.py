@@ -41,7 +41,8 @@ from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_connecting import BACKOFF_MAX_S, RETRIED, Connector
-from taktline.stream_link import Link, NoStream, Timeout, check_fits, typed
+from taktline.stream_errors import asked_to_pause, budget_spent, closed, closed_meanwhile, superseded
+from taktline.stream_link import CLOSE_S, Link, NoStream, Timeout, check_fits, noticing_loss, typed
 from taktline.stream_waiting import Waiting
 
 PING_S = 1.0
@@ -90,7 +91,7 @@ class StreamClient:
             NoStream: the gateway does not speak streams.
         """
         if self._closed:
-            raise TaktlineError(ErrorCode.CANCELLED, "this robot was closed", "make a new Robot")
+            raise closed()
         self._check_pause()
         loop = asyncio.get_running_loop()
         waiting = Waiting(observation, observation, frames, loop.create_future())
@@ -127,13 +128,9 @@ class StreamClient:
         self._closed = True
         link = self._connector.close()
         for waiting in self._waiting.values():
-            if not waiting.answer.done():
-                waiting.answer.set_exception(
-                    TaktlineError(ErrorCode.CANCELLED, "the robot was closed while it asked", "nothing: it was told so")
-                )
+            waiting.fail(closed_meanwhile())
         if link is not None:
-            with contextlib.suppress(ConnectionClosed, OSError):
-                await self._put(link, Bye())
+            await self._quietly(link, Bye(), CLOSE_S)
             await link.close()
         for task in list(self._tasks):
             task.cancel()
@@ -143,28 +140,29 @@ class StreamClient:
         pause_s = self._pause_until - time.monotonic()
         if pause_s > 0:
             self._metrics.pauses += 1
-            raise TaktlineError(
-                ErrorCode.OVERLOADED,
-                "the gateway asked this robot to pause, as the policy's workers cannot keep up",
-                "keep executing the buffer or hold; send a fresh observation after the hint",
-                retry_after_ms=round(1e3 * pause_s, 1),
-            )
+            raise asked_to_pause(pause_s)
 
     async def _send(self, waiting: Waiting, timeout_s: float) -> None:
-        """Sends an observation, with what is left of its budget, over the connection as soon as there is one."""
+        """Sends an observation, with what is left of its budget, over the connection as soon as there is one.
+
+        Raises Timeout where what is open takes nothing for so long.
+        """
+        end = time.monotonic() + timeout_s
         reserved_s = (waiting.observation.actuate_ms + waiting.observation.network_ms) / 1e3
         while True:
-            link = await self._connector.wait(min(timeout_s, max(0.05, waiting.left_s(time.monotonic()))))
+            now = time.monotonic()
+            link = await self._connector.wait(min(end - now, max(0.05, waiting.left_s(now))))
             if waiting.pending_on is link:
                 return
             now = time.monotonic()
+            with noticing_loss(link):
+                await self._tell_clock(link, now, end - now)
+            if link.gone or link.leaving or link is not self._connector.link:
+                continue
+            now = time.monotonic()
             left_s = waiting.left_s(now)
             if waiting.sends and left_s <= reserved_s:
-                raise TaktlineError(
-                    ErrorCode.DEADLINE_EXPIRED,
-                    "the budget was spent while the connection was away",
-                    "hold, and send a fresh observation",
-                )
+                raise budget_spent()
             whole, unchanged, say = self._held.split(waiting.frames, waiting.observation.instruction)
             waiting.stamped = stamped = msgspec.structs.replace(
                 waiting.observation, sent_at=now, budget_ms=max(0.0, 1e3 * left_s)
@@ -173,24 +171,14 @@ class StreamClient:
             check_fits(link, len(body), whole)
             waiting.link, waiting.sent_at = link, now
             waiting.sends += 1
-            # Said before the await: whatever is sent behind this message may refer to its frames.
+            # The message is on its way before anything is waited for: what is sent behind it may refer to its frames.
             self._held.sent(waiting.frames, waiting.observation.instruction)
-            try:
-                await self._tell_clock(link, now)
-                await self._write(link, body)
-            except (ConnectionClosed, OSError):
-                link.gone = True  # the reader notices, too, but may have had no turn yet
+            with noticing_loss(link):
+                await self._write(link, body, end - now)
+            if link.gone:
                 continue
-            self._count(waiting, whole, unchanged)
+            self._metrics.sent(len(whole), len(unchanged), again=waiting.sends > 1)
             return
-
-    def _count(self, waiting: Waiting, whole: Mapping[str, object], unchanged: Mapping[str, object]) -> None:
-        metrics = self._metrics
-        metrics.cameras_whole += len(whole)
-        metrics.cameras_referenced += len(unchanged)
-        metrics.deltas += bool(unchanged)
-        metrics.keyframes += not unchanged
-        metrics.resent += waiting.sends > 1
 
     def _cancel(self, waiting: Waiting) -> None:
         link = waiting.link
@@ -228,19 +216,13 @@ class StreamClient:
             if waiting.seq == newest:
                 self._resend_soon(waiting)
             else:
-                waiting.answer.set_exception(
-                    TaktlineError(
-                        ErrorCode.SUPERSEDED,
-                        f"the connection was lost, and observation {newest} was sent again instead",
-                        "use the chunk of the newer observation",
-                    )
-                )
+                waiting.fail(superseded(newest))
 
     def _fail_lost(self, error: Exception) -> None:
         """No connection will come: what the lost one carried is told why."""
         for waiting in self._waiting.values():
-            if waiting.sends and (waiting.link is None or waiting.link.gone) and not waiting.answer.done():
-                waiting.answer.set_exception(error)
+            if waiting.sends and (waiting.link is None or waiting.link.gone):
+                waiting.fail(error)
 
     def _resend_soon(self, waiting: Waiting) -> None:
         """Once, however many say so: a gateway that leaves refuses what it holds, and its connection goes, too."""
@@ -255,9 +237,8 @@ class StreamClient:
             if waiting.sends > MAX_RESENDS:
                 raise self._goodbye or unreachable(self._uri, "lost its connection again and again")
             await self._send(waiting, BACKOFF_MAX_S + max(0.0, waiting.left_s(time.monotonic())))
-        except (TaktlineError, NoStream) as error:
-            if not waiting.answer.done():
-                waiting.answer.set_exception(error)
+        except (TaktlineError, NoStream, Timeout) as error:
+            waiting.fail(error)
         finally:
             waiting.sending = False
 
@@ -288,7 +269,7 @@ class StreamClient:
             broken = fatal.code is ErrorCode.INVALID_BODY
             if not broken or len(carried) == 1:  # of several nobody knows which one was no frame
                 for waiting in carried:
-                    waiting.answer.set_exception(fatal)
+                    waiting.fail(fatal)
                 carried = []
             if not broken:
                 return
@@ -302,47 +283,47 @@ class StreamClient:
         with contextlib.suppress(ConnectionClosed, OSError):
             while not link.gone:
                 now = time.monotonic()
-                if now - link.heard_at > DEAD_S:
+                left_s = link.heard_at + DEAD_S - now
+                if left_s < 0:
                     link.abort()
                     return
-                await self._put(link, Ping(now))
+                try:
+                    await self._put(link, Ping(now), left_s)
+                except Timeout:
+                    continue  # a connection that takes nothing is not alive for that
                 sent += 1
                 await asyncio.sleep(FIRST_PING_S if sent < FIRST_PINGS else PING_S)
 
-    async def _put(self, link: Link, frame: FromRobot) -> None:
-        await self._write(link, encode_frame(frame))
+    async def _put(self, link: Link, frame: FromRobot, timeout_s: float) -> None:
+        await self._write(link, encode_frame(frame), timeout_s)
 
-    async def _write(self, link: Link, body: bytes) -> None:
+    async def _write(self, link: Link, body: bytes, timeout_s: float) -> None:
         self._metrics.bytes_sent += len(body)
-        await link.send(body)
+        await link.send(body, timeout_s)
 
-    async def _quietly(self, link: Link, frame: FromRobot) -> None:
-        with contextlib.suppress(ConnectionClosed, OSError):
-            await self._put(link, frame)
+    async def _quietly(self, link: Link, frame: FromRobot, timeout_s: float = DEAD_S) -> None:
+        with contextlib.suppress(ConnectionClosed, OSError, Timeout):
+            await self._put(link, frame, timeout_s)
 
-    async def _tell_clock(self, link: Link, now: float) -> None:
-        found, told = self.clock.estimate(now), self._told
+    async def _tell_clock(self, link: Link, now: float, timeout_s: float) -> None:
+        found = self.clock.estimate(now)
         if found is None:
             return
         self._metrics.clock = found
-        if told is not None:
-            moved = abs(found.offset_s - told.offset_s) > 0.5 * told.error_s
-            ratio = found.error_s / max(told.error_s, 1e-9)
-            if not moved and 0.7 < ratio < 1.5:
-                return
-        self._told = found
-        await self._put(link, Clock(found.offset_s, found.error_s))
+        if self._told is None or found.differs(self._told):
+            self._told = found
+            await self._put(link, Clock(found.offset_s, found.error_s), timeout_s)
 
     # ----- what the gateway says
 
     def _hear(self, link: Link, frame: FromGateway, now: float) -> None:
         link.heard_at = now
         if isinstance(frame, Answer):
-            self._answer(frame, now)
+            self._answer(link, frame, now)
         elif isinstance(frame, Refusal):
             self._refusal(link, frame, now)
         elif isinstance(frame, Pong):
-            self.clock.note(frame.ping_sent_at, frame.received_at, frame.sent_at, now)
+            self._note_clock(link, frame.ping_sent_at, frame, now)
         elif isinstance(frame, Backpressure):
             if frame.pause_ms > 0 and math.isfinite(frame.pause_ms):
                 self._pause_until = now + min(frame.pause_ms, 60_000.0) / 1e3
@@ -361,17 +342,17 @@ class StreamClient:
         if self._connector.link is link:
             self._connector.start()
 
-    def _answer(self, frame: Answer, now: float) -> None:
+    def _answer(self, link: Link, frame: Answer, now: float) -> None:
         waiting = self._waiting.get(frame.seq)
         self._answered = max(self._answered, frame.seq)
         if waiting is None or waiting.answer.done():
             return  # given up, or answered before a resume
-        self._note_trip(waiting, frame, now)
+        self._note_trip(link, waiting, frame, now)
         outside_ms = 1e3 * max(0.0, (now - waiting.sent_at) - (frame.sent_at - frame.received_at))
         try:
             waiting.answer.set_result((to_chunk(frame, self._policy, self._robot_id), outside_ms))
         except TaktlineError as error:
-            waiting.answer.set_exception(error)
+            waiting.fail(error)
 
     def _refusal(self, link: Link, frame: Refusal, now: float) -> None:
         if not frame.held:
@@ -379,7 +360,7 @@ class StreamClient:
         waiting = self._waiting.get(frame.seq)
         if waiting is None or waiting.answer.done():
             return
-        self._note_trip(waiting, frame, now)
+        self._note_trip(link, waiting, frame, now)
         waiting.pending_on = None
         error = typed(frame)
         if error.code is ErrorCode.DRAINING:  # may come ahead of the goodbye
@@ -389,11 +370,15 @@ class StreamClient:
             self._resend_soon(waiting)
             return
         self._answered = max(self._answered, frame.seq)
-        waiting.answer.set_exception(error)
+        waiting.fail(error)
 
-    def _note_trip(self, waiting: Waiting, frame: Answer | Refusal, now: float) -> None:
-        if waiting.link is self._connector.link:
-            self.clock.note(waiting.sent_at, frame.received_at, frame.sent_at, now)
+    def _note_trip(self, link: Link, waiting: Waiting, frame: Answer | Refusal, now: float) -> None:
+        if waiting.link is link:
+            self._note_clock(link, waiting.sent_at, frame, now)
+
+    def _note_clock(self, link: Link, sent_at: float, frame: Answer | Refusal | Pong, now: float) -> None:
+        if link is self._connector.link:  # the gateway that leaves has another clock
+            self.clock.note(sent_at, frame.received_at, frame.sent_at, now)
 
     def _spawn(self, work) -> None:  # type: ignore[no-untyped-def]
         task = asyncio.get_running_loop().create_task(work)

@@ -69,7 +69,7 @@ class Connector:
                 await asyncio.wait_for(self._linked.wait(), max(0.0, end - time.monotonic()))
             except Timeout as error:
                 raise self.failure or unreachable(self._uri, "cannot be reached") from error
-            if self.link is not None and not self.link.gone:
+            if self.link is not None and not self.link.gone and not self.link.leaving:
                 return self.link
             failure = self.failure
             self._linked.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, cast
 
 from taktline_protocol import ErrorCode, TaktlineError
@@ -70,9 +70,9 @@ class _Connection(ClientConnection):
             super().data_received(data)
 
     def send_at_once(self, body: bytes) -> bool:
-        """Whether a message has been sent: not one that would have to wait, or has no connection."""
+        """Whether a message has been written: not where the connection is closed or closing."""
         protocol = self.protocol
-        if protocol.state is not State.OPEN or protocol.close_expected() or self.transport.get_write_buffer_size():
+        if protocol.state is not State.OPEN or protocol.close_expected():
             return False
         protocol.send_binary(body)
         self.send_data()
@@ -110,10 +110,16 @@ class Link:
         self.heard_at = time.monotonic()
         self._fault: TaktlineError | None = None
 
-    async def send(self, body: bytes) -> None:
-        """Sends one frame. Raises ConnectionClosed."""
-        if not self._connection.send_at_once(body):
-            await self._connection.send(body)
+    async def send(self, body: bytes, timeout_s: float) -> None:
+        """Writes one frame, and only then waits where too much that was written is still to be taken.
+
+        Raises ConnectionClosed; Timeout where too little of it is taken in time.
+        """
+        connection = self._connection
+        if not connection.send_at_once(body):
+            await connection.send(body)  # raises: within CLOSE_S it is closed
+        elif connection.paused:
+            await asyncio.wait_for(connection.drain(), timeout_s)
 
     def listen(self, hear: Callable[[bytes], None]) -> None:
         """From now on `hear` gets each frame at once, but for those that have come already or come in pieces.
@@ -142,7 +148,10 @@ class Link:
     async def close(self) -> None:
         """Closes the connection, without waiting long for the other side."""
         self.gone = True
-        await self._connection.close()
+        try:
+            await asyncio.wait_for(self._connection.close(), 2 * CLOSE_S)
+        except Timeout:  # not even that it is closed is taken
+            self.abort()
 
     def abort(self) -> None:
         """Cuts a connection whose other side is silent."""
@@ -198,6 +207,17 @@ def _message_begins(data: bytes) -> int:
         begin = 4 if size == 126 else 10
         size = int.from_bytes(data[2:begin], "big") if size <= 127 else -1
     return begin if len(data) == begin + size else 0
+
+
+@contextlib.contextmanager
+def noticing_loss(link: Link) -> Iterator[None]:
+    """Marks a connection that is found lost as gone: its reader notices, too, but may have had no turn yet."""
+    try:
+        yield
+    except Timeout:  # is an OSError, too, but no loss
+        raise
+    except (ConnectionClosed, OSError):
+        link.gone = True
 
 
 def check_fits(link: Link, body_bytes: int, whole: Mapping[str, Frame]) -> None:

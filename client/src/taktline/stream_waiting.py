@@ -50,6 +50,11 @@ class Waiting:
         if not self.answer.done():
             self.answer.set_exception(Timeout())
 
+    def fail(self, error: Exception) -> None:
+        """Says why no answer comes, where none has come."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
     def left_s(self, now: float) -> float:
         """What is left of the budget, s."""
         asked = self.observation.sent_at

@@ -1,0 +1,43 @@
+"""Errors of a stream that the robot's own end finds."""
+
+from __future__ import annotations
+
+from taktline_protocol import ErrorCode, TaktlineError
+
+
+def closed() -> TaktlineError:
+    """Asked after `close`."""
+    return TaktlineError(ErrorCode.CANCELLED, "this robot was closed", "make a new Robot")
+
+
+def closed_meanwhile() -> TaktlineError:
+    """`close` came before the answer."""
+    return TaktlineError(ErrorCode.CANCELLED, "the robot was closed while it asked", "nothing: it was told so")
+
+
+def asked_to_pause(pause_s: float) -> TaktlineError:
+    """The gateway asked for a pause, which has still to last `pause_s`."""
+    return TaktlineError(
+        ErrorCode.OVERLOADED,
+        "the gateway asked this robot to pause, as the policy's workers cannot keep up",
+        "keep executing the buffer or hold; send a fresh observation after the hint",
+        retry_after_ms=round(1e3 * pause_s, 1),
+    )
+
+
+def budget_spent() -> TaktlineError:
+    """Sent before, and now too late to be sent again."""
+    return TaktlineError(
+        ErrorCode.DEADLINE_EXPIRED,
+        "the budget was spent while the connection was away",
+        "hold, and send a fresh observation",
+    )
+
+
+def superseded(newest: int) -> TaktlineError:
+    """Of several that a lost connection carried, the newest one is sent again."""
+    return TaktlineError(
+        ErrorCode.SUPERSEDED,
+        f"the connection was lost, and observation {newest} was sent again instead",
+        "use the chunk of the newer observation",
+    )
