@@ -7,13 +7,16 @@ import hashlib
 import io
 import lzma
 import tarfile
+import tracemalloc
 
 import pytest
 from taktline_protocol.delivery import RECORD_FILE, DeliveryConfig, HttpSource
 from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_worker.delivery.archive import unpack
 from taktline_worker.delivery.catalogue import parse_manifest
 from taktline_worker.delivery.fetch import fetch
 from taktline_worker.delivery.names import checked_names
+from taktline_worker.delivery.progress import Progress
 
 from tests.delivery.conftest import HASTE, content
 
@@ -22,7 +25,21 @@ DIGEST = "0" * 64
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "/etc/passwd", "a/../../x", "a//b", "a/./b", "", "a\\b", "x\x00y", "x\ny", "a/", "b" * 300, RECORD_FILE],
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "a//b",
+        "a/./b",
+        "",
+        "a\\b",
+        "x\x00y",
+        "x\ny",
+        "a/",
+        "b" * 300,
+        RECORD_FILE,
+        "\ud800.bin",
+    ],
 )
 def test_a_name_that_leaves_the_folder_is_refused(name):
     with pytest.raises(TaktlineError) as caught:
@@ -143,3 +160,53 @@ def test_a_file_of_an_archive_with_another_digest_is_refused(mirror, cache):
     with pytest.raises(TaktlineError) as caught:
         fetch(config, cache, patience=HASTE, spare_bytes=0)
     assert caught.value.code is ErrorCode.MODEL_MISMATCH
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A block with any size, as base-256 numbers have them: also a negative one."""
+    block = bytearray(member(name, kind).tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = (size % 256**12).to_bytes(12, "big")
+    block[124] |= 0x80
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def latin() -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        tar.addfile(member("caf\u00e9.bin"))
+    return stream.getvalue()
+
+
+ODD = {
+    "negative": lambda: header("a", -(1 << 23)) + header("b", 0) + bytes(1024),
+    "negative folder": lambda: header("a", -(1 << 23), tarfile.DIRTYPE) + bytes(1024),
+    "no text": latin,
+    "names about names": lambda: (header("x", 1, tarfile.GNUTYPE_LONGNAME) + b"n" + bytes(511)) * 2_000 + bytes(1024),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_archive_that_no_tool_writes_is_refused_in_words(mirror, cache, name):
+    with pytest.raises(TaktlineError) as caught:
+        fetch(archive(mirror, ODD[name]()), cache, patience=HASTE, spare_bytes=0)
+    assert caught.value.code is ErrorCode.MODEL_UNSAFE
+    assert not cache.records()
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+def test_a_header_about_a_file_is_not_read_whatever_its_size(mirror, cache, kind):
+    """It counts for no file: a few bytes that unpack to 300 MiB of it took three times that of memory."""
+    size = 8 << 20
+    data = gzip.compress(header("x", size, kind) + bytes(size) + header("f", 0) + bytes(1024))
+    path = cache.folder / "packed"
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TaktlineError, match="a header of 8,388,608 bytes") as caught:
+            unpack(cache, path, "key", {}, 1 << 30, Progress())
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code is ErrorCode.MODEL_UNSAFE

@@ -8,7 +8,7 @@ import tarfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from taktline_protocol import ErrorCode, TaktlineError
 
@@ -17,7 +17,28 @@ from taktline_worker.delivery.names import MAX_FILES, checked_name, unsafe
 from taktline_worker.delivery.progress import Progress
 from taktline_worker.delivery.transfer import BLOCK
 
+_MOST_HEADER = 1 << 18  # of what an archive says about one file, in bytes: a long name, times, rights, labels
 _MOST_PADDING = 16 << 20  # zeros behind the end of an archive, in bytes; tools write up to a record of 10 KiB or so
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose sizes are looked at before `tarfile` acts on them: it reads one about another whole."""
+
+    _ABOUT_ANOTHER = (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """The header of a block. Raises TaktlineError MODEL_UNSAFE for a size that no archive needs."""
+        found = super().frombuf(buf, encoding, errors)
+        if found.size < 0 or (found.type in cls._ABOUT_ANOTHER and found.size > _MOST_HEADER):
+            raise unsafe(f"the archive holds a header of {found.size:,} bytes")
+        return found
 
 
 def unpack(
@@ -40,7 +61,7 @@ def unpack(
     found: list[FileRecord] = []
     room = limit
     try:
-        with tarfile.open(archive, "r:*") as tar:
+        with tarfile.open(archive, "r:*", tarinfo=_Header) as tar:
             for member in tar:
                 name = member.name.removeprefix("./")
                 if member.isdir():
@@ -56,7 +77,7 @@ def unpack(
                 assert stream is not None, "a regular file"
                 found.append(_take(cache, staged, key, checked_name(name), stream))
             _require_end(tar)
-    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and is_no_room(error):
             raise disk_full(cache.folder, limit - room, f"unpacking {archive.name[:12]}… failed") from None
         if isinstance(error, OSError) and error.errno:

@@ -27,6 +27,7 @@ def checked_name(name: str) -> str:
     parts = name.split("/")
     bad = (
         not name
+        or any("\ud800" <= character <= "\udfff" for character in name)  # no text: bytes of another encoding
         or len(name) > _NAME_CHARACTERS
         or "\\" in name
         or any(part in ("", ".", "..") or len(part.encode()) > _PART_BYTES for part in parts)
