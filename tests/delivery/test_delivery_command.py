@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,3 +140,18 @@ def test_an_empty_cache_is_said_to_be_empty(tmp_path, capfd):
 def test_fetching_loads_no_torch():
     script = "import sys; from taktline_worker.delivery import command, fetch; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_fetch_behind_a_verify_brings_what_differs_anew(cached, mirror, capfd):
+    """The folder's file and the cache's own are one: put together from that, the next folder was as wrong."""
+    option, folder = cached
+    path = folder / "model.safetensors"
+    path.chmod(0o644)
+    with path.open("r+b") as stream:
+        stream.write(b"!")
+    assert command.main(["verify", option]) == 1
+    shutil.rmtree(folder)  # what it says
+    sha256 = hashlib.sha256(mirror.files["/m/SHA256SUMS"]).hexdigest()
+    assert command.main(["fetch", option, f"--url={mirror.url}/m", f"--sha256={sha256}"]) == 0
+    assert len(mirror.gets("/m/model.safetensors")) == 2
+    assert command.main(["verify", option]) == 0

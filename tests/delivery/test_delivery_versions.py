@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
 from taktline_protocol.delivery import DeliveryConfig, HttpSource
-from taktline_protocol.errors import TaktlineError
+from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_worker.delivery.cache import Cache
 from taktline_worker.delivery.fetch import fetch
 from taktline_worker.delivery.origins import HttpOrigin
 from taktline_worker.delivery.progress import Progress
@@ -16,6 +19,7 @@ from taktline_worker.delivery.remote import Remote
 from taktline_worker.delivery.transfer import Part, RemoteFile, Transfer
 
 from tests.delivery.conftest import HASTE, content
+from tests.delivery.mirror import BLOCK
 
 OLD, NEW = content(300_000, 1), content(300_000, 2)
 SHARD = "/m/model-1.safetensors"
@@ -138,3 +142,59 @@ def test_bytes_do_not_go_through_a_link_in_the_cache(mirror, cache, tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         transfer.fetch()
     assert not victim.exists()
+
+
+# ----- after a kill
+
+
+@pytest.mark.parametrize("at", ["before its name", "after it was pruned"])
+def test_what_a_killed_fetch_held_is_the_caches_again(mirror, cache, monkeypatch, at):
+    """It was accepted, and is in no other place: the next fetch found it held, and could not hold it."""
+    files = {"w": OLD}
+    config = DeliveryConfig(source=HttpSource(url=f"{mirror.url}/m", sha256=mirror.put("m", files)))
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    def killed_before_its_name(path, target):
+        return killed() if target.parent.name == "blobs" else rename(path, target)
+
+    rename = Path.rename
+    with monkeypatch.context() as patched:
+        if at == "before its name":
+            patched.setattr(Path, "rename", killed_before_its_name)
+        else:
+            patched.setattr(Cache, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fetch(config, cache, patience=HASTE, spare_bytes=0)
+    cache.blob(hashlib.sha256(OLD).hexdigest()).unlink(missing_ok=True)
+    served = mirror.served_bytes
+    record = fetch(config, cache, patience=HASTE, spare_bytes=0)
+    assert (cache.model(record.key) / "w").read_bytes() == OLD
+    assert mirror.served_bytes - served == len(mirror.files["/m/SHA256SUMS"])
+    assert cache.blob(record.files[0].sha256).is_file()
+
+
+# ----- ends
+
+
+def test_a_file_that_is_not_there_ends_the_asking_for_sizes(mirror, cache):
+    """One of two files is absent, the other's server is busy for good: the answer does not wait for the deadline."""
+    config = sharded(mirror, OLD, deadline_s=40.0)
+    index = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    mirror.files["/m/model.safetensors.index.json"] = index
+    mirror.fault = lambda asked: {"status": 503} if asked.path == SHARD else None
+    begun = time.monotonic()
+    with pytest.raises(TaktlineError) as caught:
+        fetch(config, cache, patience=HASTE, spare_bytes=0)
+    assert caught.value.code is ErrorCode.MODEL_ABSENT
+    assert time.monotonic() - begun < config.deadline_s
+
+
+def test_a_manifest_that_drips_ends_at_the_deadline(mirror):
+    """A byte now and then is no silence, which would be noticed by itself."""
+    mirror.files["/m/SHA256SUMS"], mirror.pace_s = bytes(50 * BLOCK), 0.02
+    remote = Remote(deadline=time.monotonic() + 0.2, patience=HASTE)
+    with pytest.raises(TaktlineError, match="still on its way") as caught:
+        remote.document(HttpOrigin(f"{mirror.url}/m"), "SHA256SUMS", 1 << 30)
+    assert caught.value.code is ErrorCode.MODEL_UNREACHABLE

@@ -171,12 +171,18 @@ class Cache:
         """Folder with a link to each file that the fetch of `key` has so far: what is held there is not pruned."""
         return self.partial(f"hold-{key}")
 
+    def held(self, sha256: str) -> list[Path]:
+        """The links to a file in the folders of fetches that are under way, or were interrupted."""
+        return list(self.folder.glob(f"partial/hold-*/{sha256}"))
+
     def take(self, sha256: str, key: str) -> int | None:
         """Holds a file for `key` if the cache has it; returns its size, None where it has to be fetched."""
-        held = self.hold(key) / sha256
+        held, blob = self.hold(key) / sha256, self.blob(sha256)
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            os.link(held, blob)  # a fetch that was interrupted holds what the cache does not have, or not any more
         with contextlib.suppress(FileExistsError):
             try:
-                self._link(self.blob(sha256), held)
+                self._link(blob, held)
             except FileNotFoundError:
                 return None
         return held.stat().st_size

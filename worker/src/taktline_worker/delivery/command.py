@@ -18,7 +18,7 @@ import typer
 if TYPE_CHECKING:
     from taktline_protocol.delivery import DeliveryConfig, DeliveryProgress, Source
 
-    from taktline_worker.delivery.cache import Record
+    from taktline_worker.delivery.cache import Cache, Record
 
 app = typer.Typer(
     help="Bring checkpoints to this node, and look after those that are here.",
@@ -115,7 +115,10 @@ def verify(
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of `list`; all where none is given.")] = None,
     cache: CacheOption = DEFAULT_CACHE,
 ) -> None:
-    """Read checkpoints again and compare every file with its digest; exit 1 where one differs."""
+    """Read checkpoints again and compare every file with its digest; exit 1 where one differs.
+
+    What differs is no longer given to other checkpoints, nor to a fetch: that brings it anew.
+    """
     from taktline_worker.delivery.cache import Cache
 
     place = Cache(_known(cache))
@@ -130,6 +133,7 @@ def verify(
             if actual != file.sha256:
                 bad += 1
                 typer.echo(f"{record.key}: {file.name} has sha256 {actual}, expected {file.sha256}")
+                _forget(place, file.sha256)
         typer.echo(f"{record.key}: {len(record.files)} files, {record.size:,} bytes of {record.source} read")
     if bad:
         typer.echo(f"{bad} files differ: delete their folder in {cache}/models and fetch again")
@@ -218,6 +222,13 @@ def _leave(number: int, frame: object) -> NoReturn:
     """Ends at once: what came is kept, and the kernel lets go of the locks."""
     del frame
     os._exit(128 + number)
+
+
+def _forget(place: Cache, sha256: str) -> None:
+    """Takes the cache's own copy of a file away where it is no more what its name says."""
+    for kept in (place.blob(sha256), *place.held(sha256)):
+        if kept.is_file() and _digest(kept) != sha256:
+            kept.unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from taktline_protocol.delivery import DeliveryConfig, HubSource, S3Source
 
@@ -20,6 +22,7 @@ from taktline_worker.delivery.transfer import RemoteFile, Transfer, remove_quara
 
 logger = logging.getLogger(__name__)
 
+_ResultT = TypeVar("_ResultT")
 SPARE_BYTES = 64 << 20  # left free beside the files: folders, notes, what other programs write meanwhile
 
 
@@ -130,8 +133,7 @@ def _with_sizes(files: Sequence[RemoteFile], cache: Cache, remote: Remote, paral
             size = remote.head(file.origin, file.remote).size
         return RemoteFile(file.name, file.origin, file.remote, size, file.sha256, file.git_oid)
 
-    with ThreadPoolExecutor(parallel, thread_name_prefix="sizes") as pool:
-        return list(pool.map(sized, files))
+    return _each(remote, parallel, "sizes", [partial(sized, file) for file in files])
 
 
 def _require_room(
@@ -146,8 +148,8 @@ def _require_room(
     for file in {file.sha256 or file.url: file for file in files}.values():
         if file.sha256 and cache.blob(file.sha256).is_file():
             continue
-        partial = cache.partial(f"{file.sha256}.part")
-        missing += max(0, (file.size or 0) - (partial.stat().st_size if file.sha256 and partial.exists() else 0))
+        begun = cache.partial(f"{file.sha256}.part")
+        missing += max(0, (file.size or 0) - (begun.stat().st_size if file.sha256 and begun.exists() else 0))
     if catalogue.is_archive(config):
         missing += files[0].size or 0  # what it holds, at least as much again
     if not missing:
@@ -180,10 +182,15 @@ def _make_room(config: DeliveryConfig, cache: Cache, remote: Remote, progress: P
 def _all(
     config: DeliveryConfig, cache: Cache, remote: Remote, progress: Progress, files: Sequence[RemoteFile]
 ) -> list[FileRecord]:
-    """Fetches all files, a few at a time; the first failure ends the others, which keep what they have."""
+    """Fetches all files, a few at a time."""
     transfers = [Transfer(cache, remote, progress, config.key, file, config.max_bytes) for file in files]
-    with ThreadPoolExecutor(config.parallel, thread_name_prefix="fetch") as pool:
-        running = [pool.submit(transfer.fetch) for transfer in transfers]
+    return _each(remote, config.parallel, "fetch", [transfer.fetch for transfer in transfers])
+
+
+def _each(remote: Remote, parallel: int, what: str, work: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]:
+    """The results of all, a few at a time; the first failure ends the others, which keep what they have."""
+    with ThreadPoolExecutor(parallel, thread_name_prefix=what) as pool:
+        running = [pool.submit(one) for one in work]
         done, _ = wait(running, return_when=FIRST_EXCEPTION)
         failed = [error for task in done if (error := task.exception()) is not None]
         if failed:

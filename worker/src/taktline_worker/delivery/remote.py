@@ -218,6 +218,7 @@ class Remote:
                 require_success(reply, url)
                 content = bytearray()
                 for block in reply.iter_raw():
+                    self.require_time(shown(url), "it is still on its way")
                     content += block
                     if len(content) > limit:
                         raise unsafe(f"{shown(url)} is larger than {limit:,} bytes")
