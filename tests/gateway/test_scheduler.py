@@ -291,6 +291,26 @@ def test_without_a_worker_it_is_refused():
     assert refused.reason is Refusal.NO_WORKER
 
 
+def test_in_a_full_queue_the_last_of_a_lower_class_gives_way():
+    made = scheduler(max_queued=3)
+    made.submit(ticket("busy", 9.0), 0.0)
+    made.poll(0.0)
+    for n in range(3):
+        made.submit(ticket(f"learner {n}", 5.0 + n, priority=Priority.ROLLOUT), 0.0)
+    assert made.submit(ticket("learner 3", 4.0, priority=Priority.ROLLOUT), 0.0)[0].reason is Refusal.QUEUE_FULL
+    assert made.submit(ticket("arm", 9.0), 0.0) == (None, None)
+    assert made.submit(ticket("guard", 9.0, priority=Priority.SAFETY), 0.0) == (None, None)
+    refused = made.poll(0.0).refused
+    assert [(one.ticket.robot, one.reason) for one in refused] == [
+        ("learner 2", Refusal.QUEUE_FULL),
+        ("learner 1", Refusal.QUEUE_FULL),
+    ]
+    assert [one.robot for one in made.waiting()] == ["guard", "arm", "learner 0"]
+    assert made.submit(ticket("second arm", 1.0), 0.0)[0] is None
+    assert made.submit(ticket("third arm", 1.0), 0.0)[0].reason is Refusal.QUEUE_FULL, "nobody is behind it"
+    assert not made.poll(0.0).batches
+
+
 def test_a_full_queue_refuses():
     made = scheduler(max_queued=2)
     made.submit(ticket("busy", 9.0), 0.0)

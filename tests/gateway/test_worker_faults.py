@@ -8,8 +8,10 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from taktline_protocol import ErrorCode, TaktlineError
 
 from tests.gateway.conftest import until
+from tests.gateway.stream_robot import StreamRobot
 
 WAIT = "slow 400"
 HEDGES = ("attempted", "won")
@@ -142,3 +144,26 @@ def test_a_shed_robot_is_told_what_is_safe(bare_stack):
     assert error.safe_action == "hold", "less than one control period of 50 ms is nothing"
     _, error = stack.act(robot="c", instruction="")
     assert error.safe_action is None, "a faulty request is no matter of time"
+    _, error = stack.act(robot="d", budget_ms=10.0, actuate_ms=20.0)
+    assert (error.code, error.safe_action) == ("deadline_expired", "hold")
+    robot = StreamRobot(stack.url, "e")
+    robot.observe(budget_ms=2000.0)
+    refusal = robot.answer()
+    assert (refusal.code, refusal.safe_action) == ("deadline_unreachable", "continue")
+    robot.observe(budget_ms=0.0)
+    refusal = robot.answer()
+    assert (refusal.code, refusal.safe_action, refusal.buffer_ms) == ("deadline_expired", "hold", 0.0)
+    robot.close()
+    stack.gateway.send_signal(signal.SIGTERM)
+    until(lambda: stack.act(robot="f", budget_ms=2000.0)[1].code == "draining", "the drain")
+    assert stack.act(robot="f", budget_ms=2000.0)[1].safe_action == "continue"
+
+
+def test_what_is_safe_is_in_an_errors_text():
+    """Where a client's protocol has nothing but a text for it."""
+    error = TaktlineError(ErrorCode.OVERLOADED, "m", "n")
+    assert str(error) == "overloaded: m (n)"
+    error.safe_action, error.buffer_ms = "continue", 120.5
+    assert str(error) == "overloaded: m (n; until then continue, 120.5 ms are buffered)"
+    error.safe_action = "hold"
+    assert str(error) == "overloaded: m (n; until then hold)"

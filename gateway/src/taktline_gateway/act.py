@@ -19,7 +19,7 @@ from taktline_gateway.http_io import Disconnected, Exchange, exchange_of, read_b
 from taktline_gateway.logs import log
 from taktline_gateway.pending import ClientGone, Pending, Served
 from taktline_gateway.phases import next_observation_at_ms
-from taktline_gateway.refusals import internal_error
+from taktline_gateway.refusals import advise, internal_error
 from taktline_gateway.service import Gateway
 
 _logger = logging.getLogger(__name__)
@@ -53,17 +53,16 @@ class ActEndpoint:
             body_read = True
             if exchange.content_length is None:
                 admit(len(body))
-            self._gateway.check_open()
             self._gateway.lane(policy, principal)
             observation = decode_observation(body, media, settings.limits)
+            self._gateway.check_open()
             robot = principal.robot(observation.robot_id)
             way = self._gateway.trials.way(policy, observation, robot)
             info = way.info()
             if info.cameras:  # unknown until a first worker has told; without one, `submit` refuses
                 check_policy_fit(observation, info)
             self._gateway.robots.arrive(robot, observation.session_id, observation.seq, time.monotonic())
-            reserved_ms = observation.actuate_ms + observation.network_ms
-            deadline = received_at + (observation.budget_ms - reserved_ms) / 1e3
+            deadline = deadline_of(observation, received_at)
             pending = way.submit(exchange.request_id, observation, deadline, principal)
             self._gateway.books.queued(policy, exchange, observation, pending)
             served = await self._wait(pending, way, receive)
@@ -132,5 +131,18 @@ class ActEndpoint:
         )
 
     def refused(self, policy: str, exchange: Exchange, observation: Observation | None, error: TaktlineError) -> None:
-        """Counts and logs one typed error."""
+        """Counts and logs one typed error; where its robot was shed, it says what is safe."""
+        if observation is not None:
+            lane = self._gateway.lanes.get(policy)
+            advise(
+                error,
+                deadline_of(observation, exchange.received_at),
+                time.monotonic(),
+                0.0 if lane is None else lane.info().dt_s,
+            )
         self._gateway.books.refused(policy, exchange, observation, error)
+
+
+def deadline_of(observation: Observation, received_at: float) -> float:
+    """Monotonic instant by which the answer must leave the gateway, s, for the robot to have it in time."""
+    return received_at + (observation.budget_ms - observation.actuate_ms - observation.network_ms) / 1e3

@@ -163,6 +163,11 @@ class DeadlineQueue:
                     break
         return found
 
+    def last(self) -> Ticket | None:
+        """The ticket that would be served last."""
+        entries = next((entries for entries in reversed(self._ranks) if len(entries)), None)
+        return None if entries is None else entries.tickets(len(entries) - 1, 1)[0]
+
     def earliest(self) -> Ticket | None:
         """The ticket that is due first, over all ranks."""
         found: tuple[float, int, Ticket] | None = None

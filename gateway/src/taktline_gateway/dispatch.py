@@ -18,7 +18,7 @@ from taktline_gateway.degrade import Levels, degraded
 from taktline_gateway.logs import log
 from taktline_gateway.pending import ClientGone, Pending, Served, is_away, outside_s, read_result, results_of, waited_s
 from taktline_gateway.phases import PhasePlanner
-from taktline_gateway.refusals import SHED, advised, internal_error, superseded, worker_failed
+from taktline_gateway.refusals import internal_error, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
 from taktline_gateway.telemetry import Telemetry
@@ -40,7 +40,6 @@ class Dispatch:
         seats: worker name of the scheduler -> its link; a worker with replicas has one seat for each.
         levels: link name -> the qualities below full that its worker may be asked for.
         in_flight: observations on workers; one that was hedged counts twice.
-        dt_s: control period of the policy; 0 until a worker has told.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Dispatch:
         self.seats: dict[str, WorkerLink] = {}
         self.levels: dict[str, Levels] = {}
         self.in_flight = 0
-        self.dt_s = 0.0
         self._policy = policy
         self._scheduler = scheduler
         self._telemetry = telemetry
@@ -376,11 +374,7 @@ class Dispatch:
     def fail(self, ticket: Ticket, error: TaktlineError) -> None:
         """Answers one that gets no chunk."""
         if isinstance(ticket, Pending) and not ticket.result.done():
-            ticket.result.set_exception(self.advised(ticket, error, time.monotonic()))
-
-    def advised(self, ticket: Ticket, error: TaktlineError, now: float) -> TaktlineError:
-        """The error, with what is safe to do where the robot was shed."""
-        return advised(error, ticket.deadline, now, self.dt_s) if error.code in SHED else error
+            ticket.result.set_exception(error)
 
 
 async def _raise(error: Exception) -> NoReturn:

@@ -225,7 +225,7 @@ class Lane:
             self._phases.arrived(pending.source, now)
         refused = self._admit(pending, now)
         if refused is not None and not self._stand_in(refused, now):
-            raise self._dispatch.advised(pending, self._error(refused, now), now)
+            raise self._error(refused, now)
         return pending
 
     def admission(self, question: AdmissionQuestion, tenant: str = "") -> AdmissionAnswer:
@@ -285,7 +285,6 @@ class Lane:
         if link.info is None:
             return
         self._up[link.name] = link
-        self._dispatch.dt_s = link.info.dt_s
         # Its replicas are alike: what one batch teaches of T_sync holds for all.
         times, now = ServiceTimes(link.info.t_sync, self.route.max_batch), time.monotonic()
         levels = self._dispatch.levels[link.name] = levels_of(link.info, self.route.degrade, self.route.max_batch)

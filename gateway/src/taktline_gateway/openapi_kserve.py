@@ -48,7 +48,8 @@ def kserve_schemas() -> dict[str, Any]:
         "InferError": {
             "type": "object",
             "required": ["error", "code", "next_step"],
-            "properties": {name: {"type": "string"} for name in ("error", "code", "next_step")},
+            "properties": {name: {"type": "string"} for name in ("error", "code", "next_step", "safe_action")}
+            | {"buffer_ms": {"type": "number"}},
         },
         "ModelMetadata": {
             "type": "object",

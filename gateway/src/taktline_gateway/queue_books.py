@@ -59,6 +59,14 @@ class QueueBooks:
             shares.leave()
         return True
 
+    def displace(self, rank: int) -> Ticket | None:
+        """Takes out the ticket that would be served last, for one of `rank`; None where that one would be behind it."""
+        last = self._queue.last()
+        if last is None or last.rank <= rank:
+            return None
+        self.remove(last)
+        return last
+
     def aged(self, now: float) -> Ticket | None:
         """The ticket of the low classes that has waited long enough to move up, if there is one."""
         return self._ageing.next(now)

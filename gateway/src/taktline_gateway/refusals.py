@@ -14,6 +14,9 @@ SHED = frozenset(
         ErrorCode.WORKER_UNAVAILABLE,
         ErrorCode.WORKER_FAILED,
         ErrorCode.SUPERSEDED,
+        ErrorCode.DEADLINE_EXPIRED,
+        ErrorCode.DRAINING,
+        ErrorCode.INTERNAL,
     }
 )
 """Errors that are not the request's own fault, so that the robot must be told what is safe to do."""
@@ -26,8 +29,8 @@ def internal_error() -> TaktlineError:
     )
 
 
-def advised(error: TaktlineError, deadline: float, now: float, dt_s: float) -> TaktlineError:
-    """`error` with what the robot can safely do: go on with its buffer while that lasts, else hold.
+def advise(error: TaktlineError, deadline: float, now: float, dt_s: float) -> None:
+    """Tells a robot that was shed what it can safely do: go on with its buffer while that lasts, else hold.
 
     The hand-off deadline is when the buffer runs dry, so what is left until then is what the robot can still execute;
     less than one control period is nothing.
@@ -36,10 +39,11 @@ def advised(error: TaktlineError, deadline: float, now: float, dt_s: float) -> T
         deadline: monotonic instant at which the buffer is dry, s.
         dt_s: control period of the policy; 0 where it is not known.
     """
+    if error.code not in SHED:
+        return
     left_s = max(0.0, deadline - now)
     error.safe_action = "continue" if left_s > dt_s else "hold"
     error.buffer_ms = round(1e3 * left_s, 1)
-    return error
 
 
 def refused_error(refused: Refused, policy: str, now: float, max_queued: int) -> TaktlineError:

@@ -52,6 +52,7 @@ class Scheduler:
         self._books = QueueBooks(self.queue)
         self._company = Company(self.arrivals)
         self._in_flight = 0
+        self._displaced: list[Refused] = []
         self._trial = TableTrial(self.fleet)
         self._long = LongShot(self.fleet, self.arrivals, goes_elsewhere)
 
@@ -150,12 +151,11 @@ class Scheduler:
         """Admits a ticket or refuses it at once.
 
         A ticket is refused only where no worker could meet its deadline, by the median times, if it served no more than
-        `AHEAD_SERVED` of those ahead of it first; whoever is admitted and fails to get a slot is refused by `poll` when
-        its last start passes. Beside the queue one is kept against the table (`table_trial`), and one that may be quick
-        for once (`long_shot`).
+        `AHEAD_SERVED` of those ahead of it first; `poll` refuses who gets no slot before its last start, or gives way
+        to a higher class or share in a full queue. Beside the queue one is kept against the table (`table_trial`), and
+        one that may be quick for once (`long_shot`).
 
-        Returns:
-            (refusal or None, the older ticket of the same robot that this one supersedes or None).
+        Returns: (refusal or None, the older ticket of the same robot that this one supersedes or None).
         """
         self.arrivals.note(ticket.source, now, self.max_wait_s, ticket.deadline - now)
         if ticket.priority <= Priority.PRODUCTION:
@@ -180,7 +180,11 @@ class Scheduler:
             self._books.turn_away(ticket)
             return Refused(ticket, Refusal.UNREACHABLE, completion, max(0.001, completion - ticket.deadline)), None
         if older is None and len(self.queue) >= self.max_queued:
-            return Refused(ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now)), None
+            last = self._books.displace(rank)
+            full = Refused(last or ticket, Refusal.QUEUE_FULL, completion, max(0.001, completion - now))
+            if last is None:
+                return full, None
+            self._displaced.append(full)
         older = self.waits(ticket.source)
         self._put_in(ticket, rank)
         return None, older
@@ -273,7 +277,7 @@ class Scheduler:
                 elif later is not None:
                     wake_at = later
                     break
-        refused = () if batches else self._drop_unreachable(now)
+        refused, self._displaced = self._displaced + ([] if batches else self._drop_unreachable(now)), []
         if not batches and not len(self.queue):
             batches = self._try(now)
         wake = self._next_wake(wake_at, now)

@@ -220,11 +220,13 @@ def _check_time(observation: Observation, limits: Limits) -> None:
     reserved = observation.actuate_ms + observation.network_ms
     if budget <= reserved:
         left = f"{budget:g} ms left when sent, {reserved:g} ms of it reserved by the robot"
-        raise TaktlineError(
+        spent = TaktlineError(
             ErrorCode.DEADLINE_EXPIRED,
             f"the control budget is spent: {left if budget else 'nothing was left of it when it was sent'}",
             "send the observation earlier: ask for the next chunk while the buffer still holds actions",
         )
+        spent.safe_action, spent.buffer_ms = "hold", 0.0
+        raise spent
 
 
 def _check_instruction(instruction: str, limits: Limits) -> None:

@@ -132,7 +132,8 @@ class TaktlineError(Exception):
         self.retry_after_ms = retry_after_ms
 
     def __str__(self) -> str:
-        return f"{self.code.value}: {self.message} ({self.next_step})"
+        safe = {"continue": f"; until then continue, {self.buffer_ms} ms are buffered", "hold": "; until then hold"}
+        return f"{self.code.value}: {self.message} ({self.next_step}{safe.get(self.safe_action or '', '')})"
 
     @property
     def http_status(self) -> int:

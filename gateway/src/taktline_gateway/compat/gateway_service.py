@@ -16,7 +16,7 @@ from taktline_protocol.limits import Limits
 
 from taktline_gateway.access.control import Credential
 from taktline_gateway.access.rights import OPEN, Principal
-from taktline_gateway.act import ActEndpoint
+from taktline_gateway.act import ActEndpoint, deadline_of
 from taktline_gateway.compat.service import Caller
 from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.demand import Way
@@ -171,7 +171,7 @@ class GatewayService:
             if info.cameras:  # unknown until a first worker has told; without one, the lane refuses
                 check_policy_fit(observation, info)
             gateway.robots.arrive(robot, observation.session_id, observation.seq, time.monotonic())
-            pending = _queue(lane, exchange.request_id, observation, received_at, principal)
+            pending = lane.submit(exchange.request_id, observation, deadline_of(observation, received_at), principal)
             gateway.books.queued(policy, exchange, observation, pending)
             asked = _Asked(policy, observation, exchange, credential, robot, lane, info, pending, received_at)
             if admitted is not None:
@@ -238,8 +238,3 @@ class GatewayService:
 
 def _credential(caller: Caller) -> Credential:
     return Credential(caller.protocol, caller.peer, caller.api_key)
-
-
-def _queue(lane: Way, request_id: str, observation: Observation, received_at: float, principal: Principal) -> Pending:
-    reserved_ms = observation.actuate_ms + observation.network_ms
-    return lane.submit(request_id, observation, received_at + (observation.budget_ms - reserved_ms) / 1e3, principal)

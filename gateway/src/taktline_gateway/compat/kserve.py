@@ -204,6 +204,8 @@ def _json(answer: dict[str, Any], status: int = 200) -> Answer:
 
 def _error(error: TaktlineError) -> Answer:
     body = {"error": str(error), "code": error.code.value, "next_step": error.next_step}
+    if error.safe_action is not None:
+        body |= {"safe_action": error.safe_action, "buffer_ms": error.buffer_ms}
     headers: list[tuple[bytes, bytes]] = []
     if error.retry_after_ms is not None:
         headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_ms / 1e3)))
