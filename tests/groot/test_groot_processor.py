@@ -178,6 +178,7 @@ BAD_OBSERVATIONS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     ),
     "a state of another robot": ({"state": np.zeros(7)}, ErrorCode.STATE_INVALID, "arm 3, gripper 1"),
     "NaN in the state": ({"state": np.array([0, 0, NAN, 0])}, ErrorCode.STATE_INVALID, r"\[2\]"),
+    "a state beyond float32": ({"state": np.array([0, 0, 0, -1e39])}, ErrorCode.STATE_INVALID, r"\[3\]"),
     "no words": ({"instruction": " ,.!"}, ErrorCode.INSTRUCTION_INVALID, "empty"),
     "more characters than any prompt": ({"instruction": "a" * 5000}, ErrorCode.INSTRUCTION_INVALID, "5000"),
 }

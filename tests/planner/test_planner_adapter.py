@@ -281,6 +281,8 @@ BAD: dict[str, tuple[Callable[[RobotInput], RobotInput], ErrorCode]] = {
     "a state of six": (with_state([0.0] * 6), ErrorCode.STATE_INVALID),
     "NaN in the state": (with_state([0, 0, 0, NAN, 0, 0, 0]), ErrorCode.STATE_INVALID),
     "infinite state": (with_state([float("inf"), 0, 0, 0, 0, 0, 0]), ErrorCode.STATE_INVALID),
+    "a state beyond float32": (with_state([1e39, 0, 0, 0, 0, 0, 0]), ErrorCode.STATE_INVALID),
+    "a state that the network's sums cannot hold": (with_state([0, 0, 0, 0, 0, -3e38, 0]), ErrorCode.STATE_INVALID),
     "no candidates": (with_search(candidates=0), ErrorCode.SEARCH_INVALID),
     "too many candidates": (with_search(candidates=5000), ErrorCode.SEARCH_INVALID),
     "too many rounds": (with_search(rounds=101), ErrorCode.SEARCH_INVALID),
@@ -293,6 +295,8 @@ BAD: dict[str, tuple[Callable[[RobotInput], RobotInput], ErrorCode]] = {
     "more actions under way than a rollout has": (with_search(pending=np.zeros((4, 7))), ErrorCode.SEARCH_INVALID),
     "no actions under way": (with_search(pending=np.zeros((0, 7))), ErrorCode.SEARCH_INVALID),
     "NaN in the actions under way": (with_search(pending=np.full((1, 7), NAN)), ErrorCode.SEARCH_INVALID),
+    "actions under way beyond float32": (with_search(pending=np.full((1, 7), 1e300)), ErrorCode.SEARCH_INVALID),
+    "a previous plan beyond float32": (with_search(previous=np.full((2, 7), -1e39)), ErrorCode.SEARCH_INVALID),
     "no budget": (with_search(budget_ms=0.0), ErrorCode.BUDGET_INVALID),
     "NaN budget": (with_search(budget_ms=NAN), ErrorCode.BUDGET_INVALID),
 }

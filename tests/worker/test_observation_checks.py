@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import zlib
@@ -14,6 +15,7 @@ from PIL import Image
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.engine import Engine, Item
 from taktline_worker.models.pi.adapter import load
+from taktline_worker.models.pi.normalise import Normaliser
 from taktline_worker.observation import EncodedImage, decode_image
 
 
@@ -195,6 +197,19 @@ def _with_entry(index: int, value: float) -> np.ndarray[Any, np.dtype[np.float32
 )
 def test_bad_states(engine: Engine, observations: Any, state: Any) -> None:
     _outcome(engine, observations, observations.make(state=np.asarray(state)), ErrorCode.STATE_INVALID)
+
+
+def test_a_state_beyond_float32_is_refused_whatever_the_statistics(
+    engine: Engine, observations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics as wide bring it back within the network's range; relative actions would not be in the robot's."""
+    processor = engine.adapter.processor
+    width = processor.conventions.state_dim
+    wide = Normaliser("MEAN_STD", np.zeros(width), np.full(width, 1e39), 1e-8, False)
+    monkeypatch.setattr(processor, "conventions", dataclasses.replace(processor.conventions, state_normaliser=wide))
+    state = _with_entry(0, 0.0).astype(np.float64)
+    state[0] = 1e39
+    _outcome(engine, observations, observations.make(state=state), ErrorCode.STATE_INVALID)
 
 
 @pytest.mark.parametrize(

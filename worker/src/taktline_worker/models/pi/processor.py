@@ -322,10 +322,11 @@ class PiProcessor:
         if state.shape != (expected,):
             raise _state_error(f"it has shape {state.shape}, the policy needs ({expected},)", "send the whole state")
         values = state.astype(np.float64)
-        if not np.isfinite(values).all():
-            raise _state_error(
-                f"entries {np.flatnonzero(~np.isfinite(values)).tolist()} are NaN or infinite", "check the sensors"
-            )
+        with np.errstate(over="ignore"):  # what is beyond float32 would be infinite in the answer's units
+            finite = np.isfinite(values.astype(np.float32))
+        if not finite.all():
+            where = np.flatnonzero(~finite).tolist()
+            raise _state_error(f"entries {where} are NaN, infinite or beyond float32", "check the sensors")
         return values
 
 

@@ -32,6 +32,8 @@ _KEYS = (CAMERA, GOAL)
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
 _FULL = 255.0
+_MOST = 1e6
+"""Metres, or radians: what no arm's pose is. The network's sums overflow far beyond it, and the search would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +202,18 @@ def _pose(state: NDArray[np.generic]) -> Tensor:
             f"it has shape {state.shape}, the planner needs ({POSE_WIDTH},)",
             "send xyz in metres, extrinsic xyz Euler angles in radians, and gripper closedness",
         )
-    values = state.astype(np.float64)
-    if not np.isfinite(values).all():
-        where = np.flatnonzero(~np.isfinite(values)).tolist()
-        raise _state_error(f"entries {where} are NaN or infinite", "check the sensors")
-    return torch.from_numpy(values.astype(np.float32))
+    values, good = _narrow(state)
+    if not good.all():
+        where = np.flatnonzero(~good).tolist()
+        raise _state_error(f"entries {where} are NaN, infinite or beyond {_MOST:g}", "check the sensors and the units")
+    return torch.from_numpy(values)
+
+
+def _narrow(values: NDArray[np.generic]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Metres and radians in the network's own width, and which of them can be any."""
+    with np.errstate(over="ignore"):  # what is beyond float32 is infinite in it
+        narrow = values.astype(np.float32)
+    return narrow, np.abs(narrow) <= _MOST
 
 
 def _plan(name: str, plan: NDArray[np.generic] | None, most: int) -> Tensor | None:
@@ -215,10 +224,12 @@ def _plan(name: str, plan: NDArray[np.generic] | None, most: int) -> Tensor | No
             f"the {name} has shape {plan.shape}, not (n, {ACTION_WIDTH}) with n from 1 to {most}",
             "send back actions of the last answer",
         )
-    values = plan.astype(np.float64)
-    if not np.isfinite(values).all():
-        raise search_error(f"the {name} holds NaN or infinity", "send back actions of the last answer")
-    return torch.from_numpy(values.astype(np.float32))
+    values, good = _narrow(plan)
+    if not good.all():
+        raise search_error(
+            f"the {name} holds NaN, infinity or a number beyond {_MOST:g}", "send back actions of the last answer"
+        )
+    return torch.from_numpy(values)
 
 
 def _budget(budget_ms: float | None) -> float | None:
