@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, SearchOptions
+from taktline import Robot
+from taktline_protocol import TaktlineError
+from taktline_protocol.deployment import (
+    EngineConfig,
+    EngineOptions,
+    ModelConfig,
+    Route,
+    RoutingTable,
+    SearchOptions,
+    Target,
+)
 from taktline_worker.models.vjepa2_ac.config import SidecarArchitecture
 from taktline_worker.models.vjepa2_ac.processor import to_pixels
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
@@ -28,6 +45,7 @@ from tests.engine_fixtures import one_thread, pool, relative_l2  # noqa: F401 (f
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "vjepa2_ac_tiny"
 STATED = {"short": SidecarArchitecture(64, 4, 4), "full": SidecarArchitecture(128, 2, 2)}
 FILES = {"short": GOLDEN / "checkpoint.pt", "full": GOLDEN / "full" / "checkpoint.pt"}
+READY_TIMEOUT_S = 120.0
 CEM_CASES = ("main", "notebook_pinned", "close_gripper")
 
 
@@ -36,10 +54,12 @@ def golden() -> Path:
     return GOLDEN
 
 
-def make_world(kind: str = "full", precision: Precision = FP32, micro_batch: int = 64, horizon: int = 2) -> VJepa2World:
+def make_world(
+    kind: str = "full", precision: Precision = FP32, micro_batch: int = 64, horizon: int = 2, fused: bool | None = None
+) -> VJepa2World:
     checkpoint = open_checkpoint(FILES[kind], STATED[kind])
     weights = pack_weights(checkpoint, precision, torch.device("cpu"))
-    return VJepa2World(weights, checkpoint.architecture, micro_batch, horizon)
+    return VJepa2World(weights, checkpoint.architecture, micro_batch, horizon, fused=fused)
 
 
 def read_inputs(kind: str) -> dict[str, Tensor]:
@@ -143,6 +163,43 @@ def engine_config(path: Path, search: dict[str, Any] | None = None, **changes: A
     )
 
 
+@contextmanager
+def serving_gateway(worker_port: int, folder: Path) -> Iterator[str]:
+    """A gateway's own process in front of a worker that serves `planner`; its address once it reports that ready."""
+    target = Target(address=f"127.0.0.1:{worker_port}", revision="r1")
+    table = RoutingTable(routes=(Route(policy="planner", family="vjepa2-ac", revision="r1", targets=(target,)),))
+    (folder / "routes.json").write_bytes(msgspec.json.encode(table))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "taktline-gateway"), "serve"]
+    command += ["--routes", str(folder / "routes.json"), "--listen", f"127.0.0.1:{port}"]
+    log = folder / "gateway.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stderr=stream, stdout=stream, env=os.environ)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            with Robot(url, "planner", "probe") as robot:
+                if robot.info().ready:
+                    return
+        except TaktlineError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"the gateway does not report the planner ready\n{log.read_text()[-3000:]}")
+
+
 @dataclass(frozen=True)
 class Kit:
     """The helpers above, handed to tests as one fixture because test folders are no packages."""
@@ -157,6 +214,7 @@ class Kit:
     folder: Callable[..., Path] = make_folder
     other_form: Callable[..., Path] = other_form
     config: Callable[..., EngineConfig] = engine_config
+    gateway: Callable[..., AbstractContextManager[str]] = serving_gateway
     files: Any = None
     stated: Any = None
 

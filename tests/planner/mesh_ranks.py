@@ -28,21 +28,25 @@ from torch import distributed as dist
 
 RANKS = 8
 SIZES = (1, 2, 3, 4, 8)
-PRECISIONS = ("fp32", "bf16", "fp8")
+PRECISIONS = ("fp32", "bf16", "bf16 fused", "fp8")
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "vjepa2_ac_tiny"
 SETTINGS = SearchSettings(candidates=64, elites=8, rounds=3)
 
 
 def make_world(precision: str) -> VJepa2World:
-    """The golden model, plain in fp32 and bf16, fused in fp8: as a worker on a GPU runs it, through the references."""
+    """The golden model, plain and fused: that is as a worker on a GPU runs it, through the kernels' references."""
     fp8 = precision == "fp8"
+    fused = fp8 or precision == "bf16 fused"
     checkpoint = open_checkpoint(GOLDEN / "checkpoint.pt", SidecarArchitecture(64, 4, 4))
     weights = pack_weights(checkpoint, FP32 if precision == "fp32" else BF16, torch.device("cpu"))
-    return VJepa2World(weights, checkpoint.architecture, micro_batch=8, max_horizon=2, fused=fp8, quantised=fp8)
+    return VJepa2World(weights, checkpoint.architecture, micro_batch=8, max_horizon=2, fused=fused, quantised=fp8)
 
 
 def make_problems(world: VJepa2World) -> list[Problem]:
-    """Two robots; the second one has a search that is no multiple of the micro-batch, a warm start and a budget."""
+    """Three robots; the second one's search is no multiple of the micro-batch, and has a warm start and a budget.
+
+    The third one's is MPPI's.
+    """
     generator = torch.Generator().manual_seed(5)
     frames = torch.randint(0, 256, (4, 64, 64, 3), generator=generator, dtype=torch.uint8)
     latents = world.encode(torch.stack([to_pixels(frame.numpy(), 64) for frame in frames]))
@@ -56,6 +60,11 @@ def make_problems(world: VJepa2World) -> list[Problem]:
             seed=12,
             previous=previous,
             deadline=3.5,
+        ),
+        Problem(
+            Scene(latents[1], latents[2], poses[0]),
+            replace(SETTINGS, optimiser="mppi", candidates=44),
+            seed=13,
         ),
     ]
 

@@ -37,15 +37,16 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 fused", "fp8"])
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_plans_are_bit_identical_at_every_world_size(plans: dict[str, Any], precision: str, size: int) -> None:
-    """Actions, poses and the energies of every round, for two robots side by side."""
+    """Actions, poses and the energies of every round, for three robots side by side, one of which searches by MPPI."""
     assert plans[f"{precision} {size}"] == plans[f"{precision} 1"]
 
 
-def test_the_two_robots_searched_as_asked(plans: dict[str, Any]) -> None:
-    first, second = plans["fp32 1"]
+def test_the_robots_searched_as_asked(plans: dict[str, Any]) -> None:
+    first, second, third = plans["fp32 1"]
+    assert (third["rounds"], third["stopped"]) == (3, "rounds")
     assert (first["rounds"], first["stopped"]) == (3, "rounds")
     # Rank 0's clock reads 0 to 1 and 2 to 3 s around its first two rounds; a third would end after 3.5.
     assert (second["rounds"], second["stopped"]) == (2, "budget")
@@ -53,7 +54,8 @@ def test_the_two_robots_searched_as_asked(plans: dict[str, Any]) -> None:
 
 
 def test_precision_shows(plans: dict[str, Any]) -> None:
-    assert plans["fp32 1"] != plans["bf16 1"] != plans["fp8 1"]
+    named = [plans[f"{precision} 1"] for precision in ("fp32", "bf16", "bf16 fused", "fp8")]
+    assert all(one != other for index, one in enumerate(named) for other in named[:index])
 
 
 def test_a_lost_rank_costs_time_and_not_the_plan(plans: dict[str, Any]) -> None:

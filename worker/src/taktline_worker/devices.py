@@ -40,6 +40,16 @@ def send(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+def sent(source: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`source` on `device`, in `dtype` where that is given, without waiting for either; see `send`."""
+    source = source.to(dtype or source.dtype)
+    if source.device.type != "cpu" or device.type == "cpu":
+        return source.to(device)
+    target = torch.empty_like(source, device=device)
+    send(target, source)
+    return target
+
+
 class Staged:
     """The small tensors of a batch, side by side on the device, so that one copy brings all of them.
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from taktline_worker.devices import sent
 from taktline_worker.planning.settings import SearchSettings
 
 CONTROLLED = 4
@@ -43,14 +44,19 @@ class ActionSpace:
     def __init__(self, settings: SearchSettings, device: torch.device, dtype: torch.dtype) -> None:
         s = settings
         self._settings = s
-        bounds = torch.tensor([s.max_step_m] * 3 + [s.gripper_clip], dtype=dtype, device=device)
-        self._low, self._high = -bounds, bounds
-        self.first_std = torch.tensor([s.max_step_m] * 3 + [1.0], dtype=dtype, device=device)
-        self.keep_mean = torch.tensor([s.momentum_mean] * 3 + [s.momentum_mean_gripper], dtype=dtype, device=device)
-        self.keep_std = torch.tensor([s.momentum_std] * 3 + [s.momentum_std_gripper], dtype=dtype, device=device)
-        self._pinned = torch.tensor([index in s.pins for index in range(CONTROLLED)], device=device)
-        pins = [s.pins.get(index, 0.0) for index in range(CONTROLLED)]
-        self._pins = torch.tensor(pins, dtype=dtype, device=device)
+        rows = (
+            [s.max_step_m] * 3 + [s.gripper_clip],
+            [s.max_step_m] * 3 + [1.0],
+            [s.momentum_mean] * 3 + [s.momentum_mean_gripper],
+            [s.momentum_std] * 3 + [s.momentum_std_gripper],
+            [float(index in s.pins) for index in range(CONTROLLED)],
+            [s.pins.get(index, 0.0) for index in range(CONTROLLED)],
+        )
+        # One copy, which waits for nothing that the device has to do.
+        bounds, self.first_std, self.keep_mean, self.keep_std, pinned, self._pins = sent(
+            torch.tensor(rows, dtype=dtype), device
+        )
+        self._low, self._high, self._pinned = -bounds, bounds, pinned != 0
 
     def first(self, previous: Tensor | None = None) -> Belief:
         """The belief before the first round: mean zero, or the tail of the previous plan; pins in both.
@@ -60,7 +66,7 @@ class ActionSpace:
         """
         mean = torch.zeros(self._settings.horizon, CONTROLLED, dtype=self._pins.dtype, device=self._pins.device)
         if previous is not None:
-            tail = controlled(previous[1 : self._settings.horizon + 1].to(mean))
+            tail = controlled(sent(previous[1 : self._settings.horizon + 1], mean.device, mean.dtype))
             mean[: len(tail)] = torch.clamp(tail, self._low, self._high)
         mean = torch.where(self._pinned, self._pins, mean)
         return Belief(mean, self.first_std.expand_as(mean).clone())

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from taktline_worker.devices import sent
 from taktline_worker.planning.cem import CrossEntropy, elites
 from taktline_worker.planning.mesh import Mesh, OneRank, share
 from taktline_worker.planning.mppi import PathIntegral
@@ -116,7 +117,7 @@ class _Search:
             CrossEntropy(self.space, s.elites) if s.optimiser == "cem" else PathIntegral(self.space, s.temperature)
         )
         noise = draw_noise(problem.seed, s) if problem.noise is None else problem.noise
-        self.noise = noise.to(device=world.device, dtype=world.dtype, non_blocking=True)
+        self.noise = sent(noise, world.device, world.dtype)
         self.belief = self.space.first(problem.previous)
         self.units = units_of(s, world.micro_batch)
         self.actions = torch.zeros(0)
@@ -125,7 +126,7 @@ class _Search:
         self.stopped: Stopped | None = None
         if start is not None:
             self.belief, self.round, self.stopped = start.belief, start.rounds, start.stopped
-            self.history = list(start.energies.to(world.device))
+            self.history = list(sent(start.energies, world.device))
 
     def sample(self, micro_batch: int) -> Tensor:
         """This round's units (units, micro_batch, horizon, 7); the last one is padded with zero actions."""

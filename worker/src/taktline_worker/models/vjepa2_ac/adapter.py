@@ -13,7 +13,7 @@ from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, SearchOptions
 
 from taktline_worker.checkpoint import read_sidecar, verify_digests
-from taktline_worker.devices import choose_device
+from taktline_worker.devices import choose_device, sent
 from taktline_worker.engine_options import config_error
 from taktline_worker.fp8_layers import check_device
 from taktline_worker.models.vjepa2_ac.config import PUBLISHED_CONTROL_PERIOD_S, Sidecar
@@ -96,7 +96,7 @@ class VJepa2Adapter(PlannerAdapter):
 def problem_of(world: VJepa2World, row: PlannerRow, deadline: float | None) -> Problem:
     """A row's search with its images encoded, tensors on the world's device."""
     latent, goal = world.encode(row.pixels)
-    scene = Scene(latent, goal, row.pose.to(world.device))
+    scene = Scene(latent, goal, sent(row.pose, world.device))
     if row.pending is not None:
         scene = world.predict(scene, row.pending)
     return Problem(scene, row.settings, row.seed, row.previous, deadline)

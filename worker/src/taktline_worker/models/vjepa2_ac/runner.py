@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from taktline_worker.devices import sent
 from taktline_worker.graph_capture import GraphPool
 from taktline_worker.graph_parts import Replayed
 from taktline_worker.models.vjepa2_ac import modules, poses, rope
@@ -114,7 +115,7 @@ class VJepa2World:
         return torch.cat(
             [
                 modules.encode(self.weights.encoder, frame[None], cos, sin, self.architecture.encoder_heads)
-                for frame in pixels.to(self.device)
+                for frame in sent(pixels, self.device)
             ]
         )
 
@@ -154,7 +155,7 @@ class VJepa2World:
     def predict(self, scene: Scene, actions: Tensor) -> Scene:
         """Where the model expects actions (n, 7) to lead from `scene`, n at most the longest horizon; same goal."""
         latents, pose = self._rollout(
-            actions[None].to(device=self.device, dtype=self.dtype),
+            sent(actions[None], self.device, self.dtype),
             modules.embed_latents(self.weights.predictor, scene.latent),
             scene.pose.to(self.dtype),
             self._new_caches(1, len(actions)),
