@@ -271,6 +271,28 @@ def test_arguments_that_no_gateway_takes_are_said_when_the_robot_is_made(changes
     assert said.value.code is ErrorCode.CONFIG_INVALID
 
 
+ENCODED_BEFORE = """
+import os, signal, sys
+import numpy as np
+from taktline.encoding import FrameEncoder
+frames = {name: np.zeros((16, 16, 3), np.uint8) for name in ("front", "wrist")}
+FrameEncoder(90).encode(frames)
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    print(len(FrameEncoder(90).encode({name: frame + 1 for name, frame in frames.items()})), flush=True)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_forked_child_encodes_frames_though_its_parent_did():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENCODED_BEFORE], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["2", "0"], done.stderr
+
+
 FORKED = """
 import os, signal, sys
 import numpy as np, taktline

@@ -207,6 +207,56 @@ def test_temporal_ensembling_weighs_the_oldest_most():
     ]
 
 
+def test_a_chunk_that_was_overtaken_counts_in_an_ensemble_by_its_age():
+    buffer = ActionBuffer(DT_S, ensemble=1.0)
+    buffer.add(chunk([0] * 30), buffer.mark())
+    executed(buffer, 1)
+    older = buffer.mark()
+    executed(buffer, 1)
+    newer = buffer.mark()
+    executed(buffer, 1)
+    buffer.add(chunk([20] * 30), newer)
+    buffer.add(chunk([10] * 30), older)
+    weights = np.exp(-np.arange(3.0))
+    assert executed(buffer, 1) == [pytest.approx((weights * [0, 10, 20]).sum() / weights.sum())]
+
+
+def test_a_chunk_begins_at_the_row_due_when_the_cameras_were_read(buffer):
+    buffer.add(chunk(range(20)), buffer.mark())
+    executed(buffer, 8)
+    mark = buffer.mark(ago=5)
+    rtc = buffer.rtc(ago=5)
+    assert rtc.tail.to_numpy()[:, 0].tolist() == list(range(3, 20)), "what was due then comes first"
+    executed(buffer, 2)
+    buffer.add(chunk(range(103, 123)), mark)
+    assert executed(buffer, 2) == [110, 111], "row 7: 5 steps old when asked for, and 2 more"
+    assert (buffer.expected_delay, buffer.expected_wait) == (7, 2)
+    assert buffer.rtc(ago=5).tail.to_numpy()[:, 0].tolist() == [7, 8, 9, *range(110, 123)]
+    assert buffer.rtc(ago=5).delay == 7
+
+
+def test_a_tail_is_never_longer_than_a_chunk_and_begins_where_the_robot_last_set_off(buffer):
+    mark = buffer.mark()
+    executed(buffer, 4)
+    buffer.add(chunk(range(6)), mark)
+    executed(buffer, 2)
+    assert buffer.mark(ago=5).step == 4, "what was seen before it moved is what was seen at the first step"
+    assert buffer.rtc(ago=5).tail.to_numpy()[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    executed(buffer, 4)
+    assert buffer.mark(ago=3).standing
+    assert buffer.rtc(ago=3) is None
+
+
+def test_a_chunk_of_another_control_period_is_not_played_at_this_one():
+    loop = Loop()
+    loop.tick()
+    loop.robot.futures[0].set_result(chunk([1, 2, 3], dt_s=2 * DT_S))
+    with pytest.raises(TaktlineError, match=r"0\.1 s apart, and this loop's control period is 0\.05 s") as caught:
+        loop.tick()
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert ActionBuffer(0.033).add(chunk([1], dt_s=1 / 30), ActionBuffer(0.033).mark()), "a period somebody rounded"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 8), st.integers(0, 4)), max_size=20))
 def test_each_step_executes_the_row_that_was_meant_for_it(turns):
@@ -336,6 +386,47 @@ def test_rtc_travels_with_the_observation():
     loop.tick()
     loop.tick()
     assert loop.robot.asked[1]["rtc"].tail.to_numpy()[:, 0].tolist() == [2, 3]
+
+
+def test_frames_that_are_some_periods_old_are_played_from_the_row_due_by_now():
+    loop = Loop(rtc=True)
+    loop.tick()
+    loop.robot.futures[0].set_result(chunk(range(30)))
+    for _ in range(8):
+        action = loop.player.next_action()
+        loop.now += DT_S
+    assert action[0] == 7
+    loop.player.observe({}, [0.0], "go", captured_at=loop.now - 5 * DT_S)
+    asked = loop.robot.asked[-1]
+    assert asked["captured_at"] == pytest.approx(loop.now - 5 * DT_S)
+    assert asked["rtc"].tail.to_numpy()[0, 0] == 3
+    loop.robot.futures[-1].set_result(chunk(range(103, 133)))
+    assert loop.player.next_action()[0] == 108
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_delay_beyond_the_checkpoints_training_is_left_to_the_gateway(in_flight):
+    """The network alone can make it so long; the loop goes on, and nothing is lost but one answer."""
+    loop = Loop(rtc=True, replan_rows=4, in_flight=in_flight)
+    told = []
+    for _ in range(120):
+        for number, future in enumerate(loop.robot.futures):
+            asked = loop.robot.asked[number]
+            rtc = asked["rtc"]
+            if future.done() or loop.now - asked["captured_at"] < 5 * DT_S:
+                continue
+            if rtc is not None and rtc.delay is not None and rtc.delay > 4:
+                told.append(rtc.delay)
+                future.set_exception(TaktlineError(ErrorCode.RTC_INVALID, "at most 4", "shorten the round trip"))
+            else:
+                future.set_result(chunk(range(50)))
+        loop.tick()
+    assert 1 <= len(told) <= in_flight
+    assert loop.player.metrics()["dry_events"] == 0
+    assert loop.robot.asked[-1]["rtc"].delay is None
+    loop.robot.futures[-1].set_exception(TaktlineError(ErrorCode.RTC_INVALID, "no such tail", "n"))
+    with pytest.raises(TaktlineError, match="no such tail"):
+        loop.player.next_action()
 
 
 def hinted(rows, at) -> Chunk:

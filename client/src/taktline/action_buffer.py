@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,23 @@ from taktline.chunk import Chunk
 
 Actions = NDArray[np.float32]
 DELAYS_KEPT = 16
+PAST_ROWS = 256
+"""Executed rows that are kept; no chunk begins longer ago."""
+DT_TOLERANCE = 0.02
+"""By how much a chunk's control period may differ from the buffer's: rows are then half a period off after 25."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The control step at which an observation was made; `standing`: the buffer was empty then, nothing moved."""
+    """The control step at which the cameras were read; `standing`: the buffer was empty then, nothing moved.
+
+    `asked` is the step at which the chunk was asked for.
+    """
 
     step: int
     standing: bool
     episode: int
+    asked: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,7 @@ class _Held:
 class ActionBuffer:
     """Rows of the chunks received, by control step. Knows no clock and no network; not for several threads at once.
 
-    A chunk's row i is meant for the control step i after the one at which its observation was made, so the rows that
+    A chunk's row i is meant for the control step i after the one at which its cameras were read, so the rows that
     were due while it was being made are dropped at the hand-off. An observation made while nothing moved is the
     exception: its chunk starts whenever it comes. Where a newer chunk ends sooner, as one that the gateway made shorter
     may, the older one fills the steps beyond it.
@@ -61,7 +70,9 @@ class ActionBuffer:
         self._step = 0
         self._episode = 0
         self._moving = False
+        self._past: deque[Actions | None] = deque(maxlen=PAST_ROWS)
         self._delays: deque[int] = deque(maxlen=DELAYS_KEPT)
+        self._waits: deque[int] = deque(maxlen=DELAYS_KEPT)
         self.dry_events = 0
         self.hand_offs = 0
         self.late_chunks = 0
@@ -90,32 +101,39 @@ class ActionBuffer:
 
     @property
     def expected_delay(self) -> int | None:
-        """Steps from an observation to its chunk, as recent hand-offs really took: their median, rounded up.
+        """Steps from when the cameras are read to the chunk, as recent hand-offs really took: the median, rounded up.
 
         The median and not the worst, so that one slow start does not inflate it; None before the first.
         """
-        if not self._delays:
-            return None
-        ordered = sorted(self._delays)
-        return ordered[len(ordered) // 2]
+        return _median(self._delays)
 
-    def mark(self) -> Mark:
-        """To be taken when the cameras are read; goes with the chunk to `add`."""
-        return Mark(self._step, self.rows_left == 0, self._episode)
+    @property
+    def expected_wait(self) -> int | None:
+        """As `expected_delay`, from when the chunk is asked for."""
+        return _median(self._waits)
 
-    def rtc(self, *, execution_horizon: int | None = None) -> Rtc | None:
-        """What real-time chunking needs of this instant: the unexecuted rows and the expected delay; None where dry.
+    def mark(self, *, ago: int = 0) -> Mark:
+        """To be taken when a chunk is asked for, and to go with it to `add`; the cameras were read `ago` steps before.
 
-        Each row of the tail is of the newest chunk that reaches its step.
+        What they saw while nothing moved is what they would have seen just before it did.
+        """
+        return Mark(self._step - len(self._executed(ago)), self.rows_left == 0, self._episode, self._step)
+
+    def rtc(self, *, execution_horizon: int | None = None, ago: int = 0) -> Rtc | None:
+        """What real-time chunking needs of this instant, `ago` steps after the cameras were read; None where dry.
+
+        That is the rows that were not executed when they were, so those executed since and those still to come, each of
+        the newest chunk that reaches its step; and the expected delay.
         """
         if not self.rows_left:
             return None
-        parts, reached = [], self._step
+        parts = [row[np.newaxis] for row in self._executed(ago)]
+        reached = self._step
         for held in reversed(self._chunks):
             if held.end > reached:
                 parts.append(held.actions[reached - held.start :])
                 reached = held.end
-        tail = np.concatenate(parts)
+        tail = np.concatenate(parts)[: max(len(held.actions) for held in self._chunks)]
         delay = self.expected_delay
         return Rtc(
             tail=Array.from_numpy(tail),
@@ -126,13 +144,22 @@ class ActionBuffer:
     def add(self, chunk: Chunk, mark: Mark) -> bool:
         """Hands over to `chunk`; False where none of its rows is meant for now or later, or it is of an ended episode.
 
-        A chunk that is older than the newest one in the buffer adds nothing but to an ensemble.
+        A chunk that is older than the newest one in the buffer adds nothing but to an ensemble. Raises TaktlineError
+        `config_invalid` where the chunk's control period is not the buffer's.
         """
         if mark.episode != self._episode:
             return False
+        if not math.isclose(chunk.dt_s, self.dt_s, rel_tol=DT_TOLERANCE):
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"the actions of revision {chunk.revision!r} are {chunk.dt_s:g} s apart, and this loop's control period"
+                f" is {self.dt_s:g} s: the robot would move at another speed than the policy means",
+                "run the loop at robot.info().dt_s, and make the Player or ActionBuffer with it",
+            )
         start = self._step if mark.standing else mark.step
         if not mark.standing:
             self._delays.append(self._step - mark.step)
+            self._waits.append(self._step - mark.asked)
         held = _Held(np.asarray(chunk.actions, dtype=np.float32), start)
         if held.end <= self._step:
             self.late_chunks += 1
@@ -141,7 +168,8 @@ class ActionBuffer:
         if newest is not None and newest.start > held.start:
             if self._ensemble is None:
                 return False
-            self._chunks.appendleft(held)
+            # Several may have overtaken it, and not all: the weights are by age.
+            self._chunks = deque(sorted([*self._chunks, held], key=lambda one: one.start))
             return True
         before = self._due()
         if self._ensemble is None:
@@ -161,11 +189,17 @@ class ActionBuffer:
         while self._chunks and self._chunks[0].end <= self._step:
             self._chunks.popleft()
         action = self._due()
+        self._past.append(action)
         self._step += 1
         if action is None and self._moving:
             self.dry_events += 1
         self._moving = action is not None
         return action
+
+    def _executed(self, ago: int) -> list[Actions]:
+        """The rows of the last `ago` steps, oldest first; only those since something moved without a pause."""
+        rows = list(takewhile(lambda row: row is not None, islice(reversed(self._past), ago)))
+        return rows[::-1]  # type: ignore[return-value]
 
     def _due(self) -> Actions | None:
         """What this control step gets from the chunks at hand."""
@@ -182,5 +216,11 @@ class ActionBuffer:
     def reset(self) -> None:
         """A new episode: drops all rows; chunks of observations made before are not taken any more."""
         self._chunks.clear()
+        self._past.clear()
         self._episode += 1
         self._moving = False
+
+
+def _median(steps: deque[int]) -> int | None:
+    """The upper one of two."""
+    return sorted(steps)[len(steps) // 2] if steps else None

@@ -18,7 +18,8 @@ from taktline_protocol.messages import Image, ImageFit
 from taktline.observing import Frame, as_image, check_named, checked_pixels
 
 NAME_BYTES = 16
-_threads: ThreadPoolExecutor | None = None
+_threads: tuple[int, ThreadPoolExecutor] | None = None
+"""Those of the process of that id: a forked child has none of them."""
 
 
 class NamedFrame(NamedTuple):
@@ -115,7 +116,9 @@ def _jpeg_encoder() -> Callable[..., bytes]:
 
 def _pool() -> ThreadPoolExecutor:
     global _threads
-    if _threads is None:
+    process = os.getpid()
+    if _threads is None or _threads[0] != process:
         # Encoding releases the interpreter lock; more threads than cameras of one robot help nobody.
-        _threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="taktline-encode")
-    return _threads
+        made = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="taktline-encode")
+        _threads = (process, made)
+    return _threads[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -68,6 +69,8 @@ class Asker(Protocol):
 class _Asked:
     mark: Mark
     answer: Answer
+    delay: int | None
+    """That was sent for real-time chunking."""
 
 
 class Player:
@@ -85,7 +88,9 @@ class Player:
         replan_rows: ask for the next chunk when so many rows of the current one have been executed; 0 asks at once. Of
             a chunk that the gateway made shorter, earlier where it would run dry meanwhile.
         ensemble: temporal ensembling, see `ActionBuffer`.
-        rtc: send the unexecuted rows along; for policies whose `robot.info().rtc` is not empty.
+        rtc: send the unexecuted rows along, with the delay that hand-offs took; for policies whose `robot.info().rtc`
+            is not empty. Where a checkpoint was trained for shorter delays only, that is left to the gateway, which
+            keeps its own estimate within them.
         standing_budget_ms: budget of an observation made while the buffer is empty.
         actuate_ms: the robot's own L_actuate.
         follow_hints: ask when the gateway would like to be asked, where the buffer allows it, not by `replan_rows`.
@@ -112,6 +117,7 @@ class Player:
         self._ask = ask
         self._replan_rows = replan_rows
         self._rtc = rtc
+        self._tells_delay = True
         self._standing_budget_ms = standing_budget_ms
         self._actuate_ms = actuate_ms
         self._in_flight = in_flight
@@ -149,8 +155,8 @@ class Player:
 
     def _reserve(self) -> int:
         """Rows that must be left when a chunk is asked for: twice what the last hand-offs took, and one."""
-        delay = self.buffer.expected_delay
-        return 2 * (1 if delay is None else delay) + 1
+        wait = self.buffer.expected_wait
+        return 2 * (1 if wait is None else wait) + 1
 
     def _shorter(self) -> bool:
         degraded = None if self.last is None else self.last.degraded
@@ -168,30 +174,37 @@ class Player:
         """Asks for the next chunk, with the time until the buffer runs dry as its budget. Does not wait.
 
         A frame that is no picture, such as the None of a camera that failed once, is counted in `errors` like a refusal
-        of the gateway, and the buffer is played on.
+        of the gateway, and the buffer is played on. Of cameras that were read some time ago, at `captured_at`, the
+        chunk is executed from the row on that is due when it comes.
 
         Raises:
             TaktlineError: what no later observation can avoid; before the first chunk, whatever `ask` raises at once:
                 a program that never passed a picture passes the wrong thing.
         """
         now = self._clock()
+        seen_at = now if captured_at is None else captured_at
+        # What is not finite is refused with what else is wrong with an observation.
+        ago = max(0, round((now - seen_at) / self.buffer.dt_s)) if math.isfinite(seen_at) else 0
+        rtc = self.buffer.rtc(ago=ago) if self._rtc else None
+        if rtc is not None and not self._tells_delay:
+            rtc = Rtc(tail=rtc.tail)
         try:
             answer = self._ask(
                 images,
                 state,
                 instruction,
                 self.budget_ms(now),
-                captured_at=now if captured_at is None else captured_at,
+                captured_at=seen_at,
                 actuate_ms=self._actuate_ms,
                 seed=seed,
-                rtc=self.buffer.rtc() if self._rtc else None,
+                rtc=rtc,
             )
         except TaktlineError as error:
             self._refused(error)
             if self.last is None:
                 raise
             return
-        self._asked.append(_Asked(self.buffer.mark(), answer))
+        self._asked.append(_Asked(self.buffer.mark(ago=ago), answer, None if rtc is None else rtc.delay))
         self._asked_step = self.buffer.step
 
     def budget_ms(self, now: float) -> float:
@@ -241,14 +254,21 @@ class Player:
                 continue
             try:
                 chunk = asked.answer.result()
+                self.buffer.add(chunk, asked.mark)
             except TaktlineError as error:
-                self._refused(error)
-                continue
-            self.last = chunk
-            self.buffer.add(chunk, asked.mark)
+                self._refused(error, asked.delay)
+            else:
+                self.last = chunk
 
-    def _refused(self, error: TaktlineError) -> None:
+    def _refused(self, error: TaktlineError, delay: int | None = None) -> None:
         self.errors[error.code.value] += 1
+        if error.code is ErrorCode.RTC_INVALID and delay is not None:
+            # Longer than the checkpoint was trained for: the network's doing, and no reason to stop.
+            if self._tells_delay:
+                _logger.warning("the delay of %d steps is left to the gateway's estimate: %s", delay, error)
+            self._tells_delay = False
+            self._retry_at, self._asked_step = self._clock(), None
+            return
         if error.code in _FATAL:
             raise error
         if self.errors[error.code.value] == 1 and error.code is not ErrorCode.SUPERSEDED:
