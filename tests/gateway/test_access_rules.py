@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import logging
@@ -10,7 +11,7 @@ import socket
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import jwt
 import msgspec
@@ -433,6 +434,115 @@ def test_shared_secrets_in_a_key_set_are_left_out():
     for wrong in (b"{}", b"[]", b'{"keys": []}', b'{"keys": [{"kty": "oct", "k": "AA"}]}', b"\xff"):
         with pytest.raises(ValueError):  # noqa: PT011 (JSON and UTF-8 errors are ValueErrors too)
             tokens.public_keys(wrong)
+
+
+BROKEN_ENTRIES = {
+    "no signature": {"kty": "RSA", "alg": "none", "n": "AQAB", "e": "AQAB"},
+    "number for text": {"kty": "RSA", "n": 5, "e": "AQAB"},
+    "number for algorithm": {"kty": "RSA", "alg": 5, "n": "AQAB", "e": "AQAB"},
+    "list for algorithm": {"kty": "RSA", "alg": ["x"], "n": "AQAB", "e": "AQAB"},
+    "list for curve": {"kty": "EC", "crv": ["x"], "x": "AA", "y": "AA"},
+    "point of another curve": {"kty": "EC", "crv": "P-256", "x": "AA", "y": "AA"},
+    "half a private key": {"kty": "RSA", "n": "AQAB", "e": "AQAB", "d": "AQAB", "oth": []},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_ENTRIES)
+def test_an_entry_that_nothing_can_read_costs_the_others_nothing(name):
+    document = json.loads(jwks(one=RSA))
+    document["keys"].insert(0, BROKEN_ENTRIES[name])
+    assert list(tokens.public_keys(json.dumps(document).encode())) == ["one"]
+
+
+def test_keys_are_read_again_whatever_went_wrong(monkeypatch, caplog):
+    """One odd document, and the task that reads keys had ended: rotated keys were refused until a restart."""
+    monkeypatch.setattr(tokens, "_read", lambda issuer: b"")
+    monkeypatch.setattr(tokens, "public_keys", lambda document: (_ for _ in ()).throw(NotImplementedError))
+
+    async def run():
+        await tokens.KeySet(Issuer(issuer=ISSUER, audience="t", jwks_file="f", tenant="a")).refresh()
+
+    asyncio.run(run())
+    (record,) = [record for record in caplog.records if record.msg == "jwks_unreadable"]
+    assert record.reason == "NotImplementedError"
+
+
+def _one_key(algorithm: str | None) -> bytes:
+    document = json.loads(jwks(one=RSA))
+    (entry,) = document["keys"]
+    entry.pop("alg", None)
+    if algorithm:
+        entry["alg"] = algorithm
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize("stated", [None, "RS256", "PS512"])
+@pytest.mark.parametrize("used", ["RS256", "RS512", "PS256", "PS512"])
+def test_a_key_serves_for_the_algorithm_it_states_and_else_for_all_of_its_kind(tmp_path, stated, used):
+    path = tmp_path / "jwks.json"
+    path.write_bytes(_one_key(stated))
+    allowed = ("RS256", "RS512", "PS256")
+    issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_file=str(path), tenant="a", algorithms=allowed)
+
+    async def run():
+        return await tokens.TokenVerifier((issuer,)).verify(token(algorithm=used))
+
+    if used in allowed and stated in (None, used):
+        assert asyncio.run(run()).tenant == "a"
+    else:
+        with pytest.raises(TaktlineError, match="algorithm"):
+            asyncio.run(run())
+
+
+def test_a_signature_is_of_the_algorithm_that_the_token_names(tmp_path):
+    """The header names one that is allowed, and the signature is of the other, which the key states."""
+    path = tmp_path / "jwks.json"
+    path.write_bytes(_one_key("PS512"))
+    issuer = Issuer(issuer=ISSUER, audience="taktline", jwks_file=str(path), tenant="a", algorithms=("RS256",))
+    head = jwt.utils.base64url_encode(b'{"alg":"RS256","kid":"one"}')
+    signed = head + b"." + token().split(".")[1].encode()
+    mark = jwt.algorithms.get_default_algorithms()["PS512"].sign(signed, RSA)
+    text = b".".join((signed, jwt.utils.base64url_encode(mark))).decode()
+    with pytest.raises(TaktlineError, match="another algorithm"):
+        asyncio.run(tokens.TokenVerifier((issuer,)).verify(text))
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["head", "body"])
+def test_a_key_server_that_drips_holds_up_no_request_and_no_exit(monkeypatch, start):
+    monkeypatch.setattr(tokens, "FETCH_TIMEOUT_S", 0.2)
+    server, ended = socket.create_server(("127.0.0.1", 0)), Event()
+
+    def drip() -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(start)
+            while not ended.wait(0.02):
+                connection.sendall(b" " if start else b"x")
+
+    dripping = Thread(target=drip, daemon=True)
+    dripping.start()
+    address = f"http://127.0.0.1:{server.getsockname()[1]}/keys"
+
+    async def run():
+        keys = tokens.KeySet(Issuer(issuer=ISSUER, audience="taktline", jwks_url=address, tenant="a"))
+        await asyncio.wait_for(keys.refresh(), 20)
+        reader = keys._reader
+        assert reader.daemon
+        if start:
+            await asyncio.to_thread(reader.join, 20)
+            assert not reader.is_alive(), "it gives up by itself"
+        else:
+            await asyncio.wait_for(keys.refresh(), 20)
+            assert keys._reader is reader, "no second one waits beside it"
+        return keys
+
+    try:
+        assert not asyncio.run(run()).known
+    finally:
+        ended.set()
+        dripping.join(20)
+        server.close()
 
 
 # ----- the file

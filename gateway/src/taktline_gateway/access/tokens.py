@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import ssl
+import threading
 import time
 import urllib.request
 from collections import OrderedDict
-from http.client import HTTPException, HTTPMessage
+from http.client import HTTPMessage
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jwt
 
@@ -59,6 +61,13 @@ class Claims:
         self.policies: tuple[str, ...] = tuple(policies)
 
 
+class PublicKey(NamedTuple):
+    """One key; `algorithm` is the only one that it is for, None where any of its kind will do."""
+
+    key: Any
+    algorithm: str | None
+
+
 class KeySet:
     """The public keys of one issuer, by key id."""
 
@@ -66,10 +75,11 @@ class KeySet:
         self.issuer = issuer
         self.generation = 0
         """Grows whenever the keys change: what was checked with the old ones is checked again."""
-        self._keys: dict[str, jwt.PyJWK] = {}
+        self._keys: dict[str, PublicKey] = {}
         self._document = b""
         self._read_at = -float("inf")
         self._reading: asyncio.Task[None] | None = None
+        self._reader: threading.Thread | None = None
 
     def take_over(self, older: KeySet) -> None:
         """Begins with the keys that another set of this issuer has read last."""
@@ -80,7 +90,7 @@ class KeySet:
         """Whether any keys have been read."""
         return bool(self._keys)
 
-    def key(self, key_id: str | None) -> jwt.PyJWK | None:
+    def key(self, key_id: str | None) -> PublicKey | None:
         """The key of this id; without an id the only one there is."""
         if key_id is None:
             return next(iter(self._keys.values())) if len(self._keys) == 1 else None
@@ -103,15 +113,50 @@ class KeySet:
     async def _refresh(self) -> None:
         self._read_at = time.monotonic()
         try:
-            document = await asyncio.to_thread(_read, self.issuer)
+            document = await self._document_in_time()
             keys = public_keys(document)
-        except (OSError, ValueError, HTTPException) as error:
-            log(_logger, logging.ERROR, "jwks_unreadable", issuer=self.issuer.issuer, reason=str(error)[:300])
+        except Exception as error:  # whatever the issuer sends, the next document is read again
+            reason = str(error)[:300] or type(error).__name__
+            log(_logger, logging.ERROR, "jwks_unreadable", issuer=self.issuer.issuer, reason=reason)
             return
         if document != self._document:
             log(_logger, logging.INFO, "jwks_read", issuer=self.issuer.issuer, key_ids=sorted(keys))
             self._keys, self._document = keys, document
             self.generation += 1
+
+    async def _document_in_time(self) -> bytes:
+        """Reads on a thread of its own, which holds up no exit: a server may send a byte now and then for ever.
+
+        Raises:
+            TimeoutError: it takes longer than `FETCH_TIMEOUT_S`, or the reading before it still does.
+        """
+        if self._reader is not None:
+            raise TimeoutError("the server still sends its last answer")
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[bytes] = loop.create_future()
+
+        def tell(document: bytes | None, error: BaseException | None) -> None:
+            self._reader = None
+            if found.done():
+                return
+            if error is not None:
+                found.set_exception(error)
+            else:
+                found.set_result(document or b"")
+
+        def read() -> None:
+            document, failed = None, None
+            try:
+                document = _read(self.issuer)
+            except Exception as error:
+                failed = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(tell, document, failed)
+
+        self._reader = threading.Thread(target=read, name="jwks", daemon=True)
+        self._reader.start()
+        async with asyncio.timeout(FETCH_TIMEOUT_S):
+            return await found
 
 
 class TokenVerifier:
@@ -161,15 +206,18 @@ class TokenVerifier:
         keys = self._sets.get(named) if isinstance(named, str) else None
         if keys is None:
             raise unauthenticated("the token's issuer is not known here")
-        if header.get("alg") not in keys.issuer.algorithms:
+        algorithm = header.get("alg")
+        if algorithm not in keys.issuer.algorithms:
             raise unauthenticated(f"the token's algorithm is not one of {', '.join(keys.issuer.algorithms)}")
         key_id = header.get("kid")
         key = await self._key(keys, key_id if isinstance(key_id, str) else None)
+        if key.algorithm not in (None, algorithm):
+            raise unauthenticated("the token's key is for another algorithm")
         try:
             payload: dict[str, Any] = jwt.decode(
                 token,
-                key,
-                algorithms=list(keys.issuer.algorithms),
+                key.key,
+                algorithms=[algorithm],
                 audience=keys.issuer.audience,
                 issuer=keys.issuer.issuer,
                 leeway=LEEWAY_S,
@@ -182,7 +230,7 @@ class TokenVerifier:
             raise unauthenticated(f"the token is not valid: {str(error)[:200]}") from None
         return Claims(keys, payload)
 
-    async def _key(self, keys: KeySet, key_id: str | None) -> jwt.PyJWK:
+    async def _key(self, keys: KeySet, key_id: str | None) -> PublicKey:
         key = keys.key(key_id)
         if key is None:
             await keys.refresh(at_most_every_s=UNKNOWN_KEY_PAUSE_S)
@@ -194,8 +242,10 @@ class TokenVerifier:
         return key
 
 
-def public_keys(data: bytes) -> dict[str, jwt.PyJWK]:
-    """Signing keys of a JWKS document by id. Shared secrets and keys of unknown kinds are left out.
+def public_keys(data: bytes) -> dict[str, PublicKey]:
+    """Signing keys of a JWKS document by id. Shared secrets and entries that nothing here can use are left out.
+
+    An RSA key that names no algorithm serves for all of its kind (RFC 7517, 4.4); a curve has one (RFC 7518, 3.4).
 
     Raises:
         ValueError: it is no JWKS document, or holds no usable key.
@@ -207,19 +257,25 @@ def public_keys(data: bytes) -> dict[str, jwt.PyJWK]:
     entries = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise ValueError("it is no JWKS document")
-    found: dict[str, jwt.PyJWK] = {}
+    found: dict[str, PublicKey] = {}
     for position, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.get("kty") not in ("RSA", "EC", "OKP") or entry.get("use") == "enc":
             continue
-        try:
-            key = jwt.PyJWK(entry)
-        except jwt.PyJWTError:
-            continue  # a curve or algorithm that nothing here may use
-        key_id = entry.get("kid")
-        found[key_id if isinstance(key_id, str) else f"#{position}"] = key
+        key = _public_key(entry)
+        if key is not None:
+            key_id = entry.get("kid")
+            found[key_id if isinstance(key_id, str) else f"#{position}"] = key
     if not found:
         raise ValueError("it holds no public signing key")
     return found
+
+
+def _public_key(entry: dict[str, Any]) -> PublicKey | None:
+    try:
+        key = jwt.PyJWK(entry)
+    except Exception:  # an unknown curve or algorithm, or fields of the wrong kind: PyJWT raises whatever they cause
+        return None
+    return PublicKey(key.key, None if entry["kty"] == "RSA" and "alg" not in entry else key.algorithm_name)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -236,9 +292,13 @@ def _read(issuer: Issuer) -> bytes:
         return Path(issuer.jwks_file).read_bytes()
     context = ssl.create_default_context(cafile=issuer.jwks_ca_file or None)
     opener = urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=context))
+    ends, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
     # The access file's check lets only https through, and http to this machine.
     with opener.open(issuer.jwks_url, timeout=FETCH_TIMEOUT_S) as answer:
-        data: bytes = answer.read(MAX_JWKS_BYTES + 1)
-    if len(data) > MAX_JWKS_BYTES:
-        raise ValueError(f"the document is over {MAX_JWKS_BYTES} bytes")
-    return data
+        while block := answer.read1():
+            data += block
+            if len(data) > MAX_JWKS_BYTES:
+                raise ValueError(f"the document is over {MAX_JWKS_BYTES} bytes")
+            if time.monotonic() > ends:
+                raise TimeoutError("the document does not end")
+    return bytes(data)
