@@ -77,6 +77,7 @@ class Session:
         kept: the newest answer that found no connection, and its sequence number.
         link: the connection, None while it is away.
         changed: something that another gateway would need has changed since it was last stored.
+        stored: the number of the store's write that it was last in, 0 before the first.
     """
 
     policy: str
@@ -93,6 +94,7 @@ class Session:
     link: Link | None = None
     away_since: float = 0.0
     changed: bool = True
+    stored: int = 0
 
     def drop(self, camera: str) -> None:
         """Keeps no frame of this camera any longer; none was kept of one that is not known."""

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ PREFIX = "taktline:session:"
 ANSWER_S = 0.25
 """A store that takes longer is taken for gone; a robot that says hello does not wait longer for it."""
 FLUSH_BYTES = 4 * 1024 * 1024
-"""Written at a time; the rest of a large fleet's sessions comes in the next writes."""
+"""Written at a time, which a link carries within `ANSWER_S`; the rest of a large fleet comes in the next writes."""
 _logger = logging.getLogger(__name__)
 
 
@@ -66,6 +67,7 @@ class SessionStore:
         self._ttl_s = math.ceil(2 * resume_s) + 10
         self.up = False
         self._said: bool | None = None
+        self._writes = 0
         self.address = _address(url)
         try:
             self._redis = Redis.from_url(
@@ -83,13 +85,15 @@ class SessionStore:
             ) from error
 
     async def flush(self, sessions: Iterable[Session], *, everything: bool = False) -> None:
-        """Writes the sessions that have changed, as many as fit `FLUSH_BYTES` unless `everything`; else just pings."""
-        chosen: list[Session] = []
-        size = 0
-        for session in sessions:
-            if session.changed and (everything or size < FLUSH_BYTES or not chosen):
-                chosen.append(session)
-                size += session.held_bytes
+        """Writes the sessions that have changed, those first whose last write is longest ago; without any it pings.
+
+        As many as fit `FLUSH_BYTES`; with `everything` all of them, in pieces of that size, until the store is gone.
+        """
+        due = deque(sorted((session for session in sessions if session.changed), key=lambda session: session.stored))
+        while await self._write(_piece(due)) and everything and due:
+            pass
+
+    async def _write(self, chosen: Sequence[Session]) -> bool:
         try:
             if not chosen:
                 await self._redis.ping()
@@ -103,8 +107,12 @@ class SessionStore:
             for session in chosen:
                 session.changed = True
             self._note(error)
-        else:
-            self._note(None)
+            return False
+        self._writes += 1
+        for session in chosen:
+            session.stored = self._writes
+        self._note(None)
+        return True
 
     async def load(self, token: bytes) -> Session | None:
         """The session of a token that another gateway gave out; None where there is none, or the store is gone."""
@@ -153,6 +161,16 @@ class SessionStore:
                 reason=str(error)[:200],
                 message="requests go on; sessions cannot move to another gateway",
             )
+
+
+def _piece(due: deque[Session]) -> list[Session]:
+    """Takes sessions from the front, one at least, until they hold `FLUSH_BYTES`."""
+    found: list[Session] = []
+    size = 0
+    while due and size < FLUSH_BYTES:
+        found.append(due.popleft())
+        size += found[-1].held_bytes
+    return found
 
 
 def _key(token: bytes) -> str:
