@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_any_bytes_have_a_count(data: bytes) -> None:
     assert count_items(data) >= 0
 
 
+def test_a_number_without_end_is_read_no_further_than_the_longest() -> None:
+    """A number of a message has ten bytes at most; one of a MiB was added up byte by byte for seconds."""
+    read: list[int] = []
+
+    class Counted(bytes):
+        def __getitem__(self, at: Any) -> Any:
+            read.append(at)
+            return super().__getitem__(at)
+
+    assert count_items(Counted(b"\xff" * 1_000 + b"\x01")) == 1
+    assert read == list(range(10))
+
+
 def _launches(environment: dict[str, str], dp: int = 2, device: Any = "auto", **each: int) -> list[Any]:
     config = EngineConfig(
         policy="p",
@@ -210,3 +224,16 @@ def _answer_once(server: socket.socket, answer: bytes) -> None:
 def test_the_port_of_the_replicas_needs_no_torch() -> None:
     code = "import sys, taktline_worker.replicas.front; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_replicas_page_is_read_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies of its first use
+    server = socket.create_server(("127.0.0.1", 0))
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nx_gauge 1\n"
+    threading.Thread(target=_answer_once, args=(server, answer), daemon=True).start()
+    addresses = {0: f"127.0.0.1:{server.getsockname()[1]}"}
+    assert "x_gauge" in {family.name for family in ReplicaMetrics("p", lambda: addresses, lambda: 0).collect()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from taktline_worker.replicas import child
 from taktline_worker.replicas.child import Launch, Replica
 
 
@@ -72,4 +74,25 @@ def test_a_line_that_is_no_text_is_passed_on_and_the_refusal_behind_it_is_read(
         assert "driver: \\xff\\xfe\n" in written.getvalue()
     finally:
         monkeypatch.undo()
+        made.stop()
+
+
+def test_what_a_replica_started_and_left_behind_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the replica's standard error open: the log has no end, and no new replica was started."""
+    monkeypatch.setattr(child, "LOG_S", 0.1)
+    left = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "made = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(left)!r}).write_text(str(made.pid))\n"
+    )
+    made, ended = replica(tmp_path, code)
+    made.start()
+    try:
+        assert ended.wait(30.0), "the replica's end goes unnoticed"
+        os.kill(int(left.read_text()), 0)
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
         made.stop()

@@ -28,6 +28,8 @@ LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
 """A replica that served for so long starts again after the first pause."""
 POLL_S = 0.05
+LOG_S = 1.0
+"""What a replica wrote before it ended is read within so long."""
 PREFIX = "taktline-worker: "
 
 
@@ -118,7 +120,7 @@ class Replica:
             if info is not None:
                 self._on_up(self, info)
             code = process.wait()
-            reader.join()
+            reader.join(LOG_S)  # what it started may outlive it and hold its standard error open
             with self._lock:
                 self._process = None
             if self._stop.is_set():

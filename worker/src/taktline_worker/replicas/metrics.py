@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
 LABEL_REPLICA = "replica"
+# This machine's own pages are behind no proxy, whatever HTTP_PROXY says of others.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ReplicaMetrics(Collector):
@@ -52,7 +54,7 @@ class ReplicaMetrics(Collector):
         merged: dict[str, Family] = {}
         for replica, address in sorted(addresses.items()):
             try:
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_TIMEOUT_S) as answer:
+                with _direct.open(f"http://{address}/metrics", timeout=SCRAPE_TIMEOUT_S) as answer:
                     page = answer.read().decode()
             except (OSError, HTTPException) as error:
                 logger.warning("a replica's metrics cannot be read", extra={"replica": replica, "reason": str(error)})

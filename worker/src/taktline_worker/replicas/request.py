@@ -5,6 +5,7 @@ from __future__ import annotations
 from taktline_protocol import worker_pb2
 
 _ITEMS = worker_pb2.InferRequest.DESCRIPTOR.fields_by_name["items"].number
+_VARINT_BYTES = 10
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -36,10 +37,10 @@ def count_items(request: bytes) -> int:
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
+    for at in range(position, position + _VARINT_BYTES):
+        byte = data[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, position
+            return value, at + 1
         shift += 7
+    raise IndexError("a number is longer than any of a message")
