@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import datetime
+import fcntl
 import json
 import logging
 import socket
@@ -12,6 +14,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import jwt
 import msgspec
@@ -22,13 +25,17 @@ from hypothesis import strategies as st
 from taktline_gateway.access import audit, keys, tokens
 from taktline_gateway.access.access_file import AccessFile, Anonymous, Issuer, Key, Rates, Tenant, read_access_file
 from taktline_gateway.access.audit import AuditLog, Decision
+from taktline_gateway.access.command import make_key
 from taktline_gateway.access.control import AccessControl, Credential
-from taktline_gateway.access.http import need_of, secret_in
+from taktline_gateway.access.http import _check_origin, need_of, secret_in
 from taktline_gateway.access.keys import StoredHash, hash_of, is_hash, new_key, split_key
 from taktline_gateway.access.rates import Quota, TokenBucket, admit
 from taktline_gateway.access.rights import OPEN, Principal, fits
 from taktline_gateway.compat.gateway_service import GatewayService
+from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller
+from taktline_gateway.compat.websocket_listener import WebSocketListener
+from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.service import Gateway, Settings
 from taktline_protocol import ErrorCode, Observation, TaktlineError
 
@@ -709,6 +716,15 @@ def test_a_bucket_fills_and_says_how_long():
     assert bucket.wait_s(100.0, 10.0) == 0.0, "what is over the burst needs a full bucket, no more"
 
 
+def test_what_was_over_the_burst_is_a_debt():
+    """Else a caller of large bodies would pay for one burst with each of them."""
+    quota = Quota.of(Rates(mib_per_s=1.0), 0.0)
+    assert admit([quota], 10 << 20, 0.0) == 0.0
+    assert admit([quota], 1 << 20, 0.0) == pytest.approx(10.0)
+    assert admit([quota], 1 << 20, 9.0) == pytest.approx(1.0)
+    assert admit([quota], 1 << 20, 10.0) == 0.0
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1 << 20)), max_size=60),
     st.floats(0.5, 50),
@@ -899,3 +915,67 @@ def test_a_full_audit_disk_stops_no_robot_and_loses_no_decision(caplog):
     assert (first["caller"], first["robot"], first["levelname"]) == ("line-3", "arm-7", "ERROR")
     assert "space" in first["audit_file_failed"]
     assert next(line for line in lines if line["msg"] == "access_decisions")["count"] == 1
+
+
+# ----- new-key
+
+
+def arguments(path: Path, key_id: str) -> argparse.Namespace:
+    return argparse.Namespace(id=key_id, tenant="t", rights=("act",), policy=[], expires_days=None, access_file=path)
+
+
+def test_a_key_that_is_made_meanwhile_is_kept(tmp_path):
+    """Each of two at a time read the file, and the second one replaced it without the first one's key."""
+    path = tmp_path / "access.json"
+    make_key(arguments(path, "first"))
+    other = Thread(target=make_key, args=(arguments(path, "second"),), daemon=True)
+    with (tmp_path / ".access.json.lock").open("ab") as held:
+        fcntl.flock(held.fileno(), fcntl.LOCK_EX)
+        other.start()
+        other.join(0.3)
+        assert other.is_alive(), "it waits for whoever is at the file"
+        assert len(read_access_file(path).keys) == 1
+    other.join(20)
+    assert [key.id for key in read_access_file(path).keys] == ["first", "second"]
+    assert {found.name for found in tmp_path.iterdir()} == {"access.json", ".access.json.lock"}
+
+
+def test_a_link_to_the_access_file_stays_one(tmp_path):
+    path, link = tmp_path / "real.json", tmp_path / "access.json"
+    make_key(arguments(path, "first"))
+    link.symlink_to(path)
+    make_key(arguments(link, "second"))
+    assert link.is_symlink()
+    assert len(read_access_file(path).keys) == 2
+
+
+# ----- what is no address
+
+
+@pytest.mark.parametrize("origin", [b"http://[", b"http://[::1", b"null", b""])
+def test_an_origin_that_is_no_address_is_another_site(origin):
+    with pytest.raises(TaktlineError) as caught:
+        _check_origin({"type": "websocket", "headers": [(b"origin", origin), (b"host", b"a")]})
+    assert caught.value.code is ErrorCode.FORBIDDEN
+
+
+def test_a_path_that_is_none_is_refused_without_a_trace(caplog):
+    service = SimpleNamespace(connections=ConnectionCounts(8, 8), limits=SimpleNamespace(body_bytes=1_000))
+
+    async def run():
+        health = ("/healthz", "ok", "text/plain")
+        listen = Listen("127.0.0.1", 0)
+        listener = WebSocketListener("openpi", listen, service, None, health=health, keepalive_s=None)
+        await listener.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(
+            b"GET //[ HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await listener.close()
+        return answer
+
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 400 ")
+    assert not [record for record in caplog.records if record.exc_info]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import os
 import sys
 import tempfile
@@ -59,6 +60,13 @@ def make_key(arguments: argparse.Namespace) -> None:
 
 
 def _add(path: Path, entry: Key) -> None:
+    path = path.resolve()  # what a link points to is replaced, not the link
+    with path.with_name(f".{path.name}.lock").open("ab") as lock:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)  # two at a time would each replace the file without the other's key
+        _add_locked(path, entry)
+
+
+def _add_locked(path: Path, entry: Key) -> None:
     file = read_access_file(path) if path.exists() else AccessFile()
     if any(key.id == entry.id for key in file.keys):
         raise TaktlineError(

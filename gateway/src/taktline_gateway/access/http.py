@@ -136,7 +136,11 @@ def _check_origin(scope: Scope) -> None:
     origin = headers.get(b"origin")
     if origin is None or not (basic or scope["type"] == "websocket"):
         return
-    if urlsplit(origin.decode("latin-1")).netloc.lower() != headers.get(b"host", b"").decode("latin-1").lower():
+    try:
+        own = urlsplit(origin.decode("latin-1")).netloc.lower() == headers.get(b"host", b"").decode("latin-1").lower()
+    except ValueError:  # no address
+        own = False
+    if not own:
         raise TaktlineError(
             ErrorCode.FORBIDDEN, "the request comes from a page of another site", "open the gateway's own page"
         )

@@ -115,7 +115,10 @@ class WebSocketListener:
             del response.headers["Content-Type"]
             response.headers["Content-Type"] = content_type
             return response
-        target = urlsplit(request.path)
+        try:
+            target = urlsplit(request.path)
+        except ValueError:
+            return connection.respond(HTTPStatus.BAD_REQUEST, "invalid_body: the path of the request is none\n")
         robot = parse_qs(target.query).get("robot", [None])[0]
         key = secret_in(request.headers.get("Authorization", ""))
         policy = self._policy_at(target.path)
