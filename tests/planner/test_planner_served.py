@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 from taktline import Robot
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
-from taktline_protocol.deployment import Route, RoutingTable, Target
 from taktline_protocol.messages import Array, Image, Observation, Search
 from taktline_protocol.rpc import from_plan, from_tensor, to_item
 from taktline_worker.server import ServeOptions, Worker
-
-READY_TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -100,48 +91,18 @@ def test_a_bad_robot_does_not_harm_its_neighbour(kit: Any, worker: Worker) -> No
 
 
 @pytest.fixture(scope="module")
-def gateway(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("gateway")
-    target = Target(address=f"127.0.0.1:{worker.port}", revision="r1")
-    table = RoutingTable(routes=(Route(policy="planner", family="vjepa2-ac", revision="r1", targets=(target,)),))
-    (folder / "routes.json").write_bytes(msgspec.json.encode(table))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "taktline-gateway"), "serve"]
-    command += ["--routes", str(folder / "routes.json"), "--listen", f"127.0.0.1:{port}"]
-    log = folder / "gateway.log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stderr=stream, stdout=stream, env=os.environ)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(url, process, log)
+def gateway(kit: Any, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with kit.gateway(worker.port, tmp_path_factory.mktemp("gateway")) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            with Robot(url, "planner", "probe") as robot:
-                if robot.info().ready:
-                    return
-        except TaktlineError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"the gateway does not report the planner ready\n{log.read_text()[-3000:]}")
-
-
-def test_a_robot_plans_over_http(golden: Path, kit: Any, gateway: str) -> None:
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_a_robot_plans(golden: Path, kit: Any, gateway: str, transport: str) -> None:
     """The SDK, the gateway, the worker: the plan, its report, and the next plan warm-started from it."""
     case = load_file(golden / "full" / "cem_main.safetensors")
     given = kit.inputs("full")
     images = {"camera": given["frame"].numpy(), "goal": given["goal"].numpy()}
-    with Robot(gateway, "planner", "arm-1") as robot:
+    with Robot(gateway, "planner", f"arm-{transport}", transport=transport) as robot:
         chunk = robot.act(images, given["pose"].numpy(), "reach the goal image", budget_ms=60_000, seed=30)
         np.testing.assert_allclose(chunk.actions, case["returned_action"].numpy(), atol=1e-6)
         assert chunk.plan is not None
@@ -171,6 +132,8 @@ def test_a_robot_plans_over_http(golden: Path, kit: Any, gateway: str) -> None:
         ),
         ({"state": [0.0] * 6}, ErrorCode.STATE_INVALID),
         ({"state": [float("nan")] * 7}, ErrorCode.STATE_INVALID),
+        ({"state": [1e39] + [0.0] * 6}, ErrorCode.STATE_INVALID),
+        ({"search": Search(pending=Array.from_numpy(np.full((1, 7), 1e300)))}, ErrorCode.SEARCH_INVALID),
         ({"search": Search(horizon=9)}, ErrorCode.SEARCH_INVALID),
         ({"search": Search(previous=Array("float32", (2, 7), b"\0"))}, ErrorCode.SEARCH_INVALID),
         ({"search": Search(budget_ms=1e-3)}, ErrorCode.DEADLINE_UNREACHABLE),

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from taktline_gateway.accounts import Account
 from taktline_gateway.due_list import DueList
+from taktline_gateway.work import WHOLE, Work
 
 
 class Priority(IntEnum):
@@ -34,7 +35,9 @@ class Ticket:
         tenant: who the robot belongs to; empty where nobody is told apart.
         tenant_weight: the tenant's share against other tenants'; likewise robot_weight within its tenant.
         attempts: batches that this ticket was sent in and that failed or went silent.
-        due: the instant it is ordered by: its deadline, or an earlier one where ageing has moved it up.
+        work: what it takes of a worker, as shares of T_sync.
+        last_due: its deadline as T_sync counts: by then one that takes just that would have to be back.
+        due: the instant it is ordered by: `last_due`, or an earlier one where ageing has moved it up.
         rank: its class and share, see `rank_of`; negative until it has been looked at.
         account: the sender's account in the books of its class.
         charged: in which time between two pardons it was charged to that; negative where it was not.
@@ -55,12 +58,14 @@ class Ticket:
     account: Account | None = None
     charged: int = -1
     extra: bool = False
+    work: Work = WHOLE
 
     due: float = dataclasses.field(init=False)
+    last_due: float = dataclasses.field(init=False)
     source: tuple[str, str] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.due = self.deadline
+        self.due = self.last_due = self.deadline
         self.source = (self.tenant, self.robot)
 
     def passing(self, ends_at: float) -> int:
@@ -92,6 +97,12 @@ class DeadlineQueue:
         self._ranks = [DueList[Ticket]() for _ in range(RANKS)]
         self._sources: dict[tuple[str, str], Ticket] = {}
         self._orders = 0
+        self._spared = 0.0
+
+    @property
+    def usual_share(self) -> float:
+        """Of T_sync, what those that wait take at least, on average."""
+        return 1.0 - self._spared / len(self._sources) if self._spared and self._sources else 1.0
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -114,6 +125,8 @@ class DeadlineQueue:
         ticket.rank = 2 * ticket.priority if rank is None else rank
         self._ranks[ticket.rank].add(ticket.due, ticket.order, ticket)
         self._sources[ticket.source] = ticket
+        if ticket.work is not WHOLE:
+            self._spared += 1.0 - ticket.work.least
         return older
 
     def remove(self, ticket: Ticket) -> bool:
@@ -122,7 +135,12 @@ class DeadlineQueue:
             return False
         self._ranks[ticket.rank].remove(ticket.due, ticket.order)
         del self._sources[ticket.source]
+        self._left(ticket)
         return True
+
+    def _left(self, ticket: Ticket) -> None:
+        if ticket.work is not WHOLE:
+            self._spared = self._spared - 1.0 + ticket.work.least if self._sources else 0.0
 
     def queued(self, source: tuple[str, str]) -> Ticket | None:
         """The ticket of this (tenant, robot), if it is queued."""
@@ -151,6 +169,7 @@ class DeadlineQueue:
         sources = self._sources
         for ticket in tickets:
             del sources[ticket.source]
+            self._left(ticket)
         self._ranks[rank].drop(position, len(tickets))
 
     def first(self, limit: int) -> list[Ticket]:

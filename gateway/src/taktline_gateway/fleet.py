@@ -107,7 +107,11 @@ class Fleet:
 
     def rusty(self, now: float) -> WorkerState | None:
         """An idle worker whose times nothing has confirmed for a while, the longest unused one; None without one."""
-        idle = [worker for worker in self.idle(now) if not worker.flights and now - worker.used_at >= TRIAL_AFTER_S]
+        idle = [
+            worker
+            for worker in self.idle(now)
+            if not worker.flights and now - max(worker.used_at, worker.ended_at) >= TRIAL_AFTER_S
+        ]
         return min(idle, key=lambda worker: worker.used_at, default=None)
 
     def recall(self) -> list[Batch]:
@@ -141,8 +145,16 @@ class Fleet:
                 moment = worker.open_at
         return moment
 
-    def predicted_completion(self, ahead: float, now: float, without: str = "") -> float:
+    def last_due(self, ticket: Ticket) -> float:
+        """Its deadline, moved by how much less than T_sync it takes at least, on whichever worker that is least."""
+        spared = 1.0 - ticket.work.least
+        medians = [worker.levels[worker.quickest].median[1] for worker in self._workers.values()] or [0.0]
+        return ticket.deadline + spared * (min(medians) if spared > 0.0 else max(medians))
+
+    def predicted_completion(self, ahead: float, now: float, without: str = "", share: float = 1.0) -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it.
+
+        The ticket takes `share` of what T_sync says of one.
 
         The work ahead drains at every worker's best throughput, at whichever quality, from the moment it is free; no
         ticket is done before some worker has run a batch of one. Infinite where no worker is left. O(w log w) for w
@@ -153,17 +165,17 @@ class Fleet:
             if worker.name == without:
                 return math.inf
             alone_s = worker.levels[worker.quickest].median[1]
-            return worker.free_at(now) + max(alone_s, (ahead + 1) / worker.best_rate if ahead else 0.0)
+            return worker.free_at(now) + max(share * alone_s, (ahead + share) / worker.best_rate if ahead else 0.0)
         free = sorted(
             ((worker.free_at(now), worker) for worker in self._workers.values() if worker.name != without),
             key=lambda pair: pair[0],
         )
         if not free:
             return math.inf
-        alone = min(at + worker.levels[worker.quickest].median[1] for at, worker in free)
+        alone = min(at + share * worker.levels[worker.quickest].median[1] for at, worker in free)
         if not ahead:
             return alone
-        work = float(ahead + 1)
+        work = float(ahead + share)
         rate = 0.0
         drained = free[0][0]
         for at, worker in free:

@@ -14,6 +14,7 @@ from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import Route, Target
 from taktline_protocol.messages import AdmissionAnswer, AdmissionQuestion, Observation, PolicyInfo
 from taktline_protocol.rpc import to_item
+from taktline_protocol.search_work import SearchWork
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.admissions import Admissions
@@ -29,6 +30,7 @@ from taktline_gateway.scheduler import Refusal, Refused, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.telemetry import Levels, PredictedTime, Telemetry, WorkerLevel
 from taktline_gateway.tls import WorkerTls
+from taktline_gateway.work import WHOLE, work_of
 from taktline_gateway.worker_link import WorkerLink
 
 SWAP_S = 30.0
@@ -64,6 +66,8 @@ class Lane:
         self._admissions = Admissions(self._phases)
         self._dispatch = Dispatch(route.policy, self._scheduler, telemetry, self._phases, self._refused)
         self._last_info: PolicyInfo | None = None
+        self._search: SearchWork | None = None
+        """What a planner's workers say of their search: the newest one's word."""
         self._told: tuple[list[object], PolicyInfo] | None = None
         """What `info` was last made of, and what it was."""
         self._retiring: set[WorkerLink] = set()
@@ -238,6 +242,7 @@ class Lane:
         return self._admissions.ask((tenant, question.robot_id), question, now, tightest_s, workers)
 
     def _admit(self, pending: Pending, now: float) -> Refused | None:
+        pending.work = WHOLE if self._search is None else work_of(pending.item.search, self._search)
         refused, older = self._scheduler.submit(pending, now)
         if refused is not None:
             return refused
@@ -285,6 +290,7 @@ class Lane:
         if link.info is None:
             return
         self._up[link.name] = link
+        self._search = link.info.search
         # Its replicas are alike: what one batch teaches of T_sync holds for all.
         times, now = ServiceTimes(link.info.t_sync, self.route.max_batch), time.monotonic()
         levels = self._dispatch.levels[link.name] = levels_of(link.info, self.route.degrade, self.route.max_batch)

@@ -10,6 +10,7 @@ from taktline_gateway.batching import TAIL_QUANTILE
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.fleet import Fleet
 from taktline_gateway.held_ticket import HeldTicket
+from taktline_gateway.work import WHOLE
 from taktline_gateway.worker_state import WorkerState
 
 LEAST_CHANCE = 0.01
@@ -22,7 +23,7 @@ class LongShot(HeldTicket):
     """Holds one ticket at most; its operations take O(w) for w workers, `worker` O(w log r) with r rhythms remembered.
 
     Only of production: whoever asks for safety is told at once, and low classes are never in a hurry. None that
-    `goes_elsewhere` when it is refused.
+    `goes_elsewhere` when it is refused, and none of work that T_sync is not measured for.
     """
 
     def __init__(self, fleet: Fleet, arrivals: Arrivals, goes_elsewhere: Callable[[Ticket], bool]) -> None:
@@ -64,7 +65,7 @@ class LongShot(HeldTicket):
 
     def _may(self, ticket: Ticket, now: float, behind_s: float) -> bool:
         plain = ticket.priority is Priority.PRODUCTION and not ticket.extra and not ticket.attempts
-        if not plain or self._goes_elsewhere(ticket):
+        if not plain or ticket.work is not WHOLE or self._goes_elsewhere(ticket):
             return False
         return self._fleet.luckiest_completion(now) + behind_s <= ticket.deadline
 

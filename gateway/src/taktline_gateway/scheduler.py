@@ -21,6 +21,7 @@ from taktline_gateway.overload import price_hz
 from taktline_gateway.queue_books import QueueBooks
 from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.table_trial import TableTrial
+from taktline_gateway.work import WHOLE
 from taktline_gateway.worker_state import Batch, WorkerState
 
 __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
@@ -157,9 +158,11 @@ class Scheduler:
 
         Returns: (refusal or None, the older ticket of the same robot that this one supersedes or None).
         """
-        self.arrivals.note(ticket.source, now, self.max_wait_s, ticket.deadline - now)
+        if ticket.work is not WHOLE:
+            ticket.due = ticket.last_due = self.fleet.last_due(ticket)
+        self.arrivals.note(ticket.source, now, self.max_wait_s, ticket.last_due - now)
         if ticket.priority <= Priority.PRODUCTION:
-            self.arrivals.note_budget(ticket.deadline - now, now)
+            self.arrivals.note_budget(ticket.last_due - now, now)
         if not len(self.fleet):
             return Refused(ticket, Refusal.NO_WORKER, None, 1.0), None
         older = self.queue.queued(ticket.source)
@@ -167,7 +170,8 @@ class Scheduler:
         ahead = self.queue.ahead_of(ticket.due, rank)
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
-        completion = self.fleet.predicted_completion(AHEAD_SERVED * ahead, now)
+        share = ticket.work.least
+        completion = self.fleet.predicted_completion(AHEAD_SERVED * ahead * self.queue.usual_share, now, share=share)
         if completion > ticket.deadline:
             tried, chanced = self._trial.of(ticket.source), self._long.of(ticket.source)
             if not len(self.queue) and self._trial.take(ticket, now):
@@ -200,8 +204,8 @@ class Scheduler:
         if self._newer(ticket) is not None or not len(self.fleet):
             return False
         rank = self._books.rank(ticket, now)
-        ahead = self.queue.ahead_of(ticket.due, rank)
-        if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, without=avoid) > ticket.deadline:
+        ahead = self.queue.usual_share * self.queue.ahead_of(ticket.due, rank)
+        if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, avoid, ticket.work.least) > ticket.deadline:
             return False
         ticket.attempts += 1
         self._put_in(ticket, rank)
@@ -367,7 +371,7 @@ class Scheduler:
         if self._long.ends_at <= now and (given_up := self._long.drop()) is not None:
             refused.append(self._lost(given_up, fastest, now))
         while (ticket := self.queue.earliest()) is not None and ticket.due < now + fastest:
-            if ticket.due < ticket.deadline:  # moved up by ageing, and passed over: its deadline still stands
+            if ticket.due < ticket.last_due:  # moved up by ageing, and passed over: its deadline still stands
                 self._move_up(ticket, now)
                 continue
             self._books.remove(ticket)
@@ -381,13 +385,13 @@ class Scheduler:
     def _lost(self, ticket: Ticket, retry_s: float, now: float) -> Refused:
         self._books.turn_away(ticket)
         known = len(self.fleet) > 0
-        completion = self.fleet.predicted_completion(0, now) if known else None
+        completion = self.fleet.predicted_completion(0, now, share=ticket.work.least) if known else None
         reason = Refusal.UNREACHABLE if known else Refusal.NO_WORKER
         return Refused(ticket, reason, completion, max(0.001, retry_s))
 
     def _move_up(self, ticket: Ticket, now: float) -> None:
         """Puts a ticket among production's, due when the longest batch that may run now has ended and a next one."""
-        due = min(ticket.deadline, now + 2.0 * self.fleet.longest_s())
+        due = min(ticket.last_due, now + 2.0 * self.fleet.longest_s())
         self._books.move_up(ticket, max(now + self.fleet.fastest_s(), due))
 
     def _next_wake(self, wake_at: float, now: float) -> float | None:

@@ -8,6 +8,7 @@ import math
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.overload import Busyness
 from taktline_gateway.service_times import ServiceTimes
+from taktline_gateway.work import Durations, durations
 
 HANG_FACTOR = 5.0
 """A batch that takes longer than this many times its predicted tail hangs."""
@@ -46,7 +47,7 @@ class Flight:
 
     Attributes:
         times: the times that it is predicted by.
-        tail_s: its 99th percentile, as `batch.median_s` is its median: tables may change while it flies.
+        takes: median and 99th percentile of its time: tables may change while it flies.
         hidden_s: how much of that passes while the batch before it still runs.
         began: from when its time counts: when it was sent, or would have been had the batch before it ended sooner.
         end: predicted end.
@@ -56,12 +57,17 @@ class Flight:
 
     batch: Batch
     times: ServiceTimes
-    tail_s: float
+    takes: Durations
     hidden_s: float
     began: float = 0.0
     end: float = 0.0
     silent_at: float = math.inf
     unexpired: list[Ticket] = dataclasses.field(default_factory=list)
+
+    @property
+    def tail_s(self) -> float:
+        """The 99th percentile of its time."""
+        return self.takes.tail_s
 
     def count_from(self, began: float) -> None:
         """Predicts it anew."""
@@ -83,6 +89,7 @@ class WorkerState:
 
     Attributes:
         levels: its times at full quality, then at each cheaper level, see `quality`.
+        used_at: when it was last given a batch; `ended_at`, when it last answered one.
         flights: the batches on it, in the order in which it runs them.
         silent: the first of them is overdue, and their members were offered to the other workers.
         probation: it failed last: it proves itself on a batch of one.
@@ -94,6 +101,7 @@ class WorkerState:
     levels: tuple[ServiceTimes, ...]
     flights: list[Flight] = dataclasses.field(default_factory=list)
     used_at: float = 0.0
+    ended_at: float = 0.0
     silent: bool = False
     suspended_until: float = 0.0
     probation: bool = False
@@ -162,18 +170,18 @@ class WorkerState:
     def launch(self, tickets: tuple[Ticket, ...], level: int, now: float) -> Batch:
         """Starts a batch."""
         times, size = self.levels[level], len(tickets)
-        tail_s = times.tail[size]
+        hidden_s = times.hidden_s(size)
+        began = max(now, self.flights[0].end - hidden_s) if self.flights else now
+        takes = durations(tickets, times, began)
+        median_s, tail_s = takes.median_s, takes.tail_s
         hangs_at = now + max(HANG_FLOOR_S, HANG_FACTOR * tail_s)
         patient = max((ticket.deadline for ticket in tickets if ticket.extra), default=None)
         if patient is not None:
             hangs_at = max(hangs_at, patient)
         if self.flights:  # the batch before it may take as long
             hangs_at += max(0.0, self.flights[0].batch.hangs_at - now)
-        hidden_s = times.hidden_s(size)
-        began = max(now, self.flights[0].end - hidden_s) if self.flights else now
-        median_s = times.median[size]
         batch = Batch(self.name, tickets, began + median_s, began + tail_s, hangs_at, level, now, median_s)
-        flight = Flight(batch, times, tail_s, hidden_s)
+        flight = Flight(batch, times, takes, hidden_s)
         flight.count_from(began)
         if self.flights:
             flight.unexpired = sorted(tickets, key=lambda ticket: -ticket.deadline)
@@ -210,15 +218,21 @@ class WorkerState:
     def learn(
         self, flight: Flight, seconds: float, inference_s: float | None, outside_s: float, waited_s: float
     ) -> None:
-        """Takes in what a batch took whose engine ran (`Scheduler.finished`); nothing of one with more than actions."""
-        tickets, times = flight.batch.tickets, flight.times
+        """Takes in what a batch took whose engine ran (`Scheduler.finished`); nothing of one with more than actions.
+
+        Of work that was ended nobody knows what all of it takes; but that it was answered at all bounds the least.
+        """
+        tickets, times, takes = flight.batch.tickets, flight.times, flight.takes
         if any(ticket.extra for ticket in tickets):
             return
-        if self.trial and seconds < times.median[1]:
-            times.rescale(seconds)
+        cut = takes.was_cut(seconds - waited_s)
+        share = takes.least if cut else takes.share
+        if self.trial and seconds < share * times.median[1]:
+            times.rescale(seconds / share)
         if inference_s is not None:
             times.note_network(seconds - inference_s)
-        times.record(len(tickets), seconds - waited_s)
+        if not cut:
+            times.record(len(tickets), (seconds - waited_s) / share)
         self.times.note_outside(len(tickets), outside_s)
 
     def release(self, batch: Batch, ended_at: float | None) -> Flight | None:
@@ -229,6 +243,8 @@ class WorkerState:
                 break
         else:
             return None
+        if ended_at is not None:
+            self.ended_at = ended_at
         if index == 0:
             self.silent = False
             if self.flights and ended_at is not None:  # its engine has begun the next one, however early or late

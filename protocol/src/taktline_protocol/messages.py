@@ -9,6 +9,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from taktline_protocol.search_work import SearchWork
+
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 DType = Literal["uint8", "int32", "int64", "float32", "float64"]
 PriorityName = Literal["safety", "production", "background", "rollout"]
@@ -329,6 +331,7 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         cheaper: what workers can do instead of full quality; used where the deployment allows it.
         image_fit: what a robot may do to its frames before it sends them, and gets the same chunk; None where the
             policy resizes them otherwise than in whole 8-bit pixels.
+        search: of a planner, what a request's own search is measured against; None of any other policy.
     """
 
     policy: str
@@ -349,6 +352,7 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replicas: int = 1
     cheaper: tuple[CheaperLevel, ...] = ()
     image_fit: ImageFit | None = None
+    search: SearchWork | None = None
 
 
 class AdmissionQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +26,7 @@ from taktline_protocol.messages import (
     RtcReport,
     Search,
 )
+from taktline_protocol.search_work import SearchWork
 
 SERVICE_NAME = "taktline.worker.v1.Worker"
 MAX_MESSAGE_BYTES = 512 * MIB
@@ -234,7 +236,31 @@ def policy_info(response: worker_pb2.InfoResponse) -> PolicyInfo:
             for level in response.cheaper
         ),
         image_fit=_image_fit(response.image_fit) if response.HasField("image_fit") else None,
+        search=_search_work(response.search) if response.HasField("search") else None,
     )
+
+
+def _search_work(work: worker_pb2.SearchWork) -> SearchWork | None:
+    """None where its numbers cannot be: T_sync then stands for every search."""
+    counts = (work.candidates, work.rounds, work.horizon, work.unit)
+    if not all(counts) or not 0.0 < work.round_share * work.rounds <= 1.0 + 1e-6:
+        return None
+    return SearchWork(
+        candidates=work.candidates,
+        rounds=work.rounds,
+        horizon=work.horizon,
+        anytime=work.anytime,
+        unit=work.unit,
+        round_share=work.round_share,
+        max_candidates=work.max_candidates,
+        max_rounds=work.max_rounds,
+        max_horizon=work.max_horizon,
+    )
+
+
+def to_search_work(work: SearchWork | None) -> worker_pb2.SearchWork | None:
+    """The wire form of a planner's own search."""
+    return None if work is None else worker_pb2.SearchWork(**msgspec.structs.asdict(work))
 
 
 def _image_fit(fit: worker_pb2.ImageFit) -> ImageFit | None:

@@ -41,7 +41,7 @@ class BucketTime(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., median_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token", "batch_version", "image_fit")
+    __slots__ = ("policy", "family", "revision", "precision", "device", "cameras", "optional_cameras", "state_dim", "action_dim", "horizon", "dt_s", "t_sync", "rtc", "rtc_max_delay", "replicas", "cheaper", "batch_port", "batch_token", "batch_version", "image_fit", "search")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class InfoResponse(_message.Message):
     BATCH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     BATCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIT_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_FIELD_NUMBER: _ClassVar[int]
     policy: str
     family: str
     revision: str
@@ -82,7 +83,30 @@ class InfoResponse(_message.Message):
     batch_token: bytes
     batch_version: int
     image_fit: ImageFit
-    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ..., batch_version: _Optional[int] = ..., image_fit: _Optional[_Union[ImageFit, _Mapping]] = ...) -> None: ...
+    search: SearchWork
+    def __init__(self, policy: _Optional[str] = ..., family: _Optional[str] = ..., revision: _Optional[str] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., cameras: _Optional[_Iterable[str]] = ..., optional_cameras: _Optional[_Iterable[str]] = ..., state_dim: _Optional[int] = ..., action_dim: _Optional[int] = ..., horizon: _Optional[int] = ..., dt_s: _Optional[float] = ..., t_sync: _Optional[_Iterable[_Union[BucketTime, _Mapping]]] = ..., rtc: _Optional[str] = ..., rtc_max_delay: _Optional[int] = ..., replicas: _Optional[int] = ..., cheaper: _Optional[_Iterable[_Union[CheaperLevel, _Mapping]]] = ..., batch_port: _Optional[int] = ..., batch_token: _Optional[bytes] = ..., batch_version: _Optional[int] = ..., image_fit: _Optional[_Union[ImageFit, _Mapping]] = ..., search: _Optional[_Union[SearchWork, _Mapping]] = ...) -> None: ...
+
+class SearchWork(_message.Message):
+    __slots__ = ("candidates", "rounds", "horizon", "anytime", "unit", "round_share", "max_candidates", "max_rounds", "max_horizon")
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    HORIZON_FIELD_NUMBER: _ClassVar[int]
+    ANYTIME_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SHARE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_HORIZON_FIELD_NUMBER: _ClassVar[int]
+    candidates: int
+    rounds: int
+    horizon: int
+    anytime: bool
+    unit: int
+    round_share: float
+    max_candidates: int
+    max_rounds: int
+    max_horizon: int
+    def __init__(self, candidates: _Optional[int] = ..., rounds: _Optional[int] = ..., horizon: _Optional[int] = ..., anytime: bool = ..., unit: _Optional[int] = ..., round_share: _Optional[float] = ..., max_candidates: _Optional[int] = ..., max_rounds: _Optional[int] = ..., max_horizon: _Optional[int] = ...) -> None: ...
 
 class ImageFit(_message.Message):
     __slots__ = ("height", "width", "filter", "letterbox")

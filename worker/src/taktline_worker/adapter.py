@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import TaktlineError
 from taktline_protocol.messages import ImageFit
+from taktline_protocol.search_work import SearchWork
 
 from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import RobotInput
@@ -188,6 +189,17 @@ class ForesightedAdapter(Protocol):
 
     def begin_frames(self, frames: Sequence[tuple[str, Frame]]) -> list[BegunFrame | None]:
         """What has been begun of each frame, by camera, (encoding, shape, bytes), without waiting; any thread."""
+
+
+@runtime_checkable
+class SearchingAdapter(Protocol):
+    """A planner: requests may ask for more or less than `largest_row`, or end it early."""
+
+    def one_round_row(self) -> Any:
+        """`largest_row` with a single round."""
+
+    def search_work(self, whole_ms: float, one_round_ms: float) -> SearchWork:
+        """What those two rows take says of any request's search."""
 
 
 def as_one(value: Any, protocol: Any) -> Any:

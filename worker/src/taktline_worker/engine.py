@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.search_work import SearchWork
 
 from taktline_worker.adapter import (
     Adapter,
@@ -27,6 +28,7 @@ from taktline_worker.adapter import (
     LaunchingAdapter,
     Level,
     RunningBatch,
+    SearchingAdapter,
     as_one,
 )
 from taktline_worker.jpeg_threads import BegunFrame
@@ -116,6 +118,8 @@ class Engine:
         self.buckets = tuple(sorted(set(buckets)))
         self.cheaper: dict[Level, tuple[BucketTiming, ...]] = {}
         """What `calibrate` measured of each level below the policy's own."""
+        self.search_work: SearchWork | None = None
+        """What it found of a planner's rounds; None of any other policy."""
         self._begin_frames = adapter.begin_frames if isinstance(adapter, ForesightedAdapter) else None
         self._levels = dict(adapter.cheaper) if isinstance(adapter, CheaperAdapter) else {}
         threads = decode_threads or min(8, os.cpu_count() or 1)
@@ -215,7 +219,12 @@ class Engine:
         Runs in the caller's thread, so that a signal can end it: call it before the first `infer`.
         """
         self.cheaper = {level: self._measured(adapter) for level, adapter in self._levels.items()}
-        return self._measured(self.adapter)
+        timings = self._measured(self.adapter)
+        planner: SearchingAdapter | None = as_one(self.adapter, SearchingAdapter)
+        if planner is not None:
+            short = _calibrate_bucket(self.adapter, self.buckets[0], planner.one_round_row())
+            self.search_work = planner.search_work(timings[0].median_ms, short.median_ms)
+        return timings
 
     def _measured(self, adapter: Adapter) -> tuple[BucketTiming, ...]:
         row = adapter.largest_row()

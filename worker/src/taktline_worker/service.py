@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2, worker_pb2_grpc
 from taktline_protocol.batch_frames import VERSION
 from taktline_protocol.deployment import EngineConfig
-from taktline_protocol.rpc import to_error, to_image_fit
+from taktline_protocol.rpc import to_error, to_image_fit, to_search_work
 
 from taktline_worker.adapter import GuidedChunk, ImaginedChunk, Level, PlannedChunk
 from taktline_worker.batch_port import Answered, BatchPort, CallContext, Frame, Frames, Images
@@ -85,6 +85,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             batch_token=self.batches.token if self.batches is not None else b"",
             batch_version=VERSION if self.batches is not None else 0,
             image_fit=to_image_fit(description.image_fit),
+            search=to_search_work(self._engine.search_work),
         )
 
     def coming(self, request: worker_pb2.InferRequest, frames: Frames) -> list[dict[str, EncodedImage]]:

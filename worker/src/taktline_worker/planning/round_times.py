@@ -27,6 +27,11 @@ class RoundTimes:
         self._least_s: float | None = None  # that was ever measured, for the same work
         self._refusals = 0  # since something was learned
 
+    @property
+    def unit(self) -> int:
+        """Candidates that all ranks together score at a time."""
+        return self._micro_batch * self.ranks
+
     def on(self, ranks: int) -> RoundTimes:
         """What is known here, for another number of ranks."""
         other = RoundTimes(self._micro_batch, ranks)

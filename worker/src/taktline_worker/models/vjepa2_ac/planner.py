@@ -6,10 +6,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.search_work import SearchWork
 
 from taktline_worker.adapter import Description, PlannedChunk
 from taktline_worker.models.vjepa2_ac.config import ACTION_WIDTH, POSE_WIDTH
@@ -134,6 +135,31 @@ class PlannerAdapter(ABC):
             pose=torch.zeros(POSE_WIDTH),
             settings=self.processor.settings,
             seed=0,
+        )
+
+    def one_round_row(self) -> PlannerRow:
+        """The same with one round."""
+        return replace(self.largest_row(), settings=replace(self.processor.settings, rounds=1))
+
+    def search_work(self, whole_ms: float, one_round_ms: float) -> SearchWork:
+        """The deployment's search, its limits, and which part of it a round is: what the rounds after the first take.
+
+        The rest, encoding above all, is the same for any number of rounds.
+        """
+        settings, limits = self.processor.settings, self.processor.limits
+        # Of one round, or measured out of order by a pause, the whole is all that is known.
+        later_s = (whole_ms - one_round_ms) / (settings.rounds - 1) if settings.rounds > 1 else 0.0
+        share = later_s / whole_ms if later_s > 0.0 else 1.0 / settings.rounds
+        return SearchWork(
+            candidates=settings.candidates,
+            rounds=settings.rounds,
+            horizon=settings.horizon,
+            anytime=settings.anytime,
+            unit=self.round_times.unit,
+            round_share=min(share, 1.0 / settings.rounds),
+            max_candidates=limits.candidates,
+            max_rounds=limits.rounds,
+            max_horizon=limits.horizon,
         )
 
 
