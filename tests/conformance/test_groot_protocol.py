@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -106,6 +108,38 @@ def test_an_abandoned_answer_is_not_taken_for_the_next(fleet, documented_client)
     fleet.wait_ready("pick")
     got = documented_client.run("groot_protocol.py", "gives_up", str(port), "npy")
     assert got["actions"]["first"][0][10] == len("a different instruction")
+
+
+def test_what_a_client_that_left_had_queued_leaves_the_queue(fleet):
+    port = free_port()
+    address = fleet.worker("pick", cameras="ego_view,wrist", says_ms=1500)
+    fleet.route("pick", address, clients={"groot": MAPPING}, control_budget_ms=20_000, max_batch=1)
+    fleet.start("--groot-listen", f"127.0.0.1:{port}")
+    fleet.wait_ready("pick")
+
+    def metric(name: str, label: str = 'policy="pick"') -> float:
+        lines = httpx.get(f"{fleet.url}/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{") and label in line)
+
+    frames = {name: np.zeros((1, 1, 8, 8, 3), np.uint8) for name in ("ego_view", "wrist")}
+    state = {"arm": np.zeros((1, 1, 6), np.float32), "hand": np.zeros((1, 1, 2), np.float32)}
+
+    def request(text: str) -> bytes:
+        observation = {"video": frames, "state": state, "language": {"task": [[text]]}}
+        return encode_groot({"endpoint": "get_action", "data": {"observation": observation}}, Generation.NPY)
+
+    with zmq.Context() as context, context.socket(zmq.REQ) as busy:
+        busy.connect(f"tcp://127.0.0.1:{port}")
+        busy.send(request("slow 1500"))
+        until(lambda: metric("taktline_workers_by_state", 'state="busy"') == 1, "the batch")
+        with context.socket(zmq.REQ) as leaves:
+            leaves.connect(f"tcp://127.0.0.1:{port}")
+            leaves.send(request("go"))
+            until(lambda: metric("taktline_queue_depth") == 1, "the second one in the queue")
+            leaves.close(linger=0)
+        until(lambda: metric("taktline_queue_depth") == 0, "the queue without it")
+        assert decode_groot(busy.recv(), Limits())[0][0]["arm"].shape == (1, 10, 6)
+    assert metric("taktline_requests_total", 'code="client_gone"') == 1
 
 
 def test_cold_start_holds_the_request(fleet, documented_client):

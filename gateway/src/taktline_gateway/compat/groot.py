@@ -29,7 +29,14 @@ from taktline_gateway.compat.groot_observations import (
 )
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
-from taktline_gateway.compat.service import Caller, Conversation, PolicyService, policy_of, until_ready
+from taktline_gateway.compat.service import (
+    Caller,
+    Conversation,
+    PolicyService,
+    degraded_of,
+    policy_of,
+    until_ready,
+)
 from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S, PROBE_AFTER_S, PROBE_EVERY_S, PROBES
 from taktline_gateway.logs import log
 from taktline_gateway.refusals import internal_error
@@ -63,8 +70,9 @@ class GrootListener:
         self._token = api_token
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
-        self._counted = CountedClients(self._socket, service.connections)
+        self._counted = CountedClients(self._socket, service.connections, self._left)
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._identities: dict[int, bytes] = {}  # by the number of the connection's file
         self._tasks: set[asyncio.Task[None]] = set()
         self._receiver: asyncio.Task[None] | None = None
 
@@ -106,6 +114,7 @@ class GrootListener:
             if not envelope:
                 continue
             client = self._client(envelope[0], frames[-1])
+            self._identities[int(frames[-1].get(zmq.SRCFD))] = envelope[0]
             if client.answering is not None and not client.answering.done():
                 # It gave up on that answer, which it would now take for this request's.
                 client.answering.cancel()
@@ -132,6 +141,12 @@ class GrootListener:
                 self._clients.popitem(last=False)
         self._clients.move_to_end(identity)
         return client
+
+    def _left(self, file: int) -> None:
+        """A connection has ended: nobody waits for its answer, and its observations leave the queue."""
+        client = self._clients.pop(self._identities.pop(file, b""), None)
+        if client is not None and client.answering is not None:
+            client.answering.cancel()
 
     async def _serve(self, envelope: list[bytes], client: _Client, message: bytes) -> None:
         try:
@@ -204,11 +219,13 @@ class GrootListener:
         finally:
             for task in acting:
                 task.cancel()
-        facts = {
+        facts: dict[str, list[Any]] = {
             "request_id": [chunk.request_id for chunk in chunks],
             "revision": [chunk.revision for chunk in chunks],
             "margin_ms": [chunk.margin_ms for chunk in chunks],
         }
+        if any(chunk.degraded for chunk in chunks):
+            facts["degraded"] = [degraded_of(chunk) for chunk in chunks]
         return [action_map(chunks, mapping, flat=is_flat(observation)), facts]
 
     async def _ready(self, client: _Client) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -25,10 +26,13 @@ _logger = logging.getLogger(__name__)
 class CountedClients:
     """The connections of one listening socket."""
 
-    def __init__(self, listener: zmq.asyncio.Socket, counts: ConnectionCounts) -> None:
-        """`listener` is bound afterwards, so that nobody comes unseen."""
+    def __init__(
+        self, listener: zmq.asyncio.Socket, counts: ConnectionCounts, gone: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """`listener` is bound afterwards, so that nobody comes unseen; `gone` hears the number of each that ended."""
         self._listener = listener
         self._counts = counts
+        self._gone = gone
         self._held: dict[int, str] = {}
         self._events: zmq.asyncio.Socket = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._watching: asyncio.Task[None] | None = None
@@ -58,6 +62,7 @@ class CountedClients:
             # The kernel gives a number away again as soon as it is free, so a new one may stand for an old one's end.
             if (left := self._held.pop(file, None)) is not None:
                 self._counts.leave(left)
+                self._gone(file)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted(file)
 

@@ -17,7 +17,7 @@ from taktline_protocol import ActionChunk, ErrorCode, PolicyInfo, TaktlineError
 from taktline_gateway.access.http import credential_of
 from taktline_gateway.compat.kserve_tensors import decode_request, wants_binary
 from taktline_gateway.compat.observations import read_observation
-from taktline_gateway.compat.service import Caller, Conversation, PolicyService
+from taktline_gateway.compat.service import Caller, Conversation, PolicyService, degraded_of
 from taktline_gateway.http_io import Disconnected, Exchange, exchange_of, read_body, send_bytes
 from taktline_gateway.logs import log
 from taktline_gateway.refusals import internal_error
@@ -175,6 +175,7 @@ def _answer(request_id: str, chunk: ActionChunk, *, binary: bool) -> Answer:
             "margin_ms": chunk.margin_ms,
             "batch_size": chunk.batch_size,
             **{f"{name}_ms": getattr(chunk.timings, f"{name}_ms") for name in ("transfer", "queue", "inference")},
+            **{f"degraded_{name}": value for name, value in degraded_of(chunk).items()},
         },
         "outputs": [output],
     }

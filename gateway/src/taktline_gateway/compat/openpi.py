@@ -20,7 +20,7 @@ from taktline_gateway.compat.fenced_connection import FencedConnection
 from taktline_gateway.compat.frame_layout import FrameLayouts
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
-from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
+from taktline_gateway.compat.service import Conversation, PolicyService, degraded_of, policy_of, until_ready
 from taktline_gateway.compat.websocket_listener import Arrival, WebSocketListener, unless_closed
 from taktline_gateway.compat.wire_arrays import encode_openpi, packed_openpi, rebuild, unpack
 from taktline_gateway.logs import log
@@ -167,9 +167,16 @@ def result_of(chunk: ActionChunk, infer_ms: float, previous_ms: float | None) ->
     server_timing = {"infer_ms": infer_ms, "queue_ms": timings.queue_ms, "margin_ms": chunk.margin_ms}
     if previous_ms is not None:
         server_timing["prev_total_ms"] = previous_ms
+    about: dict[str, Any] = {
+        "request_id": chunk.request_id,
+        "revision": chunk.revision,
+        "batch_size": chunk.batch_size,
+    }
+    if chunk.degraded is not None:
+        about["degraded"] = degraded_of(chunk)
     return {
         "actions": packed_openpi(chunk.actions),
         "server_timing": server_timing,
         "policy_timing": {"infer_ms": timings.inference_ms},
-        "taktline": {"request_id": chunk.request_id, "revision": chunk.revision, "batch_size": chunk.batch_size},
+        "taktline": about,
     }

@@ -7,8 +7,9 @@ import dataclasses
 import os
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 from taktline_protocol import ActionChunk, ErrorCode, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.deployment import ClientMapping, ClientProtocol
 from taktline_protocol.limits import Limits
@@ -209,3 +210,8 @@ async def until_ready(service: PolicyService, policy: str) -> PolicyInfo:
         if info is not None and info.ready:
             return info
         await asyncio.sleep(READY_POLL_S)
+
+
+def degraded_of(chunk: ActionChunk) -> dict[str, Any]:
+    """What was made cheaper of a chunk, as numbers and texts by name; empty where nothing was."""
+    return {} if chunk.degraded is None else dict(msgspec.to_builtins(chunk.degraded))
