@@ -321,6 +321,7 @@ class ScriptedLink:
         self.welcome = SimpleNamespace(
             resumed=False, token=b"t", held={}, pending=(), limits=SimpleNamespace(frame_bytes=2**24)
         )
+        self.shown: dict[str, str] = {}
         self.gone = self.leaving = False
         self.goodbye = None
         self.heard_at = time.monotonic()

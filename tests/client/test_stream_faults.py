@@ -17,10 +17,11 @@ from taktline.access import Access
 from taktline.encoding import FrameEncoder
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
+from taktline.stream_link import NoStream
 from taktline_protocol import Array, ErrorCode, Observation, TaktlineError
 from taktline_protocol.limits import DEFAULT_LIMITS
 from taktline_protocol.messages import PolicyInfo
-from taktline_protocol.stream import Answer, Clock, Hello, Observe, Ping, Pong, StreamLimits, Welcome
+from taktline_protocol.stream import Answer, Clock, Goodbye, Hello, Observe, Ping, Pong, Refusal, StreamLimits, Welcome
 from taktline_protocol.stream_codec import decode_from_robot, encode_frame
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosedError
@@ -59,6 +60,7 @@ class SlowLink:
         self.welcome = SimpleNamespace(
             resumed=False, token=b"t", held={}, pending=(), limits=SimpleNamespace(frame_bytes=2**24)
         )
+        self.shown = {"authorization": "Bearer one"}
         self.gone = self.leaving = False
         self.goodbye: TaktlineError | None = None
         self.heard_at = time.monotonic()
@@ -91,7 +93,7 @@ class SlowLink:
         return [frame for frame in self.sent if isinstance(frame, Observe)]
 
 
-def stream(monkeypatch, *links: object) -> StreamClient:
+def stream(monkeypatch, *links: object, access: Access | None = None) -> StreamClient:
     """A client whose attempts to connect give these."""
     left = list(links)
 
@@ -99,7 +101,7 @@ def stream(monkeypatch, *links: object) -> StreamClient:
         return left.pop(0)
 
     monkeypatch.setattr("taktline.stream_connecting.open_link", open_link)
-    return StreamClient("http://nowhere", "p", "arm", "s", Access(), RobotMetrics())
+    return StreamClient("http://nowhere", "p", "arm", "s", access or Access(), RobotMetrics())
 
 
 async def ask(client: StreamClient, seq: int, instruction: str, shade: int = 0) -> asyncio.Task:
@@ -184,6 +186,66 @@ def test_the_clock_of_a_gateway_that_leaves_is_not_taken_for_that_of_the_next_on
         assert client.clock.estimate(now).offset_s == pytest.approx(1000.0, abs=0.01)
         await asking
         await client.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("key", ["one", "two", "", None])
+def test_a_key_that_was_rotated_is_shown_before_anybody_hears_that_the_old_one_is_unknown(
+    monkeypatch, tmp_path, key, ends
+):
+    """By a refusal, or by the end of the connection; `None`: the file is away."""
+
+    async def scene():
+        first, second = SlowLink(), SlowLink()
+        client = stream(monkeypatch, first, second, access=Access(api_key_file=str(tmp_path / "key")))
+        asking = await ask(client, 1, "go")
+        if key is not None:
+            (tmp_path / "key").write_text(key)
+        said = {"code": "unauthenticated", "message": "no such key", "next_step": "ask for one"}
+        if ends:
+            client._hear(first, Goodbye(**said), time.monotonic())
+            first.abort()
+        else:
+            client._hear(first, Refusal(1, 0.0, 0.0, **said, held=True), time.monotonic())
+        await asyncio.sleep(0.05)
+        if key == "two":
+            assert [frame.seq for frame in second.observed()] == [1]
+            client._hear(second, answer(second.observed()[0]), time.monotonic())
+            await asking
+        else:
+            with pytest.raises(TaktlineError, match="no such key"):
+                await asking
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+@pytest.mark.parametrize("transport", ["auto", "stream"])
+def test_a_stream_that_was_there_is_not_given_up_for_ever(monkeypatch, transport):
+    """A proxy without a route for a moment answers 404, too."""
+
+    async def none_there(*_: object) -> None:
+        raise NoStream("404")
+
+    async def scene():
+        links = [SlowLink(), none_there, SlowLink()]
+
+        async def open_link(*given: object) -> SlowLink:
+            link = links.pop(0)
+            return await link(*given) if callable(link) else link
+
+        monkeypatch.setattr("taktline.stream_connecting.open_link", open_link)
+        robot = taktline.AsyncRobot("http://gateway", "p", "arm", transport=transport)
+        await robot.connect()
+        robot._stream._connector.link.gone = True
+        with pytest.raises(TaktlineError, match="404") as caught:
+            await robot.act({}, STATE, "go", BUDGET_MS)
+        assert caught.value.code is ErrorCode.GATEWAY_UNREACHABLE
+        await robot.connect()
+        assert (robot.metrics.connects, robot.metrics.transport, robot.metrics.fallback) == (2, "stream", "")
+        await robot.close()
 
     asyncio.run(asyncio.wait_for(scene(), 30))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 
 from taktline_protocol import ErrorCode, TaktlineError
@@ -22,7 +23,8 @@ class Access:
 
     Attributes:
         api_key: API key or access token (TAKTLINE_API_KEY).
-        api_key_file: a file that holds it (TAKTLINE_API_KEY_FILE); goes before `api_key`.
+        api_key_file: a file that holds it (TAKTLINE_API_KEY_FILE); goes before `api_key`. Read again where the gateway
+            does not know the key.
         ca_file: certificates to trust for https (TAKTLINE_CA_FILE); the system's where there is none.
         client_cert: this robot's own certificate (TAKTLINE_CLIENT_CERT), where the gateway asks for one,
         client_key: and its private key (TAKTLINE_CLIENT_KEY); empty where the certificate's file holds it.
@@ -52,6 +54,13 @@ class Access:
             # Never the key itself: this text ends in logs.
             raise _refused("the API key holds characters that no key has", API_KEY)
         return {"authorization": f"Bearer {key}"} if key else {}
+
+    def renewed(self, shown: Mapping[str, str]) -> bool:
+        """Whether there is another key by now than the one in the headers `shown`: keys in files are rotated."""
+        try:
+            return self.headers() not in ({}, shown)
+        except TaktlineError:  # half written; the next refusal asks again
+            return False
 
     def tls(self) -> ssl.SSLContext:
         """The context for https. Raises TaktlineError `config_invalid` where a file cannot be used."""

@@ -15,11 +15,11 @@ from taktline_protocol.image_fit import pillow
 from taktline_protocol.messages import Image, ImageFit, Imagine, Observation, PolicyInfo, PriorityName, Rtc, Search
 
 from taktline.access import Access
-from taktline.address import gateway_url
+from taktline.address import gateway_url, unreachable
 from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
 from taktline.encoding import FrameEncoder, NamedFrame
-from taktline.observing import Frame, Sender, State, as_state, check_named, check_names, checked_pixels
+from taktline.observing import Frame, Sender, State, as_state, check_named, check_names, checked_pixels, restamped
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_link import NoStream
@@ -238,6 +238,7 @@ class AsyncRobot:
                 answer, sent, round_trip_ms, outside_ms = await stream.ask(observation, frames, self._timeout_s)
             except NoStream as error:
                 self._fall_back(error)
+                observation = restamped(observation)
             else:
                 chunk, _ = complete(answer, sent, round_trip_ms)
                 self._note(round_trip_ms, outside_ms)
@@ -317,6 +318,8 @@ class AsyncRobot:
         return self._http
 
     def _fall_back(self, error: NoStream) -> None:
+        if self.metrics.connects:  # the gateway speaks streams: what answers for it now, a proxy it may be, will pass
+            raise unreachable(self._url, "cannot be reached", error) from error
         if self._wanted == "stream":
             raise TaktlineError(
                 ErrorCode.GATEWAY_UNREACHABLE,

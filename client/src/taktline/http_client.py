@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import msgspec
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.codecs import (
     MediaType,
@@ -24,7 +23,7 @@ from taktline_protocol.messages import ActionChunk, Observation, PolicyInfo, Pol
 
 from taktline.access import Access
 from taktline.address import gateway_url, unreachable
-from taktline.observing import TOO_LARGE_STEP
+from taktline.observing import TOO_LARGE_STEP, restamped
 from taktline.robot_metrics import RobotMetrics
 
 ANSWER_TIMEOUT_S = 30.0
@@ -38,27 +37,31 @@ class HttpClient:
     def __init__(self, url: str, policy: str, access: Access, timeout_s: float, metrics: RobotMetrics) -> None:
         self._path = f"/v1/policies/{quote(policy, safe='')}"
         self._metrics = metrics
+        self._access = access
+        self._shown = access.headers()
         address = gateway_url(url)
         self._http = httpx.AsyncClient(
             base_url=address,
             timeout=_timeout(timeout_s),
-            headers=_HEADERS | access.headers(),
+            headers=_HEADERS | self._shown,
             verify=access.verify(address),
         )
 
     async def ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:
         """The chunk for one observation, the observation as it was last sent, and the round trip in ms.
 
-        Sent once more, with the time that is left, where a gateway is shutting down. Raises TaktlineError.
+        Sent again, with the time that is left, where that may help. Raises TaktlineError.
         """
-        try:
-            return await self._ask(observation)
-        except TaktlineError as error:
-            again = _again(observation, error)
-            if again is None:
-                raise
-            self._metrics.resent += 1
-            return await self._ask(again)
+        met: set[ErrorCode] = set()
+        while True:
+            try:
+                return await self._ask(observation)
+            except TaktlineError as error:
+                observation = restamped(observation)
+                reserved_ms = observation.actuate_ms + observation.network_ms
+                if not self._may_pass(error, met) or observation.budget_ms <= reserved_ms:
+                    raise
+                self._metrics.resent += 1
 
     async def _ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:
         body = encode(observation, MediaType.MSGPACK)
@@ -77,27 +80,39 @@ class HttpClient:
 
     async def info(self) -> PolicyInfo:
         """What the policy reads and returns. Raises TaktlineError."""
-        return decode_policy(*_body(await _request(self._http, "GET", self._path)))
+        return decode_policy(*await self._get(self._path))
 
     async def policies(self) -> PolicyList:
         """All policies of the gateway that this caller may see. Raises TaktlineError."""
-        return decode_policies(*_body(await _request(self._http, "GET", "/v1/policies")))
+        return decode_policies(*await self._get("/v1/policies"))
 
     async def close(self) -> None:
         """Closes the connection."""
         await self._http.aclose()
 
+    async def _get(self, path: str) -> tuple[bytes, MediaType]:
+        met: set[ErrorCode] = set()
+        while True:
+            try:
+                return _body(await _request(self._http, "GET", path))
+            except TaktlineError as error:
+                if not self._may_pass(error, met):
+                    raise
 
-def _again(observation: Observation, error: TaktlineError) -> Observation | None:
-    """The observation stamped anew for another gateway, where this one is going away and time is left."""
-    if error.code is not ErrorCode.DRAINING or observation.sent_at is None:
-        return None
-    now = time.monotonic()
-    left_ms = observation.budget_ms - 1e3 * (now - observation.sent_at)
-    if left_ms <= observation.actuate_ms + observation.network_ms:
-        return None
-    again: Observation = msgspec.structs.replace(observation, sent_at=now, budget_ms=left_ms)
-    return again
+    def _may_pass(self, error: TaktlineError, met: set[ErrorCode]) -> bool:
+        """Whether asking again may help; once for each reason, those `met` before.
+
+        That is where the gateway is shutting down and another one answers next, where it closed an idle connection, or
+        where it does not know the key and there is a new one, which is shown from then on.
+        """
+        if error.code in met:
+            return False
+        met.add(error.code)
+        if error.code is ErrorCode.UNAUTHENTICATED and self._access.renewed(self._shown):
+            self._shown = self._access.headers()
+            self._http.headers.update(self._shown)
+            return True
+        return error.code is ErrorCode.DRAINING or isinstance(error.__cause__, httpx.RemoteProtocolError)
 
 
 def _perhaps_too_large(body_bytes: int, error: TaktlineError) -> TaktlineError:
@@ -145,16 +160,7 @@ def _body(response: httpx.Response) -> tuple[bytes, MediaType]:
 async def _request(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -> httpx.Response:
     try:
         return await http.request(method, path, **rest)
-    except httpx.RemoteProtocolError:
-        return await _retry(http, method, path, **rest)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _unreachable(http.base_url, error) from error
-
-
-async def _retry(http: httpx.AsyncClient, method: str, path: str, **rest: Any) -> httpx.Response:
-    try:
-        return await http.request(method, path, **rest)
-    except httpx.HTTPError as error:
         raise _unreachable(http.base_url, error) from error
 
 

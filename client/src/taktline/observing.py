@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
@@ -94,6 +95,16 @@ class Sender:
     def note_network(self, unseen_ms: float) -> None:
         """Takes in one round trip."""
         self._network_ms.append(unseen_ms)
+
+
+def restamped(observation: Observation) -> Observation:
+    """An observation to be sent later than it was made: as of now, with what is left of its budget."""
+    now = time.monotonic()
+    spent_ms = 0.0 if observation.sent_at is None else 1e3 * (now - observation.sent_at)
+    later: Observation = msgspec.structs.replace(
+        observation, sent_at=now, budget_ms=max(0.0, observation.budget_ms - spent_ms)
+    )
+    return later
 
 
 def check_names(policy: str, robot_id: str) -> None:

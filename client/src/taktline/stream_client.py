@@ -64,6 +64,7 @@ class StreamClient:
         self._policy = policy
         self._robot_id = robot_id
         self._session_id = session_id
+        self._access = access
         self._metrics = metrics
         self.clock = GatewayClock()
         self._held = HeldFrames()
@@ -265,7 +266,7 @@ class StreamClient:
         self._connector.lost(link)
         self._goodbye = fatal = link.goodbye
         carried = [w for w in self._waiting.values() if w.link is link and not w.answer.done()]
-        if fatal is not None and fatal.code not in RETRIED:
+        if fatal is not None and fatal.code not in RETRIED and not self._renewed(link, fatal):
             broken = fatal.code is ErrorCode.INVALID_BODY
             if not broken or len(carried) == 1:  # of several nobody knows which one was no frame
                 for waiting in carried:
@@ -363,14 +364,19 @@ class StreamClient:
         self._note_trip(link, waiting, frame, now)
         waiting.pending_on = None
         error = typed(frame)
-        if error.code is ErrorCode.DRAINING:  # may come ahead of the goodbye
+        renewed = self._renewed(link, error)
+        if renewed or error.code is ErrorCode.DRAINING:  # may come ahead of the goodbye
             self._leave(link)
-        again = (ErrorCode.KEYFRAME_NEEDED, ErrorCode.DRAINING)
-        if error.code in again and waiting.sends < MAX_RESENDS and waiting.left_s(now) > 0:
+        again = renewed or error.code in (ErrorCode.KEYFRAME_NEEDED, ErrorCode.DRAINING)
+        if again and waiting.sends < MAX_RESENDS and waiting.left_s(now) > 0:
             self._resend_soon(waiting)
             return
         self._answered = max(self._answered, frame.seq)
         waiting.fail(error)
+
+    def _renewed(self, link: Link, error: TaktlineError) -> bool:
+        """Whether what a connection shows is no longer known, and a new one would show another key."""
+        return error.code is ErrorCode.UNAUTHENTICATED and self._access.renewed(link.shown)
 
     def _note_trip(self, link: Link, waiting: Waiting, frame: Answer | Refusal, now: float) -> None:
         if waiting.link is link:

@@ -95,15 +95,17 @@ class Link:
 
     Attributes:
         welcome: what the gateway said at its start.
+        shown: the headers that let it in.
         leaving: the gateway takes no more observations here.
         goodbye: why.
         gone: the connection is lost or closed.
         heard_at: when the last frame came.
     """
 
-    def __init__(self, connection: _Connection, welcome: Welcome) -> None:
+    def __init__(self, connection: _Connection, welcome: Welcome, shown: Mapping[str, str]) -> None:
         self._connection = connection
         self.welcome = welcome
+        self.shown = shown
         self.leaving = False
         self.goodbye: TaktlineError | None = None
         self.gone = False
@@ -165,10 +167,11 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
         TaktlineError: why the gateway refused, or `gateway_unreachable`.
         NoStream: there is no stream at this address.
     """
+    shown = access.headers()
     try:
         connection = await connect(
             uri,
-            additional_headers=access.headers(),
+            additional_headers=shown,
             ssl=access.tls() if uri.startswith("wss:") else None,
             compression=None,
             max_size=ANSWER_LIMITS.body_bytes,
@@ -191,7 +194,7 @@ async def open_link(uri: str, access: Access, hello: Hello) -> Link:
         await _drop(connection)
         raise
     if isinstance(first, Welcome):
-        return Link(cast(_Connection, connection), first)
+        return Link(cast(_Connection, connection), first, shown)
     await _drop(connection)
     if isinstance(first, Goodbye):
         raise typed(first)
