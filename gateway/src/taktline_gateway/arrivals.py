@@ -107,6 +107,16 @@ class Arrivals:
         """
         return self._rhythms.strangers <= MOST_STRANGERS and self._rhythms.spread_s <= within_s
 
+    @property
+    def remembered(self) -> int:
+        """How many robots came lately, in a rhythm or not."""
+        return len(self._rhythms)
+
+    @property
+    def spread_s(self) -> float:
+        """How far off their rhythms robots come: the standard deviation over all of them."""
+        return self._rhythms.spread_s
+
     def tightest_s(self, now: float) -> float:
         """The smallest budget that came lately; infinite where none did."""
         self._turn(now)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import GRAIN, LOOKAHEAD, TAIL_QUANTILE, follow
+from taktline_gateway.foresight import MOST_ROBOTS, Step, foreseen
 from taktline_gateway.service_times import ServiceTimes
 
 LIKELY = 0.5
@@ -26,6 +27,23 @@ class Company:
     def forget(self) -> None:
         """What was decided is looked at again: a worker came, failed or has other times. One that left is noticed."""
         self._for = ()
+
+    def foreseen(
+        self,
+        dues: Sequence[float],
+        oldest: Callable[[], float],
+        times: ServiceTimes,
+        limit: int,
+        workers: int,
+        max_wait_s: float,
+        *,
+        begins: float,
+        now: float,
+    ) -> Step | None:
+        """What an only worker does first where it is known who comes, and when (`foresight`); arguments as there."""
+        if workers > 1 or limit == 1 or not max_wait_s or len(dues) > MOST_ROBOTS:
+            return None
+        return foreseen(dues, self._arrivals, times, limit, begins=begins, latest=oldest() + max_wait_s, now=now)
 
     def until(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from taktline_gateway.arrivals import Arrivals
 from taktline_gateway.batching import LOOKAHEAD, weigh_batch
 from taktline_gateway.deadline_queue import RANKS, DeadlineQueue, Priority, Ticket
+from taktline_gateway.foresight import Step
 from taktline_gateway.service_times import ServiceTimes
 
 LOW_RANK = 2 * Priority.BACKGROUND
@@ -47,7 +48,8 @@ def compose(
     workers: int,
     asked_at: float,
     price_hz: float,
-    company_until: Callable[[list[float], int, int, tuple[int, int]], float | None],
+    company_until: Callable[[list[float], tuple[int, int]], float | None],
+    foresees: Callable[[list[float]], Step | None],
 ) -> Composition:
     """The batch to launch now on a worker with these times.
 
@@ -64,8 +66,9 @@ def compose(
         now: when the worker can begin; `asked_at` is the instant of the decision, which is earlier behind a batch.
         arrivals: what came lately to all `workers`.
         price_hz: what a second of this one is worth (`overload`).
-        company_until: until when tickets may wait for company (`company`), by their deadlines, rank and position and
-            the slice of them that would be launched now.
+        company_until: until when tickets may wait for company (`company`), by their deadlines and the slice of them
+            that would be launched now; asked where nobody else waits.
+        foresees: what to do with them first, where it is known well enough who comes (`foresight`).
     """
     tightest_s = arrivals.tightest_s(asked_at)
     soonest_s = min(times.median[1] for times in levels)
@@ -90,10 +93,13 @@ def compose(
             dues, now, levels[level], limit, rate_hz, beyond, price_hz, patience_hz=patience_hz, bold=bold
         )
 
-    start, size, on_time = weighed(0)
+    step = foresees(dues) if bold and not low and not beyond and len(levels) == 1 else None
+    if step is not None and step.wait_until is not None:
+        return Composition(wait_until=step.wait_until)
+    start, size, on_time = weighed(0) if step is None else (*step[:2], 0.0)
     saves = len(levels) > 1 and on_time <= len(dues) - LOSS  # then a wait, which full quality is judged by, would lose
-    if not low and not saves and len(queue) == len(dues):  # who waits while others are there waits for nothing
-        wait_until = company_until(dues, rank, position, (start, size))
+    if step is None and not low and not saves and not beyond:  # who waits while others are there waits for nothing
+        wait_until = company_until(dues, (start, size))
         if wait_until is not None:
             return Composition(wait_until=wait_until)
     level, too_short = 0, False

@@ -115,6 +115,10 @@ class DeadlineQueue:
         for entries in self._ranks:
             yield from entries
 
+    def first_came(self) -> float:
+        """When the first of those that wait came; O(n), not to be asked of an empty queue."""
+        return min(ticket.arrived_at for ticket in self)
+
     def add(self, ticket: Ticket, rank: int | None = None) -> Ticket | None:
         """Queues `ticket`, within its share unless `rank` says otherwise; returns the older one that it replaces."""
         older = self._sources.get(ticket.source)

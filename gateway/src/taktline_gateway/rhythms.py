@@ -90,6 +90,10 @@ class Rhythms:
         self._square = OFF_FIRST_S**2
         self._seen = OFF_FIRST
 
+    def __len__(self) -> int:
+        """How many robots are remembered."""
+        return len(self._robots)
+
     def note(self, source: tuple[str, str], now: float, budget_s: float) -> None:
         """An observation of this robot came, with so much time left."""
         before = self._robots.pop(source, None)

@@ -324,6 +324,7 @@ class Scheduler:
             worker.times,
             limit,
         )
+        most, oldest = 1 if worker.probation else self.max_batch, self.queue.first_came
         choice = compose(
             self.queue,
             worker.levels,
@@ -333,12 +334,12 @@ class Scheduler:
             workers=max(1, len(self.fleet)),
             asked_at=now,
             price_hz=price,
-            company_until=lambda dues, rank, position, going: self._company.until(
+            company_until=lambda dues, going: self._company.until(
                 dues,
                 going,
-                lambda: min(ticket.arrived_at for ticket in self.queue.members(rank, position, len(dues))),
+                oldest,
                 worker.times,
-                1 if worker.probation else self.max_batch,
+                most,
                 workers=len(self.fleet),
                 in_flight=self._in_flight,
                 max_wait_s=self.max_wait_s,
@@ -346,11 +347,12 @@ class Scheduler:
                 price_hz=price,
                 now=now,
             ),
+            foresees=lambda dues: self._company.foreseen(
+                dues, oldest, worker.times, most, len(self.fleet), self.max_wait_s, begins=begins, now=now
+            ),
         )
-        if choice.wait_until is not None:
+        if not choice.tickets:  # it waits, or what this worker cannot make is left for a faster one
             return None, choice.wait_until
-        if not choice.tickets:
-            return None, None  # what this worker cannot make is left for a faster one
         self._books.take(choice.slices, choice.tickets)
         self._in_flight += len(choice.tickets)
         return worker.launch(choice.tickets, choice.level, now), None
@@ -384,9 +386,8 @@ class Scheduler:
 
     def _lost(self, ticket: Ticket, retry_s: float, now: float) -> Refused:
         self._books.turn_away(ticket)
-        known = len(self.fleet) > 0
-        completion = self.fleet.predicted_completion(0, now, share=ticket.work.least) if known else None
-        reason = Refusal.UNREACHABLE if known else Refusal.NO_WORKER
+        completion = self.fleet.predicted_completion(0, now, share=ticket.work.least) if len(self.fleet) else None
+        reason = Refusal.NO_WORKER if completion is None else Refusal.UNREACHABLE
         return Refused(ticket, reason, completion, max(0.001, retry_s))
 
     def _move_up(self, ticket: Ticket, now: float) -> None:
@@ -399,6 +400,5 @@ class Scheduler:
         if ticket is not None:
             # Just past the last start, so that a ticket on the edge still gets its chance.
             wake_at = min(wake_at, ticket.due - self.fleet.fastest_s() + 1e-4)
-        wake_at = min(wake_at, self._long.ends_at + 1e-4)
-        wake_at = min(wake_at, self.fleet.next_event(now, queued=ticket is not None))
+        wake_at = min(wake_at, self._long.ends_at + 1e-4, self.fleet.next_event(now, queued=ticket is not None))
         return None if wake_at == math.inf else wake_at

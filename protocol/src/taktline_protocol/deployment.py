@@ -264,7 +264,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         control_budget_ms: the SLO's budget, shown to clients; each observation still carries its own.
         max_batch: upper bound of a batch, whatever the worker's buckets allow.
-        max_wait_ms: how long the first queued observation may wait for company.
+        max_wait_ms: how long the first queued observation may wait for company; longer only where a plan of robots
+            in a known rhythm saves a deadline by it. 0: nobody waits.
         clients: how the observations of each client protocol are read.
         candidate: a revision on trial; absent unless a rollout is under way.
         robot_weights: robot id -> share of a contended worker against the other robots of its tenant; 1 where absent.
