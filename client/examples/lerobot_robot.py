@@ -96,7 +96,7 @@ def drive(arm: LeRobotArm, robot: taktline.Robot, task: str, seconds: float) -> 
         if action is not None:
             arm.send_action(dict(zip(commands, action.tolist(), strict=True)))
             moved += 1
-        next_tick += info.dt_s
+        next_tick = max(next_tick + info.dt_s, time.monotonic())  # what a stall missed is not made up for
         time.sleep(max(0.0, next_tick - time.monotonic()))
     return {"moved": moved, **player.metrics(), "client": robot.metrics.as_dict()}
 

@@ -57,7 +57,7 @@ def main() -> None:
                 joints = move(joints, action)
                 moved += 1
             steps += 1
-            next_tick += info.dt_s
+            next_tick = max(next_tick + info.dt_s, time.monotonic())  # what a stall missed is not made up for
             time.sleep(max(0.0, next_tick - time.monotonic()))
         print(json.dumps({"steps": steps, "moved": moved, **player.metrics(), "client": robot.metrics.as_dict()}))
 

@@ -77,8 +77,7 @@ def main() -> None:
     with taktline.Robot(options.url, options.policy, options.robot_id) as robot:
         info = robot.info()
         controller = ChunkController(robot, options.task, commands.append)
-        began = time.monotonic()
-        tick = 0
+        began = next_tick = time.monotonic()
         while time.monotonic() - began < options.seconds:
             # A 10 Hz camera: some frames are sent more than once, the second time as a reference.
             shade = int(10 * (time.monotonic() - began)) % 256
@@ -86,8 +85,8 @@ def main() -> None:
                 controller.on_image(camera, np.full((64, 64, 3), shade, np.uint8))
             controller.on_joints([0.0] * info.state_dim)
             controller.on_timer()
-            tick += 1
-            time.sleep(max(0.0, began + tick * controller.period_s - time.monotonic()))
+            next_tick = max(next_tick + controller.period_s, time.monotonic())  # nor does a timer of ROS make up
+            time.sleep(max(0.0, next_tick - time.monotonic()))
         print(json.dumps({"moved": len(commands), **controller.player.metrics(), "client": robot.metrics.as_dict()}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -250,6 +251,23 @@ def test_a_closed_robot_frees_its_name_at_once(stack):
     for _ in range(3):
         with taktline.Robot(stack.url, "scripted", "same name") as robot:
             assert robot.act(IMAGES, STATE, "go", BUDGET_MS).seq == 1
+
+
+def test_a_robot_that_is_dropped_frees_its_name_once_nothing_is_to_come(stack):
+    def dropped():
+        return taktline.Robot(stack.url, "scripted", "dropped").ask(IMAGES, STATE, "slow 300", BUDGET_MS)
+
+    def byes():
+        return stack.metric("taktline_stream_closed_total", code="bye")
+
+    for _ in range(2):
+        answer = dropped()
+        gc.collect()
+        assert answer.result(10).seq == 1, "its answer still comes"
+        before = byes()
+        del answer
+        gc.collect()
+        until(lambda: byes() > before, "its bye")  # noqa: B023
 
 
 FORGETFUL = """

@@ -58,6 +58,14 @@ class LoopThread:
             raise RuntimeError("a blocking robot was used on its own event loop; use AsyncRobot there")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def start_from_anywhere(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Starts what `make` makes, where nobody waits for it; also from the thread itself, as the collector may.
+
+        In a forked child it does nothing.
+        """
+        if not self.forked:
+            asyncio.run_coroutine_threadsafe(make(), self._loop)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` to its end; an interrupted wait cancels it."""
         future = self.start(work)

@@ -26,7 +26,8 @@ __all__ = ["ANSWER_TIMEOUT_S", "AsyncRobot", "Robot", "Transport", "copied", "li
 class Robot:
     """As `AsyncRobot`, blocking. The connection lives on a thread of its own, so that it is kept while the robot moves.
 
-    `ask` starts an observation without waiting; several may be under way, and the newest wins.
+    `ask` starts an observation without waiting; several may be under way, and the newest wins. A robot that is dropped
+    without `close` is closed when it is collected.
     """
 
     def __init__(
@@ -62,6 +63,9 @@ class Robot:
             )
         )
         _open.add(self)
+        # The connection is kept by its own tasks; without a robot nobody is left to close it.
+        self._dropped = weakref.finalize(self, self._loop.start_from_anywhere, self._robot.close)
+        self._dropped.atexit = False
 
     def act(
         self,
@@ -116,7 +120,7 @@ class Robot:
             TaktlineError: `image_corrupt` or `state_invalid` where an array is no frame or the state no vector; all
                 else comes by the future.
         """
-        return self._loop.start(
+        answer = self._loop.start(
             self._robot.act(
                 copied(images),
                 as_state(state),
@@ -131,6 +135,8 @@ class Robot:
                 priority=priority,
             )
         )
+        answer.add_done_callback(self._answered)
+        return answer
 
     def info(self) -> PolicyInfo:
         """What the policy reads and returns. Raises TaktlineError."""
@@ -153,8 +159,12 @@ class Robot:
     def close(self) -> None:
         """Ends the session; the robot id is free at once. In a forked child it does nothing: the session goes on."""
         _open.discard(self)
+        self._dropped.detach()
         if not self._loop.forked:
             self._loop.run(self._robot.close())
+
+    def _answered(self, answer: Future[Chunk]) -> None:
+        """Known to each answer, so that the robot is kept, and its connection, while one is still to come."""
 
     def __enter__(self) -> Robot:
         return self
