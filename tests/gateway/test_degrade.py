@@ -88,14 +88,14 @@ def test_a_level_more_takes_nothing_from_what_another_makes(levels, workers):
     assert made.submit(ticket("a", 0.075), 0.0) == (None, None)
     (batch,) = made.poll(0.0).batches
     assert batch.level == 1
-    assert made.predicted_completion(0, 0.0) == pytest.approx(0.050 if workers == 2 else 0.100)
+    assert made.fleet.predicted_completion(0, 0.0) == pytest.approx(0.050 if workers == 2 else 0.100)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_work_ahead_drains_at_the_level_of_the_best_throughput(workers):
     """Eight take 120 ms with shorter chunks, whichever level is the quickest with one."""
     for levels in ((STEPS, SHORT), (SHORT, STEPS)):
-        assert scheduler(levels, workers).predicted_completion(7, 0.0) == pytest.approx(0.120 / workers)
+        assert scheduler(levels, workers).fleet.predicted_completion(7, 0.0) == pytest.approx(0.120 / workers)
 
 
 def test_the_ticket_that_needs_luck_is_tried_at_the_level_that_is_quickest_with_one():

@@ -83,7 +83,7 @@ def test_behind_a_queue_none_is_held():
     """By the quarter of the work ahead that counts it misses by 20 ms; all of it takes seconds."""
     made, _ = one_at_a_time()
     number = 0
-    while made.predicted_completion(0.25 * made.depth, 0.0) <= 2.0:
+    while made.fleet.predicted_completion(0.25 * made.depth, 0.0) <= 2.0:
         made.submit(ticket(number, 2.0 + 1e-6 * number), 0.0)
         number += 1
     refused, _ = made.submit(ticket("next", 2.0 + 1e-6 * number), 0.0)

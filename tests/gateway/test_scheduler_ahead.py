@@ -122,7 +122,7 @@ def test_it_is_sent_no_sooner_than_it_must_be_and_asks_to_be_woken_then():
 def test_admission_counts_on_the_engine_going_from_one_to_the_next():
     made, _ = learned()
     end = 1.0 + ENGINE_S[1] + OUTSIDE_S
-    assert made.predicted_completion(0, 1.001) == pytest.approx(end + ENGINE_S[1])
+    assert made.fleet.predicted_completion(0, 1.001) == pytest.approx(end + ENGINE_S[1])
 
 
 def test_a_batch_that_waited_for_a_late_one_is_not_taken_for_slow():

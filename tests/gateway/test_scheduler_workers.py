@@ -110,8 +110,8 @@ def test_the_longer_a_worker_is_silent_the_later_it_is_expected():
     made = scheduler()
     made.submit(ticket("a", 9.0), 0.0)
     made.poll(0.0)
-    assert made.predicted_completion(0, 0.010) == pytest.approx(0.020)
-    assert made.predicted_completion(0, 0.110) == pytest.approx(0.110 + 0.100 + 0.010)
+    assert made.fleet.predicted_completion(0, 0.010) == pytest.approx(0.020)
+    assert made.fleet.predicted_completion(0, 0.110) == pytest.approx(0.110 + 0.100 + 0.010)
     refused, _ = made.submit(ticket("b", 0.200), 0.110)
     assert refused.reason is Refusal.UNREACHABLE
     assert refused.retry_s == pytest.approx(0.020)

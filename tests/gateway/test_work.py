@@ -101,6 +101,15 @@ def test_one_of_more_than_the_policys_own_work_is_refused_where_only_that_would_
     assert batch.predicted == pytest.approx(40.0)
 
 
+def test_one_that_goes_to_another_policy_is_due_as_its_work_is_there():
+    one = ticket("a", 25.0, work=CUT)
+    scheduler(table=LINEAR).submit(one, 0.0)
+    assert one.due == one.last_due > 44.0
+    one.work = WHOLE
+    scheduler(table=LINEAR).submit(one, 0.0)
+    assert one.due == one.last_due == 25.0
+
+
 def test_those_ahead_count_as_what_they_take():
     """Nine searches of 0.4 s and one of 1 s of budget behind them; by T_sync they were three minutes."""
     short = Work(0.02, 0.02)

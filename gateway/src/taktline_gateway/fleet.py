@@ -145,11 +145,13 @@ class Fleet:
                 moment = worker.open_at
         return moment
 
-    def last_due(self, ticket: Ticket) -> float:
-        """Its deadline, moved by how much less than T_sync it takes at least, on whichever worker that is least."""
-        spared = 1.0 - ticket.work.least
-        medians = [worker.levels[worker.quickest].median[1] for worker in self._workers.values()] or [0.0]
-        return ticket.deadline + spared * (min(medians) if spared > 0.0 else max(medians))
+    def reckon(self, ticket: Ticket) -> None:
+        """Moves when it is due by how much less than T_sync it takes at least, on whichever worker that is least."""
+        moved_s, spared = 0.0, 1.0 - ticket.work.least
+        if spared:
+            medians = [worker.levels[worker.quickest].median[1] for worker in self._workers.values()] or [0.0]
+            moved_s = spared * (min(medians) if spared > 0.0 else max(medians))
+        ticket.due = ticket.last_due = ticket.deadline + moved_s
 
     def predicted_completion(self, ahead: float, now: float, without: str = "", share: float = 1.0) -> float:
         """A lower bound of the completion instant of a ticket with `ahead` tickets served before it.

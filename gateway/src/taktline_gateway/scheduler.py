@@ -21,7 +21,6 @@ from taktline_gateway.overload import price_hz
 from taktline_gateway.queue_books import QueueBooks
 from taktline_gateway.service_times import ServiceTimes
 from taktline_gateway.table_trial import TableTrial
-from taktline_gateway.work import WHOLE
 from taktline_gateway.worker_state import Batch, WorkerState
 
 __all__ = ["TRIAL_AFTER_S", "Batch", "Plan", "Refusal", "Refused", "Scheduler"]
@@ -158,8 +157,7 @@ class Scheduler:
 
         Returns: (refusal or None, the older ticket of the same robot that this one supersedes or None).
         """
-        if ticket.work is not WHOLE:
-            ticket.due = ticket.last_due = self.fleet.last_due(ticket)
+        self.fleet.reckon(ticket)
         self.arrivals.note(ticket.source, now, self.max_wait_s, ticket.last_due - now)
         if ticket.priority <= Priority.PRODUCTION:
             self.arrivals.note_budget(ticket.last_due - now, now)
@@ -247,10 +245,6 @@ class Scheduler:
     def waiting(self) -> list[Ticket]:
         """Those tickets, in service order."""
         return [*(ticket for ticket in (self._trial.ticket, self._long.ticket) if ticket is not None), *self.queue]
-
-    def predicted_completion(self, ahead: int, now: float) -> float:
-        """A lower bound of the completion instant of a ticket with `ahead` tickets served before it."""
-        return self.fleet.predicted_completion(ahead, now)
 
     # ----- decisions
 
