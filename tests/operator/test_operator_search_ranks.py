@@ -9,12 +9,13 @@ import pytest
 from taktline_operator import search_ranks, workload
 from taktline_operator.engine_spec import Engine, Parallel, Search, SearchModel
 
-# The published cluster: 2.14 s a round on an A100, 1 ms for each further rank, 0.8 % lost by each.
+# The published cluster: 2.14 s a round of 800 candidates, 8 units, on an A100, 1 ms for each further rank, 0.8 % lost
+# by each.
 MODEL = SearchModel(round_ms=2140, rank_ms=1, loss=0.008)
 
 
 def engine(most: int = 8, rounds: int = 10, model: SearchModel | None = MODEL) -> Engine:
-    return Engine(parallel=Parallel(search=most, search_model=model), search=Search(rounds=rounds))
+    return Engine(parallel=Parallel(search=most, search_model=model), search=Search(rounds=rounds, candidates=800))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,30 @@ def test_the_published_plan_on_eight_ranks() -> None:
     choice = search_ranks.choose(engine(), 3_300)
     assert choice is not None
     assert choice.predicted_ms == pytest.approx(2895, abs=1)
-    assert "on 7 they would take 3264 ms" in choice.message
+    assert "on 4 they would take 5508 ms" in choice.message  # 5 to 7 are no faster: some rank has two units
+
+
+def test_ranks_that_make_no_share_smaller_are_not_taken() -> None:
+    """By eff(W) alone five ranks would take 4457 ms; those with two units take 5561."""
+    choice = search_ranks.choose(engine(), 5_000)
+    assert choice is not None
+    assert choice.ranks == 8
+    most = search_ranks.choose(engine(most=7), 5_000)
+    assert most is not None
+    assert (most.ranks, most.predicted_ms) == (4, 5508)
+    assert "not within 4500 ms" in most.message
+    assert most.message.startswith("10 rounds on 4 ranks take 5508 ms")
+
+
+def test_units_follow_the_search() -> None:
+    small = Engine(parallel=Parallel(search=8, search_model=MODEL), search=Search(candidates=400))
+    choice = search_ranks.choose(small, 7_000)
+    assert choice is not None
+    assert choice.ranks == 4
+    coarse = Engine(parallel=Parallel(search=8, search_model=MODEL), search=Search(candidates=800, micro_batch=400))
+    choice = search_ranks.choose(coarse, 7_000)
+    assert choice is not None
+    assert choice.ranks == 2
 
 
 def test_where_no_number_keeps_the_budget_the_fastest_is_taken_and_said() -> None:
@@ -61,7 +85,7 @@ def planner(make: Any, **parallel: Any) -> Any:
         model={"family": "vjepa2-ac", "source": {"path": "/srv/policies/planner"}, "revision": "a"},
         pools=[{"name": "gpus", "accelerator": "h200"}],
         slo={"controlBudgetMs": 11_900},
-        engine={"parallel": parallel},
+        engine={"parallel": parallel, "search": {"candidates": 800}},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from taktline_protocol.search_latency import LatencyModel
+from taktline_protocol.search_latency import UNIT_ON_A_GPU, LatencyModel, units_of
 
 from taktline_operator.capacity import OVERHEAD_SHARE
 from taktline_operator.engine_spec import Engine, Parallel, Search
@@ -28,8 +28,11 @@ def choose(engine: Engine, budget_ms: float) -> Choice | None:
     if parallel is None or parallel.search_model is None:
         return None
     stated = parallel.search_model
-    model = LatencyModel(stated.round_ms / 1000.0, stated.rank_ms / 1000.0, stated.loss)
-    rounds = (engine.search or Search()).rounds
+    search = engine.search or Search()
+    # What the model speaks of is GPUs.
+    units = units_of(search.candidates, search.micro_batch or UNIT_ON_A_GPU)
+    model = LatencyModel(stated.round_ms / 1000.0, stated.rank_ms / 1000.0, stated.loss, units)
+    rounds = search.rounds
     deadline_ms = (1.0 - OVERHEAD_SHARE) * budget_ms
     most = parallel.search
     enough = model.ranks_for(deadline_ms / 1000.0, rounds, most)
@@ -45,8 +48,8 @@ def choose(engine: Engine, budget_ms: float) -> Choice | None:
     elif ranks == 1:
         message = f"{plan}, within {allowed}"
     else:
-        fewer = 1000.0 * model.plan_s(ranks - 1, rounds)
-        message = f"{plan}, within {allowed}; on {ranks - 1} they would take {fewer:.4g} ms"
+        *_, fewer = model.useful(ranks - 1)
+        message = f"{plan}, within {allowed}; on {fewer} they would take {1000.0 * model.plan_s(fewer, rounds):.4g} ms"
     return Choice(
         ranks=ranks,
         most_ranks=most,

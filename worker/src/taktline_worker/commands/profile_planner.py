@@ -20,8 +20,12 @@ from taktline_worker.commands.options import (
 def profile_planner(
     policy: Annotated[Path, typer.Argument(help="A planner's checkpoint folder, or a worker's engine.json.")],
     ranks: Annotated[
-        str, typer.Option(help="Numbers of ranks to measure, separated by commas; 1 among them.")
-    ] = "1,2,3",
+        str,
+        typer.Option(
+            help="Numbers of ranks to measure, separated by commas; 1 among them. "
+            "Left out: the three fewest that divide a round's units, 1,2,4 for 800 candidates on GPUs."
+        ),
+    ] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Rounds of a plan; 0 takes the deployment's.")] = 0,
     candidates: Annotated[int, typer.Option(min=0, help="Candidates of a round; 0 takes the deployment's.")] = 0,
     runs: Annotated[int, typer.Option(min=1, help="Timed plans of each mesh.")] = 3,
@@ -34,17 +38,20 @@ def profile_planner(
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the figure (needs matplotlib).")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a planner on meshes of several sizes and fit time(W) = rounds (r / eff(W) + c (W - 1)).
+    """Measure a planner on meshes of several sizes and fit time(W) = rounds (r / eff(W) + c (W - 1)), in whole units.
 
     Each further rank is a process of its own: on a GPU of its own, or on a share of this machine's cores.
     """
-    sizes = read_batches(ranks, "numbers of ranks", "--ranks")
+    stated = read_batches(ranks, "numbers of ranks", "--ranks") if ranks else None
     check_place(device, precision)
     with progress() as say:
-        from taktline_worker.profiling.ranks import check_sizes, measure, planner_config
+        from taktline_worker.profiling.ranks import check_sizes, default_sizes, measure, planner_config
 
-        check_sizes(sizes)
+        if stated is not None:
+            check_sizes(stated)
         config = planner_config(policy, device, precision)
+        sizes = default_sizes(config, candidates) if stated is None else stated
+        check_sizes(sizes)
         times = measure(config, sizes, runs, say, rounds, candidates)
     import json
 
@@ -64,7 +71,7 @@ def profile_planner(
         "policy": config.policy,
         "device": times.device,
         "dtype": times.precision,
-        "shape": {"candidates": times.candidates, "rounds": count, "horizon": times.horizon},
+        "shape": {"candidates": times.candidates, "units": times.units, "rounds": count, "horizon": times.horizon},
         "measured": measured,
         "model": {"round_s": model.round_s, "rank_s": model.rank_s, "loss": model.loss},
         "plans_equal": times.plans_equal,
@@ -87,10 +94,10 @@ def profile_planner(
         typer.echo(f"{row['ranks']:>5} {row['seconds']:>11.3f} {row['model_s']:>9.3f}")
     typer.echo(
         f"time(W) = {count} x ({model.round_s:.4g} s / eff(W) + {model.rank_s:.3g} s x (W - 1)), "
-        f"eff(W) = W / (1 + {model.loss:.3g} x (W - 1))"
+        f"eff(W) = W' / (1 + {model.loss:.3g} x (W - 1)), W' = {times.units} / ceil({times.units} / W)"
     )
-    stated = f"{{roundMs: {1000 * model.round_s:.4g}, rankMs: {1000 * model.rank_s:.3g}, loss: {model.loss:.3g}}}"
-    typer.echo(f"for the operator to choose the ranks: spec.engine.parallel.searchModel: {stated}")
+    constants = f"{{roundMs: {1000 * model.round_s:.4g}, rankMs: {1000 * model.rank_s:.3g}, loss: {model.loss:.3g}}}"
+    typer.echo(f"for the operator to choose the ranks: spec.engine.parallel.searchModel: {constants}")
     typer.echo("all meshes gave the same plan" if times.plans_equal else "THE PLANS DIFFER between meshes")
     if deadline_ms:
         typer.echo(

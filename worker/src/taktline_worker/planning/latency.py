@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_protocol.search_latency import LatencyModel
+from taktline_protocol.search_latency import LatencyModel, whole_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,14 @@ class Measurement:
     seconds: float
 
 
-def fit(measurements: Sequence[Measurement]) -> LatencyModel:
+def fit(measurements: Sequence[Measurement], units: int) -> LatencyModel:
     """Least squares of the relative error, with r > 0, c >= 0 and a >= 0.
 
-    The model is linear in (r, r a, c): seconds / rounds = r / W + r a (W - 1) / W + c (W - 1). A coefficient that the
+    The model is linear in (r, r a, c): seconds / rounds = r / W' + r a (W - 1) / W' + c (W - 1). A coefficient that the
     free fit makes negative is set to zero and the others are fitted again; the best of those fits is taken.
+
+    Args:
+        units: of one round of all measurements.
 
     Raises:
         TaktlineError: CONFIG_INVALID where a measurement is not positive, or where there are fewer than three world
@@ -34,7 +37,7 @@ def fit(measurements: Sequence[Measurement]) -> LatencyModel:
     sizes = {m.ranks for m in measurements}
     if 1 not in sizes or len(sizes) < 3:
         raise _error(f"measurements at {sorted(sizes)} ranks do not determine three constants")
-    rows = [_row(m) for m in measurements]
+    rows = [_row(m, whole_share(units, m.ranks)) for m in measurements]
     best: tuple[float, list[float]] | None = None
     for kept in ((0, 1, 2), (0, 1), (0, 2), (0,)):
         values = _least_squares([[row[i] for i in kept] for row in rows])
@@ -48,13 +51,13 @@ def fit(measurements: Sequence[Measurement]) -> LatencyModel:
             best = (error, full)
     assert best is not None  # the fit of r alone is always positive
     round_s, loss_s, rank_s = best[1]
-    return LatencyModel(round_s=round_s, rank_s=rank_s, loss=loss_s / round_s)
+    return LatencyModel(round_s=round_s, rank_s=rank_s, loss=loss_s / round_s, units=units)
 
 
-def _row(m: Measurement) -> list[float]:
+def _row(m: Measurement, share: float) -> list[float]:
     # Divided by the measured time of a round, so that every measurement weighs by its relative error.
     scale = m.rounds / m.seconds
-    return [scale / m.ranks, scale * (m.ranks - 1) / m.ranks, scale * (m.ranks - 1)]
+    return [scale / share, scale * (m.ranks - 1) / share, scale * (m.ranks - 1)]
 
 
 def _least_squares(rows: list[list[float]]) -> list[float] | None:

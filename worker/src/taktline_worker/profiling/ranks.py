@@ -13,8 +13,9 @@ import msgspec
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_protocol.deployment import SearchOptions as Options
-from taktline_protocol.search_latency import LatencyModel
+from taktline_protocol.search_latency import UNIT_ON_A_CPU, UNIT_ON_A_GPU, LatencyModel, units_of
 
+from taktline_worker.devices import choose_device
 from taktline_worker.lifecycle import read_config
 from taktline_worker.models.vjepa2_ac import inspection
 from taktline_worker.models.vjepa2_ac.adapter import FAMILY, load
@@ -29,11 +30,13 @@ class RankTimes:
     Attributes:
         measurements: one for each number of ranks, the median of its runs.
         plans_equal: whether all meshes gave the same plan, to the last bit.
+        units: that the candidates of a round are scored in.
     """
 
     measurements: tuple[Measurement, ...]
     plans_equal: bool
     candidates: int
+    units: int
     horizon: int
     precision: str
     device: str
@@ -41,7 +44,7 @@ class RankTimes:
     @functools.cached_property
     def model(self) -> LatencyModel:
         """The fit. Raises TaktlineError CONFIG_INVALID where fewer than three sizes were measured, or 1 was not."""
-        return fit(self.measurements)
+        return fit(self.measurements, self.units)
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
@@ -51,8 +54,22 @@ def check_sizes(sizes: Sequence[int]) -> None:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
             f"{wanted} ranks do not determine the three constants of the model",
-            "measure 1 and at least two more, e.g. --ranks 1,2,3",
+            "measure 1 and at least two more, e.g. --ranks 1,2,4",
         )
+
+
+def default_sizes(config: EngineConfig, candidates: int = 0) -> list[int]:
+    """Three numbers of ranks to measure: the fewest that divide the units of a round, then others with smaller shares.
+
+    Shares that are all of one size are what further ranks are best told from.
+    """
+    options = config.engine.search or Options()
+    unit = options.micro_batch or (
+        UNIT_ON_A_CPU if choose_device(config.engine.device).type == "cpu" else UNIT_ON_A_GPU
+    )
+    units = units_of(candidates or options.candidates, unit)
+    useful = list(LatencyModel(1.0, 0.0, 0.0, units).useful(units))
+    return sorted(sorted(useful, key=lambda ranks: (units % ranks != 0, ranks))[:3])
 
 
 def planner_config(source: Path, device: str, precision: str) -> EngineConfig:
@@ -131,6 +148,7 @@ def measure(
         measurements=tuple(measurements),
         plans_equal=len(set(plans)) == 1,
         candidates=settings.candidates,
+        units=units_of(settings.candidates, adapter.world.micro_batch),
         horizon=settings.horizon,
         precision=adapter.description.precision,
         device=adapter.description.device,

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, SearchOptions
+from taktline_protocol.search_latency import UNIT_ON_A_CPU, UNIT_ON_A_GPU
 
 from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device, sent
@@ -34,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["FAMILY", "VJepa2Adapter", "load"]
 
-_MICRO_BATCH_CUDA = 100
-"""800 candidates are 8 units then: whole shares for 1, 2, 4 and 8 ranks."""
-_MICRO_BATCH_CPU = 16
 _DIMENSIONS = ("x", "y", "z", "gripper")
 
 
@@ -167,7 +165,7 @@ def check_deployment(config: EngineConfig, device: torch.device | None = None) -
         limits=limits,
         control_period_s=_control_period_s(sidecar, config.engine.control_period_ms),
         device=device,
-        micro_batch=options.micro_batch or (_MICRO_BATCH_CUDA if device.type == "cuda" else _MICRO_BATCH_CPU),
+        micro_batch=options.micro_batch or (UNIT_ON_A_GPU if device.type == "cuda" else UNIT_ON_A_CPU),
     )
 
 
