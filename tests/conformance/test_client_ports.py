@@ -41,3 +41,13 @@ def test_token_file_that_is_absent_or_empty(tmp_path):
     empty.touch()
     for path in (empty, tmp_path / "absent"):
         assert serve(tmp_path, "--groot-token-file", str(path)).returncode == 2
+
+
+def test_a_token_file_with_half_a_hash_is_refused_and_not_shown(tmp_path):
+    """Taken for a token it would let in whoever has read it."""
+    path = tmp_path / "token"
+    path.write_text("blake2b:c2FsdA:aGFzaA")
+    done = serve(tmp_path, "--groot-token-file", str(path))
+    assert done.returncode == 2
+    assert "it is no hash that `taktline-gateway new-key` prints" in done.stderr
+    assert "c2FsdA" not in done.stderr

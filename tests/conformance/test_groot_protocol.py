@@ -13,6 +13,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from taktline_gateway.access.keys import new_key
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot, npy_array
 from taktline_gateway.compat.groot_observations import joined_keys, joined_mapping, mapping_of, rows_of
 from taktline_protocol import TaktlineError
@@ -81,16 +82,19 @@ def test_errors_and_no_kill(served, documented_client, generation):
     assert served.gateway.poll() is None
 
 
-def test_token(fleet, documented_client, tmp_path):
+@pytest.mark.parametrize("hashed", [False, True])
+def test_token(fleet, documented_client, tmp_path, hashed):
     port = free_port()
     token = tmp_path / "token"
-    token.write_text("s3cret-token\n")
+    secret, kept = new_key("groot") if hashed else ("s3cret-token", "s3cret-token")
+    token.write_text(f"{kept}\n")
     fleet.route("pick")
     fleet.start("--groot-listen", f"127.0.0.1:{port}", "--groot-token-file", str(token))
-    said = documented_client.run("groot_protocol.py", "tokens", str(port), "npy", "s3cret-token")
+    said = documented_client.run("groot_protocol.py", "tokens", str(port), "npy", secret)
     unauthorized = "Server error: Unauthorized: Invalid API token"
     assert said == [unauthorized, unauthorized, {"status": "ok", "message": "Server is running"}]
-    assert "s3cret" not in fleet.log.read_text()
+    assert secret not in fleet.log.read_text()
+    assert hashed == (secret not in token.read_text())
 
 
 def test_a_slow_request_of_one_robot_does_not_stop_another(served, documented_client):

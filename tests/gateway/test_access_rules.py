@@ -28,7 +28,7 @@ from taktline_gateway.access.audit import AuditLog, Decision
 from taktline_gateway.access.command import make_key
 from taktline_gateway.access.control import AccessControl, Credential
 from taktline_gateway.access.http import _check_origin, need_of, secret_in
-from taktline_gateway.access.keys import StoredHash, hash_of, is_hash, new_key, split_key
+from taktline_gateway.access.keys import PortToken, StoredHash, hash_of, is_hash, new_key, split_key
 from taktline_gateway.access.rates import Quota, TokenBucket, admit
 from taktline_gateway.access.rights import OPEN, Principal, fits
 from taktline_gateway.compat.gateway_service import GatewayService
@@ -187,6 +187,17 @@ def test_two_hashes_of_one_secret_differ():
     assert hash_of(secret, b"a" * 16) != hash_of(secret, b"b" * 16)
     assert StoredHash(hash_of(secret, b"a" * 16)).matches(secret)
     assert not StoredHash(hash_of(secret, b"a" * 16)).matches("y" * 43)
+
+
+def test_a_ports_token_is_known_by_itself_or_by_its_hash_alone():
+    key, kept = new_key("groot")
+    other, _ = new_key("groot")
+    hashed, plain = PortToken(kept), PortToken("s3cret")
+    assert hashed.matches(key)
+    assert plain.matches("s3cret")
+    for wrong in (other, kept, split_key(key)[1], "", None, 7, b"s3cret", "s3cret\ud800"):
+        assert not hashed.matches(wrong)
+        assert not plain.matches(wrong)
 
 
 @given(st.text(max_size=200))

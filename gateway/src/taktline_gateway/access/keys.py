@@ -64,6 +64,26 @@ class StoredHash:
         return hmac.compare_digest(_digest(secret, self._salt), self._digest)
 
 
+class PortToken:
+    """What every client of a port must send: a text, or a key of `new_key` of which only the hash is known here."""
+
+    __slots__ = ("_hash", "_text")
+
+    def __init__(self, text: str) -> None:
+        """`text` is the token, or its hash. Raises ValueError where it begins like a hash and is none."""
+        self._hash = StoredHash(text) if text.startswith(f"{_SCHEME}:") else None
+        self._text = text.encode()
+
+    def matches(self, token: object) -> bool:
+        """Whether a client sent it, in time that does not depend on where they differ."""
+        if not isinstance(token, str):
+            return False
+        if self._hash is None:
+            return hmac.compare_digest(token.encode(errors="replace"), self._text)
+        parts = split_key(token)
+        return parts is not None and self._hash.matches(parts[1])
+
+
 def _digest(secret: str, salt: bytes) -> bytes:
     return hashlib.blake2b(secret.encode(), digest_size=32, key=salt, person=_PERSON).digest()
 

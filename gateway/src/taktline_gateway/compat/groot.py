@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import logging
 from collections import OrderedDict
 from typing import Any
@@ -16,6 +15,7 @@ import zmq
 import zmq.asyncio
 from taktline_protocol import ErrorCode, TaktlineError
 
+from taktline_gateway.access.keys import PortToken
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot
 from taktline_gateway.compat.groot_connections import CountedClients
 from taktline_gateway.compat.groot_observations import (
@@ -64,10 +64,10 @@ class GrootListener:
     """One port on which GR00T's protocol is spoken for one policy."""
 
     def __init__(self, listen: Listen, service: PolicyService, api_token: str = "") -> None:
-        """`api_token` is what every request must carry; empty asks for none."""
+        """`api_token` is what every request must carry, or its hash; empty asks for none."""
         self._listen = listen
         self._service = service
-        self._token = api_token
+        self._token = PortToken(api_token) if api_token else None
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
         self._counted = CountedClients(self._socket, service.connections, self._left)
@@ -168,9 +168,9 @@ class GrootListener:
         if not isinstance(request, dict):
             raise _invalid(f"the request is {type(request).__name__}, not a map")
         token = request.get("api_token")
-        if self._token and not (isinstance(token, str) and hmac.compare_digest(token.encode(), self._token.encode())):
+        if self._token is not None and not self._token.matches(token):
             return {"error": _UNAUTHORIZED}
-        key = token if isinstance(token, str) and token != self._token else None
+        key = token if isinstance(token, str) and self._token is None else None
         try:
             client.caller = await self._service.identify(dataclasses.replace(client.caller, api_key=key))
         except TaktlineError as error:

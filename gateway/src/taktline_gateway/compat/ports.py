@@ -8,6 +8,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from taktline_gateway.access.keys import PortToken
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listen:
@@ -20,7 +22,7 @@ class Listen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientPorts:
-    """Where each protocol listens; `groot_api_token` is what GR00T's clients must send, empty where nothing."""
+    """Where each protocol listens; `groot_api_token` is what GR00T's clients must send, or its hash, or empty."""
 
     openpi: Sequence[Listen] = ()
     vla_eval: Sequence[Listen] = ()
@@ -65,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve LeRobot's asynchronous inference there, for POLICY or the one that the client's model path names",
     )
     parser.add_argument(
-        "--groot-token-file", type=token_in, metavar="FILE", help="file with the API token of GR00T clients"
+        "--groot-token-file",
+        type=token_in,
+        metavar="FILE",
+        help="file with the API token of GR00T clients, or the hash that new-key prints",
     )
 
 
@@ -97,11 +102,15 @@ def groot_listen_of(text: str) -> Listen:
 
 
 def token_in(path: str) -> str:
-    """The token in a file, without the white space around it. Raises argparse.ArgumentTypeError."""
+    """The token in a file, or its hash, without the white space around it. Raises argparse.ArgumentTypeError."""
     try:
         token = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read") from error
     if not token:
         raise argparse.ArgumentTypeError(f"{path} is empty")
+    try:
+        PortToken(token)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
     return token
