@@ -1,10 +1,14 @@
 """Several GPUs of one host, each figure beside that of one GPU of the same run.
 
-    python benchmarks/multi_gpu.py [--gpus N] [--only planner,replicas,cosmos3] [--quick] [--out DIR]
+    python benchmarks/multi_gpu.py [--gpus N] [--only planner,replicas,cosmos3,vae] [--quick] [--limit-s S] [--out DIR]
 
-planner: a V-JEPA 2-AC plan on 1, 2, 4, ... ranks of one mesh; all plans must be the same bytes; the latency model.
-cosmos3: Cosmos3-Nano, official and published shape, on every form of mesh (mesh_cosmos3.py under torchrun).
+planner: a V-JEPA 2-AC plan on 1, 2, 4, ... ranks of one mesh, 800 candidates and 80 elites as published; all plans must
+    be the same bytes; the latency model. Three rounds on one rank and on all.
 replicas: π0.5 with one replica a GPU behind one port; 32 clients, batches of up to 4, formed within 20 ms.
+cosmos3: Cosmos3-Nano, official and published shape, on every form of mesh (mesh_cosmos3.py under torchrun).
+vae: an imagined video decoded in one tile a rank, beside the whole on one (mesh_vae.py under torchrun).
+
+Rows are written as they come; what would begin after --limit-s is left out, and said. NVLink multicast is left off.
 
 Random weights of the published size, through the product's own worker and loader. Without a GPU the same runs on this
 machine's cores with the tests' tiny checkpoints: that shows that it works, and its times mean nothing.
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,11 +62,19 @@ class Setting:
     gpus: int
     quick: bool
     folder: Path
+    limit_s: float
 
     @property
     def sizes(self) -> list[int]:
         """Powers of two up to the number of GPUs."""
         return [size for size in (1, 2, 4, 8) if size <= self.gpus]
+
+    def out_of_time(self, what: str) -> bool:
+        """Whether nothing more may begin; says what is left out."""
+        if time.monotonic() - START < self.limit_s:
+            return False
+        say(f"left out for want of time: {what}")
+        return True
 
 
 def say(text: str) -> None:
@@ -70,11 +83,13 @@ def say(text: str) -> None:
 
 
 def planner(setting: Setting) -> Iterator[ScalingRow]:
-    """The published search and its three-round form."""
+    """The published search, and three rounds of it."""
     from taktline_worker.profiling.ranks import measure
 
     tiny = setting.device.type == "cpu"
-    options = SearchOptions(candidates=64, elites=8, rounds=2, micro_batch=8) if tiny else SearchOptions()
+    options = SearchOptions(candidates=800, elites=80)
+    if tiny:
+        options = SearchOptions(candidates=64, elites=8, rounds=2, micro_batch=8)
     config = EngineConfig(
         policy="planner",
         model=ModelConfig(
@@ -84,12 +99,16 @@ def planner(setting: Setting) -> Iterator[ScalingRow]:
             device=setting.device.type, precision="fp32" if tiny else "bf16", buckets=(1,), search=options
         ),
     )
-    for rounds in (options.rounds, 3):
-        times = measure(config, setting.sizes, 1 if setting.quick else 2, say, rounds=rounds)
+    units = -(-options.candidates // (options.micro_batch or 100))
+    assert units >= setting.sizes[-1], f"{units} units leave some of {setting.sizes[-1]} ranks without work"
+    for rounds, sizes in ((options.rounds, setting.sizes), (3, sorted({1, setting.sizes[-1]}))):
+        if setting.out_of_time(f"planner, {rounds} rounds"):
+            return
+        times = measure(config, sizes, 1, say, rounds=rounds)
         assert times.plans_equal, "meshes of different sizes found different plans"
         alone = times.measurements[0].seconds
         details: dict[str, Any] = {"rounds": rounds, "candidates": times.candidates, "plans_equal": True}
-        if len(setting.sizes) >= 3:
+        if len(sizes) >= 3:
             details["model"] = asdict(times.model)
         for one in times.measurements:
             name = f"planner, {rounds} rounds"
@@ -196,6 +215,8 @@ def replicas(setting: Setting) -> Iterator[ScalingRow]:
     folder = pi05_folder(setting.folder / "pi05", setting.device)
     alone = 0.0
     for size in setting.sizes:
+        if setting.out_of_time(f"replicas on {size}"):
+            return
         config = EngineConfig(
             policy="pi05",
             model=ModelConfig(family="pi05", path=str(folder), revision="random"),
@@ -219,13 +240,13 @@ def replicas(setting: Setting) -> Iterator[ScalingRow]:
 def cosmos3(setting: Setting) -> Iterator[ScalingRow]:
     """The denoising loop of both shapes, split by guidance branch, by matrices and by tokens."""
     tiny = setting.device.type == "cpu"
-    for size in setting.sizes[1:]:
+    for size in reversed(setting.sizes[1:]):
+        if setting.out_of_time(f"cosmos3 on {size}"):
+            return
         out = setting.folder / f"cosmos3-{size}"
         flags = ["--only", "cosmos3-nano,cosmos3-nano-paper", "--out", str(out)]
-        flags += ["--tiny"] if tiny else ["--runs", "5"] if setting.quick else []
-        script = str(Path(__file__).with_name("mesh_cosmos3.py"))
-        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), script)
-        subprocess.run([sys.executable, *launch, *flags], check=True)
+        flags += ["--tiny"] if tiny else ["--runs", "5" if setting.quick else "10"]
+        _torchrun("mesh_cosmos3.py", size, flags)
         for row in json.loads((out / f"mesh_cosmos3_{size}.json").read_text()):
             form = row["details"]
             name = f"{row['policy'].removeprefix('cosmos3-')} {form['cfg']}x{form['tp']} {form['split']}"
@@ -233,10 +254,27 @@ def cosmos3(setting: Setting) -> Iterator[ScalingRow]:
             yield ScalingRow(name, size, row["median_ms"], 1e3 / row["median_ms"], row["ratio"], form)
 
 
+def decoding(setting: Setting) -> Iterator[ScalingRow]:
+    """An imagined video in one tile a rank."""
+    for size in reversed(setting.sizes[1:]):
+        if setting.out_of_time(f"vae on {size}"):
+            return
+        out = setting.folder / f"vae-{size}"
+        _torchrun("mesh_vae.py", size, ["--runs", "1" if setting.quick else "3", "--out", str(out)])
+        for row in json.loads((out / f"mesh_vae_{size}.json").read_text()):
+            yield ScalingRow(f"vae, {row['preset']}", size, row["median_ms"], 1e3 / row["median_ms"], row["ratio"], row)
+
+
+def _torchrun(script: str, size: int, flags: list[str]) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
+    subprocess.run([sys.executable, *launch, str(Path(__file__).with_name(script)), *flags], check=True)
+
+
 PARTS: dict[str, Callable[[Setting], Iterator[ScalingRow]]] = {
     "planner": planner,
     "replicas": replicas,
     "cosmos3": cosmos3,
+    "vae": decoding,
 }
 
 
@@ -247,7 +285,7 @@ def save(rows: list[ScalingRow], out: Path, gpus: int, device_name: str) -> Path
         "device": device_name,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/multi_gpu.py",
+        "command": " ".join(["python benchmarks/multi_gpu.py", *sys.argv[1:]]),
         "rows": [asdict(row) for row in rows],
     }
     target = out / f"multi_gpu_x{gpus}.json"
@@ -261,12 +299,17 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0, help="how many to use (default: all; without a GPU 2 processes)")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="shorter runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder (%(default)s)")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="nothing begins later (%(default)s s)")
+    parser.add_argument("--out", type=Path, help="folder (benchmarks/results/h200; needed where there is no GPU)")
     options = parser.parse_args()
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     visible = torch.cuda.device_count()
+    if options.out is None and not visible:
+        parser.error("without a GPU name a folder with --out: these times are no results")
+    out = options.out or Path("benchmarks/results/h200")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if visible and options.gpus > visible:
         parser.error(f"--gpus {options.gpus}, and {visible} are visible")
     device = torch.device("cuda" if visible else "cpu")
@@ -275,16 +318,17 @@ def main() -> None:
     # A GPU's worth of random weights is 7 GB: shared memory spares the disk.
     fast = Path("/dev/shm") if visible and Path("/dev/shm").is_dir() else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=fast) as name:
-        setting = Setting(device, options.gpus or visible or 2, options.quick, Path(name))
+        setting = Setting(device, options.gpus or visible or 2, options.quick, Path(name), options.limit_s)
         for part in wanted:
             for row in PARTS[part](setting):
                 rows.append(row)
-                target = save(rows, options.out, setting.gpus, device_name)
+                target = save(rows, out, setting.gpus, device_name)
                 say(f"{row.part} on {row.gpus}: {row.median_ms:.1f} ms, {row.per_s:.2f}/s, {row.scale:.2f} x one")
     print(f"\n{'part':<24} {'GPUs':>4} {'median ms':>10} {'per s':>9} {'x one':>6}   on {device_name}")
     for row in rows:
         print(f"{row.part:<24} {row.gpus:>4} {row.median_ms:>10.1f} {row.per_s:>9.2f} {row.scale:>6.2f}")
-    say(f"wrote {target}")
+    if rows:
+        say(f"wrote {target}")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from torch import Tensor
 WIDTHS = {"small": (8, 12), "published": (160, 256)}
 
 
-def random_vae(widths: str, device: torch.device, latents: int = 48) -> VaeWeights:
-    """A VAE of the published structure whose tensors keep the size of what passes through them, fp32."""
+def random_vae(widths: str, device: torch.device, latents: int = 48, dtype: torch.dtype = torch.float32) -> VaeWeights:
+    """A VAE of the published structure whose tensors keep the size of what passes through them."""
     base, decoder = WIDTHS[widths]
     stated = {
         "is_residual": True,
@@ -58,7 +58,7 @@ def random_vae(widths: str, device: torch.device, latents: int = 48) -> VaeWeigh
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = torch.randn(shape, generator=draw) / math.sqrt(math.prod(shape[1:]))
-    return pack_vae(read_vae_config(stated, shapes), tensors, torch.float32, device)
+    return pack_vae(read_vae_config(stated, shapes), tensors, dtype, device)
 
 
 def _shapes(stated: dict[str, Any]) -> dict[str, tuple[int, ...]]:
