@@ -105,6 +105,19 @@ def test_a_fleet_in_step_is_left_to_the_wait_for_company():
         assert share(sorted(arrivals, key=lambda one: one.arrived_at)) > 0.99
 
 
+def test_robots_that_stop_are_looked_for_a_few_times_and_no_more():
+    """Their rhythms are exact, so that nothing is left of how far off they come but the least that is assumed."""
+    for seed in range(5):
+        simulation = Simulation(scheduler(**LIKE_PI))
+        arrivals = turns(8, seed=seed, period=0.0533, budget=0.0427)
+        polls = []
+        poll = simulation.scheduler.poll
+        simulation.scheduler.poll = lambda now, poll=poll, polls=polls: (polls.append(now), poll(now))[1]
+        simulation.run(arrivals)
+        assert len(polls) < 4 * len(arrivals)
+        assert sum(now > arrivals[-1].arrived_at for now in polls) < 50
+
+
 def test_work_for_one_decision_is_bounded():
     for robots in (2, 8, 10):
         seen = []
@@ -141,7 +154,7 @@ def test_one_is_waited_for_where_a_batch_of_two_saves_the_second():
     arrivals.note(("", "0"), now, WAIT_S, BUDGET_S)
     step = foreseen([now + BUDGET_S], arrivals, service_times(table, 2), 2, begins=now, latest=NEVER, now=now)
     assert step.size == 2
-    assert step.wait_until == pytest.approx(begin + 0.010 + LATE * arrivals.spread_s, abs=1e-3)
+    assert step.wait_until == pytest.approx(begin + 0.010 + LATE * arrivals.spread_s, abs=1e-4)
     late = begin + 0.02  # for one that has not come by then nobody waits
     after = foreseen([now + BUDGET_S], arrivals, service_times(table, 2), 2, begins=late, latest=NEVER, now=late)
     assert after is None or after.wait_until is None

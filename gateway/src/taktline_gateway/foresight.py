@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from taktline_gateway.arrivals import Arrivals
+from taktline_gateway.rhythms import OFF_LEAST_S
 from taktline_gateway.service_times import ServiceTimes
 
 MOST_ROBOTS = 10
@@ -66,7 +67,7 @@ def foreseen(
     if not arrivals.in_rhythm(STEADY * times.median[1]) or arrivals.remembered > MOST_ROBOTS:
         return None
     coming = arrivals.coming(now, math.inf, IN_SIGHT, 0)
-    at, spread_s = coming.at, arrivals.spread_s
+    at, spread_s = coming.at, max(arrivals.spread_s, OFF_LEAST_S)
     gaps = sorted(after - before for before, after in pairwise(at))
     if not gaps or gaps[3 * len(gaps) // 4] < APART * spread_s:
         return None
