@@ -636,6 +636,11 @@ WRONG_FILES = {
     "algorithm": (_file(issuers=[_ISSUER | {"algorithms": ["HS256"]}]), "Invalid enum"),
     "two sources": (_file(issuers=[_ISSUER | {"jwks_url": "https://x"}]), "either jwks_file or jwks_url"),
     "plain http": (_file(issuers=[{**_ISSUER, "jwks_file": "", "jwks_url": "http://id.example/k"}]), "not https"),
+    "another host": (
+        _file(issuers=[{**_ISSUER, "jwks_file": "", "jwks_url": "http://localhost:80@id.example/k"}]),
+        "not https",
+    ),
+    "no address": (_file(issuers=[{**_ISSUER, "jwks_file": "", "jwks_url": "http://[::1"}]), "not https"),
     "no tenants": (_file(issuers=[_ISSUER | {"tenant": ""}]), "the tenants that its tokens may name"),
     "network": (_file(anonymous=[{"protocol": "rest", "tenant": "a", "networks": ["10.0.0.1/8"]}]), "no network"),
     "rate of nothing": ({"tenants": [{"name": "a", "rates": {"requests_per_s": 0}}]}, "> 0.0"),

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -181,13 +182,22 @@ def _check_issuer(path: Path, issuer: Issuer) -> None:
     name = f"issuer {issuer.issuer!r}"
     if bool(issuer.jwks_file) == bool(issuer.jwks_url):
         _refuse(path, f"must give {name} either jwks_file or jwks_url")
-    local = ("http://127.0.0.1:", "http://localhost:", "http://[::1]:")
-    if issuer.jwks_url and not issuer.jwks_url.startswith(("https://", *local)):
+    if issuer.jwks_url and not _is_safe(issuer.jwks_url):
         _refuse(path, f"gives {name} a jwks_url that is not https")
     if not issuer.issuer or not issuer.audience:
         _refuse(path, f"must give {name} a name and an audience")
     if not issuer.tenant and not issuer.tenants:
         _refuse(path, f"must give {name} a tenant, or the tenants that its tokens may name")
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what an address answers: https, or http on this machine."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:  # no address
+        return False
+    return parts.scheme == "https" or (parts.scheme == "http" and host in ("127.0.0.1", "localhost", "::1"))
 
 
 def rights_of(value: object) -> tuple[Right, ...] | None:
