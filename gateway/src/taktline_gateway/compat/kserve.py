@@ -204,7 +204,7 @@ def _json(answer: dict[str, Any], status: int = 200) -> Answer:
 
 
 def _error(error: TaktlineError) -> Answer:
-    body = {"error": str(error), "code": error.code.value, "next_step": error.next_step}
+    body: dict[str, object] = {"error": str(error), "code": error.code.value, "next_step": error.next_step}
     if error.safe_action is not None:
         body |= {"safe_action": error.safe_action, "buffer_ms": error.buffer_ms}
     headers: list[tuple[bytes, bytes]] = []
