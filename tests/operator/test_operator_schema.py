@@ -457,6 +457,13 @@ RULES = [
         "closeGripper is a step of the plan",
     ),
     (
+        "convergence where there is any",
+        "spec",
+        engine_of("vjepa2-ac", search={"optimiser": "mppi", "temperature": 0.1, "convergence": 0}),
+        engine_of("vjepa2-ac", search={"optimiser": "mppi", "convergence": 0.1}),
+        "optimiser mppi keeps its standard deviation",
+    ),
+    (
         "pinned dimensions",
         "spec",
         engine_of("vjepa2-ac", search={"pins": {"z": 0, "gripper": -0.5}}),

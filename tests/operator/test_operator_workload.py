@@ -210,6 +210,7 @@ def test_engine_json_spells_a_search_out(make: Any) -> None:
         "pins": {"z": 0.0},
         "close_gripper": 1,
         "convergence": 0.0,
+        "temperature": 0.25,
         "anytime": False,
         "max_candidates": 4096,
         "max_rounds": 100,

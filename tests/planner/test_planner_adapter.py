@@ -330,3 +330,15 @@ def test_a_search_whose_energies_are_not_finite_is_an_error(kit: Any, adapter: A
     (refused,) = adapter.finish(rows, [outcome])
     assert isinstance(refused, TaktlineError)
     assert refused.code is ErrorCode.WORKER_FAILED
+
+
+def test_a_deployments_temperature_reaches_its_search(kit: Any, tmp_path: Path, pool: Any) -> None:
+    folder, plans = kit.folder(tmp_path / "planner"), []
+    for changes in ({}, {"temperature": 0.25}, {"temperature": 4.0}):
+        one = load(kit.config(folder, {"optimiser": "mppi", "rounds": 1} | changes))
+        plans.append(plan(one, pool, kit.observe()).actions)
+    assert np.array_equal(plans[0], plans[1])
+    assert not np.array_equal(plans[0], plans[2])
+    with pytest.raises(TaktlineError, match="mppi keeps its standard deviation") as caught:
+        load(kit.config(folder, {"optimiser": "mppi", "convergence": 0.1}))
+    assert caught.value.code is ErrorCode.SEARCH_INVALID

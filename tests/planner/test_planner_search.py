@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.deployment import SearchOptions
 from taktline_worker.planning.cem import elites
 from taktline_worker.planning.optimiser import ActionSpace
 from taktline_worker.planning.round_times import REFUSALS, RoundTimes
 from taktline_worker.planning.search import Plan, Problem, search
 from taktline_worker.planning.settings import SearchChanges, SearchLimits, SearchSettings, check, resolve
+from torch import Tensor
 
 from tests.planner import point_world
 
@@ -42,6 +44,25 @@ def test_a_plan_reaches_a_goal_that_is_in_reach(optimiser: Any) -> None:
     if optimiser == "cem":
         assert plan.energies[-1, 1] < 0.5 * plan.energies[0, 1]
     torch.testing.assert_close(plan.poses[1, :3], torch.tensor([0.4, 0, 0.3]) + moved)
+
+
+def test_mppi_comes_nearer_at_its_default_temperature() -> None:
+    """The mean of rounds, weighed by how far below the round's best each energy is, in quarters of their spread."""
+    settings = SearchSettings(optimiser="mppi", candidates=256, rounds=12)
+    assert settings.temperature == SearchOptions().temperature == 0.25
+    rounds: list[tuple[Tensor, Tensor]] = []
+    goal = point_world.reach(0.06, -0.04, 0.02)
+    world = point_world.PointWorld()
+    (plan,) = search(world, [Problem(goal, settings, seed=1)], observer=lambda index, number, *one: rounds.append(one))
+    mean = torch.zeros(2, 7, dtype=torch.float64)
+    for actions, energies in rounds:
+        wide = energies.double()
+        weights = torch.exp(-(wide - wide.min()) / (0.25 * wide.std()))
+        fitted = torch.einsum("c,chd->hd", weights / weights.sum(), actions.double())
+        mean = 0.85 * fitted + 0.15 * mean
+    torch.testing.assert_close(plan.actions[:, :3], mean[:, :3].float(), atol=1e-6, rtol=0)
+    missed = (plan.actions[:, :3].sum(dim=0) - torch.tensor([0.06, -0.04, 0.02])).norm()
+    assert missed < 0.5 * torch.tensor([0.06, -0.04, 0.02]).norm()
 
 
 def test_equal_energies_go_to_the_lower_index() -> None:
@@ -192,6 +213,7 @@ def test_requests_outside_the_limits_are_refused(changes: dict[str, int]) -> Non
         {"pins": {0: float("nan")}},
         {"close_gripper": 3},
         {"temperature": 0.0},
+        {"optimiser": "mppi", "convergence": 0.1},
     ],
 )
 def test_deployments_outside_the_limits_are_refused(changes: dict[str, Any]) -> None:

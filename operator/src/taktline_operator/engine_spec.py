@@ -47,6 +47,7 @@ class Search(_Struct, frozen=True):
     pins: dict[str, float] = {}
     close_gripper: int | None = None
     convergence: float = 0.0
+    temperature: float = 0.25
     anytime: bool = False
     max_candidates: int = 4096
     max_rounds: int = 100

@@ -37,7 +37,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         momentum_mean: share of the old mean that a round keeps, for xyz; likewise the other three.
         pins: x, y, z or gripper -> fixed delta.
         close_gripper: from this step of the plan on the gripper closes; None leaves it to the search.
-        convergence: stop when no standard deviation is above this share of its first value; 0 never.
+        convergence: stop when no standard deviation is above this share of its first value; 0 never. `cem` only.
+        temperature: `mppi` only: how softly candidates are weighed, as a share of the spread of a round's energies.
         anytime: answer with the best plan found when the hand-off deadline comes.
         max_candidates: the most that a request may ask for; likewise rounds and horizon (None = this horizon).
         micro_batch: candidates of one unit of computation; None = chosen by device. Plans are bit-identical at any
@@ -57,6 +58,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pins: dict[str, float] = {}
     close_gripper: int | None = None
     convergence: float = 0.0
+    temperature: float = 0.25
     anytime: bool = False
     max_candidates: Annotated[int, Meta(ge=2)] = 4096
     max_rounds: Annotated[int, Meta(ge=1)] = 100

@@ -28,6 +28,7 @@ class SearchSettings:
         pins: controlled dimension (0..2 = xyz, 3 = gripper) -> fixed value; not bounded by the clips.
         close_gripper: from this step on the gripper delta is 1 whatever is sampled; None never.
         convergence: stop when no standard deviation is above this share of its first value; 0 runs all rounds.
+            MPPI keeps its standard deviation, so with it this must be 0.
         temperature: MPPI's softness, as a share of the energies' spread in the round.
         anytime: the hand-off deadline ends the search, with the best plan found by then.
     """
@@ -101,6 +102,11 @@ def check(settings: SearchSettings, limits: SearchLimits) -> None:
     _within("gripper_clip", s.gripper_clip, 0.0, 1.0)
     _within("gripper_dead_zone", s.gripper_dead_zone, 0.0, 1.0)
     _within("convergence", s.convergence, 0.0, 1.0)
+    if s.optimiser == "mppi" and s.convergence:
+        raise search_error(
+            f"convergence is {s.convergence:g}, and mppi keeps its standard deviation: it would never stop",
+            "leave convergence out, or search with optimiser cem",
+        )
     _within("temperature", s.temperature, 1e-6, 1e6)
     for dimension, value in s.pins.items():
         _within("the dimension of a pin", dimension, 0, 3)

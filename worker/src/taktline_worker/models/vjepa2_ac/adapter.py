@@ -224,6 +224,7 @@ def resolve_search(options: SearchOptions, horizon: int | None) -> tuple[SearchS
         pins={_DIMENSIONS.index(name): value for name, value in options.pins.items()},
         close_gripper=options.close_gripper,
         convergence=options.convergence,
+        temperature=options.temperature,
         anytime=options.anytime,
     )
     limits = SearchLimits(
