@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from taktline import Chunk
 from taktline_protocol import Timings, metrics
 
 from benchmarks.gateway.truth_robots import Seen
@@ -101,7 +103,13 @@ def compare(seen: Iterable[Seen], lines: list[dict[str, Any]], found: Metrics) -
         _claim(
             "robot and log agree on each miss and its one cause",
             answered,
-            lambda pair: cause_of(pair[0].budget_ms, pair[0].chunk.timings) == pair[1].get("cause"),
+            lambda pair: cause_of(pair[0].budget_ms, _gateways_terms(*pair)) == pair[1].get("cause"),
+        ),
+        _claim(
+            "the SDK adds to the gateway's terms what the network's two ways took and nothing else,"
+            f" within {TOLERANCE_MS:g} ms",
+            [pair for pair in answered if isinstance(pair[0].chunk, Chunk)],
+            lambda pair: _adds_the_network(*pair),
         ),
         _claim(
             "a line has a cause if and only if the deadline was missed",
@@ -202,8 +210,27 @@ def _gateway_path_ms(line: dict[str, Any]) -> float:
 
 
 def _robot_path_ms(one: Seen, line: dict[str, Any]) -> float:
+    return _gateways_terms(one, line).critical_ms + sum(_network_ms(one, line))
+
+
+def _gateways_terms(one: Seen, line: dict[str, Any]) -> Timings:
+    """The terms by which the gateway judges the answer; of the SDK's, without what that has added."""
     assert one.chunk is not None
-    return one.chunk.timings.critical_ms + sum(_network_ms(one, line))
+    terms = one.chunk.timings
+    if not isinstance(one.chunk, Chunk):
+        return terms
+    told: Timings = msgspec.structs.replace(terms, transfer_ms=line["transfer_ms"])
+    return told
+
+
+def _adds_the_network(one: Seen, line: dict[str, Any]) -> bool:
+    assert one.chunk is not None
+    added = {term: getattr(one.chunk.timings, f"{term}_ms") - line[f"{term}_ms"] for term in metrics.TERMS}
+    transfer_ms = added.pop("transfer")
+    there_ms, back_ms = _network_ms(one, line)
+    # It looks at its clock once it has the answer, which is after the gateway sent it and before the robot looks.
+    within = there_ms - TOLERANCE_MS < transfer_ms < there_ms + back_ms + TOLERANCE_MS
+    return within and all(abs(ms) < 1e-3 for ms in added.values())
 
 
 def _term_counts(ok: list[dict[str, Any]], found: Metrics) -> tuple[Counter[str], Counter[str]]:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from taktline import AsyncRobot
+from numpy.typing import NDArray
+from taktline import AsyncRobot, Chunk
 from taktline_protocol import ActionChunk, Image, Observation, TaktlineError
 from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, encode
 
@@ -39,6 +40,8 @@ class Seen:
 
     Attributes:
         outcome: ok, an error code, or dropped.
+        budget_ms: as it was sent.
+        chunk: as it came; from the SDK, as it completes it: with the network in its terms.
         path_ms: from the capture to the whole answer, with the robot's own actuation; None without a chunk.
     """
 
@@ -47,7 +50,7 @@ class Seen:
     sent_at: float
     received_at: float
     budget_ms: float
-    chunk: ActionChunk | None = None
+    chunk: ActionChunk | Chunk | None = None
     path_ms: float | None = None
 
     @property
@@ -155,14 +158,32 @@ class SdkRobot:
         frame = np.zeros((8, 8, 3), np.uint8)
         async with AsyncRobot(f"http://127.0.0.1:{self._port}", "scripted", self._name, transport="stream") as robot:
             for seq, (_, shape, draw) in enumerate(self._tickets, 1):
-                state = [0.0] * (3 if shape == "bad" else 6)
-                budget_ms, sent_at, code = _budget_ms(shape, draw), time.monotonic(), "ok"
-                try:
-                    await robot.act({"front": frame, "wrist": frame}, state, _INSTRUCTIONS.get(shape, "go"), budget_ms)
-                except TaktlineError as error:
-                    code = error.code.value
-                self._seen.append(Seen(f"{self._name}#{seq}", code, sent_at, time.monotonic(), budget_ms))
+                self._seen.append(await self._ask(robot, frame, f"{self._name}#{seq}", shape, draw))
                 await asyncio.sleep(draw.expovariate(1 / self._think_s) if self._think_s else 0)
+
+    async def _ask(
+        self, robot: AsyncRobot, frame: NDArray[np.uint8], request_id: str, shape: str, draw: random.Random
+    ) -> Seen:
+        state = [0.0] * (3 if shape == "bad" else 6)
+        budget_ms, actuate_ms, now = _budget_ms(shape, draw), draw.choice((0.0, 1.5)), time.monotonic()
+        captured_at = now - draw.uniform(0, 0.01)
+        instruction = _INSTRUCTIONS.get(shape, "go")
+        try:
+            chunk = await robot.act(
+                {"front": frame, "wrist": frame},
+                state,
+                instruction,
+                budget_ms,
+                captured_at=captured_at,
+                actuate_ms=actuate_ms,
+            )
+        except TaktlineError as error:
+            return Seen(request_id, error.code.value, now, time.monotonic(), budget_ms)
+        received_at = time.monotonic()
+        terms = chunk.timings
+        sent_ms = chunk.margin_ms + terms.critical_ms - terms.observe_ms
+        path_ms = 1e3 * (received_at - captured_at) + actuate_ms
+        return Seen(request_id, "ok", captured_at + 1e-3 * terms.observe_ms, received_at, sent_ms, chunk, path_ms)
 
 
 def _budget_ms(shape: str, draw: random.Random) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
+import numpy as np
 import pytest
+import taktline
 from taktline_protocol import Timings
 
 from benchmarks.gateway.deadline_truth import measure
@@ -83,6 +86,21 @@ def test_what_the_sdk_answers_by_itself_is_no_request_of_the_gateway():
     assert wrong(seen, lines, exposition) == []
     seen.append(Seen("sdk-1#2", "worker_failed", 1.0, 1.1, 15.0))
     assert "each request of a robot is in the log exactly once" in wrong(seen, lines, exposition)
+
+
+@pytest.mark.parametrize(
+    ("more", "holds"),
+    [({}, True), ({"transfer_ms": 0.9}, False), ({"transfer_ms": 4.5}, False), ({"queue_ms": 1.9}, False)],
+)
+def test_a_chunk_of_the_sdk_has_the_network_in_its_terms_and_nothing_else(more, holds):
+    seen, lines, exposition = story()
+    lines[0]["received_at_s"], lines[0]["answered_at_s"] = 10.0015, 10.0145
+    spent = msgspec.structs.replace(seen[0].chunk.timings, **{"transfer_ms": 2.6, **more})
+    made = taktline.Chunk(np.zeros((1, 1), np.float32), 0.1, 9.998, 10.1, spent, 87.0, 1, "p", "r", "w", 1, "t1")
+    seen[0] = Seen("t1", "ok", 10.0, 10.015, 100.0, made, 17.0)
+    claims = wrong(seen, lines, exposition)
+    assert any(claim.startswith("the SDK adds") for claim in claims) is not holds
+    assert not holds or claims == []
 
 
 LIES = {

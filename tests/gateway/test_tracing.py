@@ -176,7 +176,7 @@ def test_what_the_robot_does_not_sample_is_not_traced(traced, collector, trace, 
     assert not [span for _, span in collector.spans.values() if span.name == "act" and not span.parent_span_id]
 
 
-def test_the_stream_of_an_observation_may_carry_the_context_itself(traced, collector, trace, traceparent):
+def test_an_observation_without_headers_may_carry_the_context_itself(traced, collector, trace, traceparent):
     assert traced.act(traceparent=traceparent)[0] == 200
     until(lambda: "taktline-gateway act" in collector.of_trace(trace), "the trace arriving")
 
