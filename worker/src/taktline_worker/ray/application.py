@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import ray
 import torch
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from taktline_protocol import ErrorCode, TaktlineError
 
+from taktline_worker.devices import choose_device
 from taktline_worker.lifecycle import ServeOptions, read_config
 from taktline_worker.models.vjepa2_ac.adapter import check_deployment
 from taktline_worker.models.vjepa2_ac.planner import FAMILY
@@ -81,9 +83,7 @@ def build(args: dict[str, Any]) -> Any:
             f"engine.parallel.dp is {config.engine.parallel.dp}; on Ray Serve one Planner leads all world models",
             "set engine.parallel.search to the number of GPUs that share a plan",
         )
-    stated = config.engine.device
-    # The head may have no GPU; what is stated is checked where the weights are loaded.
-    deployed = check_deployment(config, None if stated == "auto" else torch.device(stated))
+    deployed = check_deployment(config, world_device(config.engine.device))
     replicas = given.replicas or config.engine.parallel.search
     alone = msgspec.structs.replace(config.engine.parallel, search=1)
     engine = msgspec.structs.replace(config.engine, parallel=alone, device=deployed.device.type)
@@ -108,6 +108,27 @@ def build(args: dict[str, Any]) -> Any:
     )
     options = ServeOptions(given.listen, given.metrics_listen, given.linger_s, given.grace_s, _tls(given))
     return planner.bind(world_models, content, replicas, options, given.log_level)
+
+
+def world_device(stated: str) -> torch.device:
+    """Where world models run: `auto` is a GPU where the cluster has any, whatever this process's machine has.
+
+    The head often has none. Before Ray runs, this machine is all of its cluster.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID where `auto` finds no GPU in a cluster: one that is still to come would idle.
+    """
+    if stated != "auto":  # checked where the weights are loaded
+        return torch.device(stated)
+    if not ray.is_initialized():
+        return choose_device(stated)
+    if ray.cluster_resources().get("GPU", 0) > 0:
+        return torch.device("cuda")
+    raise TaktlineError(
+        ErrorCode.CONFIG_INVALID,
+        "engine.device is auto, and the Ray cluster has no GPU",
+        "state cuda, for GPUs that are still to come, or cpu",
+    )
 
 
 def _tls(given: Arguments) -> TlsFiles | None:
