@@ -91,9 +91,19 @@ def bound() -> str:
     """Ours against the offline optimum."""
     rows = rows_of("gateway-scheduling.json", "gateway-scheduling-bound")
     return markdown(
-        ("trace", "load", "ours", "Clockwork-like", "offline, reached", "offline, bound", "ours below the bound"),
+        (
+            "engine",
+            "trace",
+            "load",
+            "ours",
+            "Clockwork-like",
+            "offline, reached",
+            "offline, bound",
+            "ours below the bound",
+        ),
         (
             (
+                row["policy"],
                 row["trace"],
                 f"{row['load']:g}",
                 *(f"{100 * row[name]:.2f}" for name in ("on_time", "peer_on_time", "reached_offline", "bound")),
