@@ -41,7 +41,7 @@ from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_connecting import BACKOFF_MAX_S, RETRIED, Connector
-from taktline.stream_errors import asked_to_pause, budget_spent, closed, closed_meanwhile, superseded
+from taktline.stream_errors import asked_to_pause, budget_spent, closed, closed_meanwhile, overtaken, superseded
 from taktline.stream_link import CLOSE_S, Link, NoStream, Timeout, check_fits, noticing_loss, typed
 from taktline.stream_waiting import Waiting
 
@@ -74,7 +74,7 @@ class StreamClient:
         """Why the last connection ended, where the gateway said so."""
         self._token = b""
         self._seq = 0
-        self._answered = 0
+        self._answered = self._sent_seq = 0
         self._pause_until = 0.0
         self._told: ClockEstimate | None = None
         self._closed = False
@@ -160,6 +160,8 @@ class StreamClient:
                 await self._tell_clock(link, now, end - now)
             if link.gone or link.leaving or link is not self._connector.link:
                 continue
+            if waiting.seq < self._sent_seq:  # the gateway would refuse it, and not hold what it says
+                raise overtaken(self._sent_seq)
             now = time.monotonic()
             left_s = waiting.left_s(now)
             if waiting.sends and left_s <= reserved_s:
@@ -172,6 +174,7 @@ class StreamClient:
             check_fits(link, len(body), whole)
             waiting.link, waiting.sent_at = link, now
             waiting.sends += 1
+            self._sent_seq = waiting.seq
             # The message is on its way before anything is waited for: what is sent behind it may refer to its frames.
             self._held.sent(waiting.frames, waiting.observation.instruction)
             with noticing_loss(link):

@@ -41,3 +41,12 @@ def superseded(newest: int) -> TaktlineError:
         f"the connection was lost, and observation {newest} was sent again instead",
         "use the chunk of the newer observation",
     )
+
+
+def overtaken(newest: int) -> TaktlineError:
+    """A newer observation went out while this one still waited to."""
+    return TaktlineError(
+        ErrorCode.SUPERSEDED,
+        f"observation {newest} went out before this one could",
+        "use the chunk of the newer observation",
+    )
