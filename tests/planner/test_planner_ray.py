@@ -58,6 +58,7 @@ def test_plans_are_those_of_one_process_also_with_a_replica_killed(ray_python: s
     assert 0 < found["ray_ms"] < found["round_ms"]
     assert found["equal_with_a_replica_lost"]
     assert found["victim_took_part"]
+    assert found["victim_was_lost_in_the_plan"]
     assert found["replicas_after"] == 2
     assert found["equal_after"]
     assert found["code_of_a_budget_too_short"] in ("deadline_expired", "deadline_unreachable")
@@ -108,3 +109,28 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_deployed(
     for line, (_, reason) in zip(lines, REFUSALS, strict=False):
         assert line.startswith("config_invalid")
         assert reason in line
+
+
+DEVICES = """
+import ray, torch
+from taktline_protocol import TaktlineError
+from taktline_worker.ray.application import world_device
+torch.cuda.is_available = lambda: False
+print(world_device("auto"), world_device("cuda"))
+ray.is_initialized = lambda: True
+for resources in ({"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}):
+    ray.cluster_resources = lambda: resources
+    try:
+        print(world_device("auto"), world_device("cpu"))
+    except TaktlineError as error:
+        print(error)
+"""
+
+
+def test_a_head_without_a_gpu_does_not_put_the_world_models_on_cpus(ray_python: str) -> None:
+    done = subprocess.run([ray_python, "-c", DEVICES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    here, refused, found = done.stdout.splitlines()
+    assert here == "cpu cuda"  # before Ray runs, this machine is its cluster
+    assert refused.startswith("config_invalid: engine.device is auto, and the Ray cluster has no GPU")
+    assert found == "cuda cpu"
