@@ -91,6 +91,19 @@ def test_a_ticket_is_admitted_by_what_it_takes_at_least(work):
         assert answer.completion == pytest.approx(least)
 
 
+def test_a_limit_beyond_the_deadline_lets_nobody_in():
+    """Only a deadline that ends a search makes its first round enough: a limit is used up."""
+    work = Work(0.02, 1.0, limit_s=5.0)
+    answer, _ = scheduler(table=LINEAR).submit(ticket("a", 4.9, work=work), 0.0)
+    assert answer is not None
+    assert answer.completion == pytest.approx(5.0)
+    assert scheduler(table=LINEAR).submit(ticket("b", 5.1, work=work), 0.0) == (None, None)
+    both = Work(0.02, 1.0, limit_s=5.0, until_deadline=True)
+    assert scheduler(table=LINEAR).submit(ticket("c", 0.5, work=both), 0.0) == (None, None)
+    whole = Work(0.02, 1.0, limit_s=50.0)
+    assert scheduler(table=LINEAR).submit(ticket("d", 20.1, work=whole), 0.0) == (None, None)
+
+
 def test_one_of_more_than_the_policys_own_work_is_refused_where_only_that_would_fit():
     made = scheduler(table=LINEAR)
     answer, _ = made.submit(ticket("a", 30.0, work=Work(2.0, 2.0)), 0.0)
@@ -126,7 +139,7 @@ def test_the_queue_keeps_the_average_of_what_waits():
     assert queue.usual_share == 1.0
     tickets = [ticket("a", 100.0, work=Work(0.5, 0.5)), ticket("b", 110.0), ticket("c", 120.0, work=CUT)]
     for one in tickets:
-        queue.add(one)
+        made.submit(one, 0.0)
     assert queue.usual_share == pytest.approx((0.5 + 1.0 + 0.02) / 3)
     queue.remove(tickets[2])
     assert queue.usual_share == pytest.approx(0.75)

@@ -36,6 +36,7 @@ class Ticket:
         tenant_weight: the tenant's share against other tenants'; likewise robot_weight within its tenant.
         attempts: batches that this ticket was sent in and that failed or went silent.
         work: what it takes of a worker, as shares of T_sync.
+        share: of T_sync, what its answer needs; set on admission.
         last_due: its deadline as T_sync counts: by then one that takes just that would have to be back.
         due: the instant it is ordered by: `last_due`, or an earlier one where ageing has moved it up.
         rank: its class and share, see `rank_of`; negative until it has been looked at.
@@ -59,6 +60,7 @@ class Ticket:
     charged: int = -1
     extra: bool = False
     work: Work = WHOLE
+    share: float = 1.0
 
     due: float = dataclasses.field(init=False)
     last_due: float = dataclasses.field(init=False)
@@ -129,8 +131,8 @@ class DeadlineQueue:
         ticket.rank = 2 * ticket.priority if rank is None else rank
         self._ranks[ticket.rank].add(ticket.due, ticket.order, ticket)
         self._sources[ticket.source] = ticket
-        if ticket.work is not WHOLE:
-            self._spared += 1.0 - ticket.work.least
+        if ticket.share != 1.0:
+            self._spared += 1.0 - ticket.share
         return older
 
     def remove(self, ticket: Ticket) -> bool:
@@ -143,8 +145,8 @@ class DeadlineQueue:
         return True
 
     def _left(self, ticket: Ticket) -> None:
-        if ticket.work is not WHOLE:
-            self._spared = self._spared - 1.0 + ticket.work.least if self._sources else 0.0
+        if ticket.share != 1.0:
+            self._spared = self._spared - 1.0 + ticket.share if self._sources else 0.0
 
     def queued(self, source: tuple[str, str]) -> Ticket | None:
         """The ticket of this (tenant, robot), if it is queued."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from taktline_gateway.deadline_queue import Ticket
 from taktline_gateway.service_times import ServiceTimes
+from taktline_gateway.work import WHOLE
 from taktline_gateway.worker_state import IN_FLIGHT, Batch, Flight, WorkerState
 
 TRIAL_AFTER_S = 1.0
@@ -146,11 +147,15 @@ class Fleet:
         return moment
 
     def reckon(self, ticket: Ticket) -> None:
-        """Moves when it is due by how much less than T_sync it takes at least, on whichever worker that is least."""
-        moved_s, spared = 0.0, 1.0 - ticket.work.least
-        if spared:
-            medians = [worker.levels[worker.quickest].median[1] for worker in self._workers.values()] or [0.0]
-            moved_s = spared * (min(medians) if spared > 0.0 else max(medians))
+        """Sets what its answer needs, and moves when it is due by how much less than T_sync that is.
+
+        Of several workers', the quickest T_sync counts; where it needs more than that, the slowest.
+        """
+        ticket.share, moved_s = 1.0, 0.0
+        if ticket.work is not WHOLE and self._workers:
+            medians = [worker.levels[worker.quickest].median[1] for worker in self._workers.values()]
+            ticket.share = ticket.work.needs(min(medians))
+            moved_s = (1.0 - ticket.share) * (min(medians) if ticket.share < 1.0 else max(medians))
         ticket.due = ticket.last_due = ticket.deadline + moved_s
 
     def predicted_completion(self, ahead: float, now: float, without: str = "", share: float = 1.0) -> float:

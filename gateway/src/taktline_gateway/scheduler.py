@@ -168,8 +168,9 @@ class Scheduler:
         ahead = self.queue.ahead_of(ticket.due, rank)
         if older is not None and (older.rank, older.due) <= (rank, ticket.due):
             ahead -= 1
-        share = ticket.work.least
-        completion = self.fleet.predicted_completion(AHEAD_SERVED * ahead * self.queue.usual_share, now, share=share)
+        completion = self.fleet.predicted_completion(
+            AHEAD_SERVED * ahead * self.queue.usual_share, now, share=ticket.share
+        )
         if completion > ticket.deadline:
             tried, chanced = self._trial.of(ticket.source), self._long.of(ticket.source)
             if not len(self.queue) and self._trial.take(ticket, now):
@@ -203,7 +204,7 @@ class Scheduler:
             return False
         rank = self._books.rank(ticket, now)
         ahead = self.queue.usual_share * self.queue.ahead_of(ticket.due, rank)
-        if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, avoid, ticket.work.least) > ticket.deadline:
+        if self.fleet.predicted_completion(AHEAD_SERVED * ahead, now, avoid, ticket.share) > ticket.deadline:
             return False
         ticket.attempts += 1
         self._put_in(ticket, rank)
@@ -380,7 +381,7 @@ class Scheduler:
 
     def _lost(self, ticket: Ticket, retry_s: float, now: float) -> Refused:
         self._books.turn_away(ticket)
-        completion = self.fleet.predicted_completion(0, now, share=ticket.work.least) if len(self.fleet) else None
+        completion = self.fleet.predicted_completion(0, now, share=ticket.share) if len(self.fleet) else None
         reason = Refusal.NO_WORKER if completion is None else Refusal.UNREACHABLE
         return Refused(ticket, reason, completion, max(0.001, retry_s))
 

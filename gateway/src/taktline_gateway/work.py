@@ -32,6 +32,12 @@ class Work:
     limit_s: float = math.inf
     until_deadline: bool = False
 
+    def needs(self, whole_s: float) -> float:
+        """The share that an answer takes where T_sync is `whole_s`: what only a limit ends goes on until then."""
+        if self.until_deadline or self.limit_s == math.inf:
+            return self.least
+        return min(self.most, max(self.least, self.limit_s / whole_s))
+
 
 WHOLE = Work()
 """What T_sync says."""
