@@ -80,11 +80,19 @@ def test_what_is_held_is_referred_to_until_it_is_forgotten():
     frames = encoder.encode({"a": NOISE, "b": NOISE + 1})
     whole, unchanged, say = held.split(frames, "go")
     assert (set(whole), unchanged, say) == ({"a", "b"}, {}, True)
-    held.sent(frames, "go")
+    held.sent(frames, "go", 1)
+    assert held.split(frames, "go")[2] is True, "until it is known that it was taken"
+    held.took(1)
     moved = encoder.encode({"a": NOISE, "b": NOISE + 2})
     whole, unchanged, say = held.split(moved, "go")
     assert (set(whole), unchanged, say) == ({"b"}, {"a": frames["a"].name}, False)
     assert held.split(frames, "stop")[2] is True
+    held.sent(frames, "stop", 3)
+    held.took(2)
+    assert held.split(frames, "stop")[2] is held.split(frames, "go")[2] is True
+    held.sent(frames, "stop", 4)
+    held.took(4)
+    assert held.split(frames, "stop")[2] is False
     held.begin({"b": frames["b"].name})
     assert set(held.split(frames, "go")[0]) == {"a"}
     held.forget()

@@ -153,6 +153,24 @@ def test_an_instruction_that_did_not_go_out_is_not_referred_to(monkeypatch, canc
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+def test_an_instruction_is_said_again_until_the_gateway_took_it(monkeypatch):
+    """One that is refused for its key or its rate is not held, and the next one may be on its way by then."""
+
+    async def scene():
+        link = SlowLink()
+        client = stream(monkeypatch, link)
+        waits = [await ask(client, seq, "the red one" if seq == 1 else "the blue one") for seq in (1, 2, 3)]
+        assert [frame.instruction for frame in link.observed()] == ["the red one", "the blue one", "the blue one"]
+        client._hear(link, answer(link.observed()[2]), time.monotonic())
+        waits.append(await ask(client, 4, "the blue one"))
+        assert link.observed()[3].instruction is None
+        for asking in waits:
+            asking.cancel()
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
 def test_an_observation_that_waited_while_its_gateway_began_to_leave_goes_to_the_next_one(monkeypatch):
     async def scene():
         first, second = SlowLink(lambda frame: isinstance(frame, Clock)), SlowLink()

@@ -51,7 +51,7 @@ class Session:
         frames = self.encoder.encode(images)
         whole, unchanged, say = self.held.split(frames, instruction)
         body = encode_frame(to_observe(observation(self.seq, images, instruction), whole, unchanged, instruction=say))
-        self.held.sent(frames, instruction)
+        self.held.sent(frames, instruction, self.seq)
         frame = decode_from_robot(body, DEFAULT_LIMITS)
         assert isinstance(frame, Observe)
         try:
@@ -65,6 +65,7 @@ class Session:
         taken = {camera: HeldFrame(whole.name, to_image(whole)) for camera, whole in frame.images.items()}
         self.sessions.hold(self.session, taken, frame.instruction)
         self.session.seq = frame.seq
+        self.held.took(frame.seq)
         return True
 
     def evict(self) -> None:

@@ -176,7 +176,7 @@ class StreamClient:
             waiting.sends += 1
             self._sent_seq = waiting.seq
             # The message is on its way before anything is waited for: what is sent behind it may refer to its frames.
-            self._held.sent(waiting.frames, waiting.observation.instruction)
+            self._held.sent(waiting.frames, waiting.observation.instruction, waiting.seq)
             with noticing_loss(link):
                 await self._write(link, body, end - now)
             if link.gone:
@@ -349,6 +349,8 @@ class StreamClient:
     def _answer(self, link: Link, frame: Answer, now: float) -> None:
         waiting = self._waiting.get(frame.seq)
         self._answered = max(self._answered, frame.seq)
+        if link is self._connector.link:
+            self._held.took(frame.seq)
         if waiting is None or waiting.answer.done():
             return  # given up, or answered before a resume
         self._note_trip(link, waiting, frame, now)
@@ -361,6 +363,8 @@ class StreamClient:
     def _refusal(self, link: Link, frame: Refusal, now: float) -> None:
         if not frame.held:
             self._held.forget()
+        elif link is self._connector.link:
+            self._held.took(frame.seq)
         waiting = self._waiting.get(frame.seq)
         if waiting is None or waiting.answer.done():
             return
