@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import numpy as np
 import taktline
+from taktline.action_buffer import Mark
 from taktline_demo.jpeg import encode_jpeg
 from taktline_protocol.messages import PriorityName
 
@@ -66,6 +67,14 @@ class Plan:
     priority: PriorityName
     starts_s: tuple[float, ...]
     stops_s: tuple[float, ...]
+
+
+class Buffer(taktline.ActionBuffer):
+    """Takes the no-op worker's rows for some of its own line's control period: they move nothing."""
+
+    def add(self, chunk: taktline.Chunk, mark: Mark) -> bool:
+        """As of `ActionBuffer`."""
+        return super().add(dataclasses.replace(chunk, dt_s=self.dt_s), mark)
 
 
 def plans(kind: Kind, seconds: float, seed: int = 5) -> list[Plan]:
@@ -111,6 +120,7 @@ def _play(url: str, plan: Plan, began: float) -> None:
         for start, stop in zip(plan.starts_s, plan.stops_s, strict=True):
             time.sleep(max(0.0, began + start - time.monotonic()))
             player = taktline.Player(ask, 1.0 / plan.rate_hz, replan_rows=plan.replan, rtc=plan.rtc)  # type: ignore[arg-type]
+            player.buffer = Buffer(player.buffer.dt_s)
             tick = time.monotonic()
             while time.monotonic() < began + stop:
                 if player.wants_observation():
