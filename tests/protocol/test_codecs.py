@@ -49,7 +49,7 @@ def observations(draw):
         session_id=draw(st.text(max_size=10)),
         seq=draw(st.integers(0, 2**62)),
         captured_at=captured,
-        sent_at=draw(st.none() | st.floats(min_value=captured, max_value=2e9)),
+        sent_at=draw(st.none() | st.floats(min_value=captured, max_value=captured + 599.0)),
         budget_ms=draw(positive),
         images=draw(st.dictionaries(names, raw_images(), max_size=4)),
         state=state,
