@@ -70,7 +70,7 @@ def _draw_roofline(axes: object, rows: Sequence[BatchRow], names: Sequence[str])
         f"{peak:.3g} {name_of_unit}", (high, peak), xytext=(-4, 4), textcoords="offset points", ha="right", fontsize=8
     )
     axes.annotate(
-        f"{roofs['bytes_per_s'] / 1e9:.3g} GB/s",
+        f"{roofs['bytes_per_s'] / 1e9:,.0f} GB/s",
         ((low * ridge) ** 0.5, (low * ridge) ** 0.5 * bandwidth),
         xytext=(8, -10),
         textcoords="offset points",
