@@ -435,9 +435,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
     ),
     "key set": (
         key_set,
-        [
-            b'{"keys": [{"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}'
-        ],
+        [b'{"keys": [{"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}'],
     ),
     "token": (token, []),  # an issuer that is known would need its keys: see TOKEN
     "credential": (credential, [b"Bearer tkl_arm_" + b"A" * 43, b"Basic YTpi"]),
