@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from taktline_gateway.deadline_queue import Ticket
-from taktline_gateway.dispatch import _is_away
+from taktline_gateway.pending import is_away
 from taktline_gateway.scheduler import Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
@@ -69,7 +69,7 @@ def test_a_worker_that_is_away_is_not_taken_for_a_quick_one() -> None:
     def result(error: TaktlineError) -> worker_pb2.InferResult:
         return worker_pb2.InferResult(request_id="r", error=to_error(error))
 
-    assert _is_away(result(TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "m", "n", retry_after_ms=1.0)))
+    assert is_away(result(TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "m", "n", retry_after_ms=1.0)))
     # Another revision, or a level of quality that it has no more: it serves others well.
-    assert not _is_away(result(TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "m", "n")))
-    assert not _is_away(worker_pb2.InferResult(request_id="r"))
+    assert not is_away(result(TaktlineError(ErrorCode.WORKER_UNAVAILABLE, "m", "n")))
+    assert not is_away(worker_pb2.InferResult(request_id="r"))
