@@ -42,9 +42,10 @@ def test_a_trial_that_confirms_the_table_changes_nothing_and_the_next_one_waits(
     made.finished(running(made, "w"), 3.3)
     end = TRIAL_AFTER_S + 3.3
     assert times.median[1] == 3.2
-    assert ask(made, "a", end) is None  # idle again for longer than TRIAL_AFTER_S since the last trial began
-    made.poll(end)
-    assert ask(made, "b", end).reason is Refusal.UNREACHABLE
+    assert ask(made, "a", end).reason is Refusal.UNREACHABLE, "it has just answered, and is not rusty"
+    assert ask(made, "a", end + TRIAL_AFTER_S) is None
+    made.poll(end + TRIAL_AFTER_S)
+    assert ask(made, "b", end + TRIAL_AFTER_S).reason is Refusal.UNREACHABLE
 
 
 def test_samples_of_a_bad_time_give_way_too():
