@@ -107,7 +107,7 @@ def check(settings: SearchSettings, limits: SearchLimits) -> None:
             f"convergence is {s.convergence:g}, and mppi keeps its standard deviation: it would never stop",
             "leave convergence out, or search with optimiser cem",
         )
-    _within("temperature", s.temperature, 1e-6, 1e6)
+    _within("temperature", s.temperature, 1e-3, 1e3)
     for dimension, value in s.pins.items():
         _within("the dimension of a pin", dimension, 0, 3)
         _within(f"the pin of dimension {dimension}", value, -1.0, 1.0)
