@@ -36,6 +36,7 @@ from random_folders import pi05_folder, planner_folder, served
 from taktline_protocol import worker_pb2, worker_pb2_grpc
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig, ParallelOptions, SearchOptions
 from taktline_protocol.rpc import CHANNEL_OPTIONS
+from taktline_protocol.search_latency import UNIT_ON_A_GPU, units_of
 
 CLIENTS, BATCH, WINDOW_S = 32, 4, 0.020
 """The serving setting of the paper: how many robots ask at once, a GPU's batch, and how long it may take to form."""
@@ -99,7 +100,7 @@ def planner(setting: Setting) -> Iterator[ScalingRow]:
             device=setting.device.type, precision="fp32" if tiny else "bf16", buckets=(1,), search=options
         ),
     )
-    units = -(-options.candidates // (options.micro_batch or 100))
+    units = units_of(options.candidates, options.micro_batch or UNIT_ON_A_GPU)
     assert units >= setting.sizes[-1], f"{units} units leave some of {setting.sizes[-1]} ranks without work"
     for rounds, sizes in ((options.rounds, setting.sizes), (3, sorted({1, setting.sizes[-1]}))):
         if setting.out_of_time(f"planner, {rounds} rounds"):

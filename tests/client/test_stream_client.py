@@ -21,14 +21,14 @@ from taktline.stream_link import NoStream
 from taktline_protocol import Array, ErrorCode, Observation, TaktlineError
 from taktline_protocol.codecs import MediaType, encode
 from taktline_protocol.limits import DEFAULT_LIMITS
-from taktline_protocol.messages import PolicyInfo
-from taktline_protocol.stream import Hello, Observe, Refusal, StreamLimits, Welcome
+from taktline_protocol.stream import Hello, Observe, Refusal
 from taktline_protocol.stream_codec import decode_from_robot, encode_frame
 from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosedError
 
 from tests.client.cut_proxy import CutProxy
 from tests.client.test_robot import OneShotServer, _http
+from tests.example_messages import WELCOME
 from tests.gateway.conftest import Stack
 from tests.waiting import until
 
@@ -478,18 +478,6 @@ def test_what_a_leaving_gateway_refuses_and_loses_is_sent_again_once(monkeypatch
         await client.close()
 
     asyncio.run(asyncio.wait_for(scene(), 30))
-
-
-WELCOME = Welcome(
-    version=1,
-    token=b"t" * 16,
-    resumed=False,
-    held={},
-    pending=(),
-    limits=StreamLimits(**dict.fromkeys(StreamLimits.__struct_fields__, 2**24)),
-    policy=PolicyInfo(policy="p", family="f", revision="r", ready=True),
-    sent_at=0.0,
-)
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

@@ -20,11 +20,12 @@ from taktline.stream_client import StreamClient
 from taktline.stream_link import NoStream
 from taktline_protocol import Array, ErrorCode, Observation, TaktlineError
 from taktline_protocol.limits import DEFAULT_LIMITS
-from taktline_protocol.messages import PolicyInfo
-from taktline_protocol.stream import Answer, Clock, Goodbye, Hello, Observe, Ping, Pong, Refusal, StreamLimits, Welcome
+from taktline_protocol.stream import Answer, Clock, Goodbye, Hello, Observe, Ping, Pong, Refusal
 from taktline_protocol.stream_codec import decode_from_robot, encode_frame
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosedError
+
+from tests.example_messages import WELCOME
 
 STATE = np.zeros(2)
 BUDGET_MS = 20_000.0
@@ -270,18 +271,6 @@ def test_a_stream_that_was_there_is_not_given_up_for_ever(monkeypatch, transport
         await robot.close()
 
     asyncio.run(asyncio.wait_for(scene(), 30))
-
-
-WELCOME = Welcome(
-    version=1,
-    token=b"t" * 16,
-    resumed=False,
-    held={},
-    pending=(),
-    limits=StreamLimits(**dict.fromkeys(StreamLimits.__struct_fields__, 2**24)),
-    policy=PolicyInfo(policy="p", family="f", revision="r", ready=True),
-    sent_at=0.0,
-)
 
 
 class Gateway:

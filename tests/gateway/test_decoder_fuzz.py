@@ -63,7 +63,7 @@ from taktline_protocol.codecs import (
 from taktline_protocol.deployment import ClientMapping
 from taktline_protocol.images import check_image, sniff_encoding
 from taktline_protocol.limits import DEFAULT_LIMITS
-from taktline_protocol.messages import ActionChunk, PolicyList, RtcReport, Timings
+from taktline_protocol.messages import PolicyList, RtcReport
 from taktline_protocol.rpc import (
     from_error,
     from_imagined,
@@ -86,6 +86,8 @@ from taktline_protocol.stream_codec import (
     to_refusal,
 )
 from taktline_protocol.trace_context import parse_members, parse_traceparent
+
+from tests.example_messages import CHUNK
 
 INFO = PolicyInfo(
     policy="p", family="f", revision="r", ready=True, cameras=("front", "wrist"), state_dim=3, action_dim=2, horizon=4
@@ -325,21 +327,8 @@ _ANSWER = worker_pb2.InferResponse(
         ),
     ]
 )
-_CHUNK = ActionChunk(
-    request_id="r",
-    policy="p",
-    revision="v",
-    robot_id="arm",
-    seq=7,
-    actions=Array.from_numpy(np.arange(6, dtype="<f4").reshape(3, 2)),
-    dt_s=0.05,
-    captured_at=1.5,
-    valid_until=1.65,
-    timings=Timings(observe_ms=1.0, transfer_ms=2.0, queue_ms=3.0, inference_ms=4.0, actuate_ms=5.0),
-    margin_ms=100.0,
-    batch_size=2,
-    worker="w",
-    rtc=RtcReport(mode="guided", delay=1, prefix_end=2, schedule="exp", path="batched"),
+_CHUNK = msgspec.structs.replace(
+    CHUNK, rtc=RtcReport(mode="guided", delay=1, prefix_end=2, schedule="exp", path="batched")
 )
 _SHED = TaktlineError(ErrorCode.OVERLOADED, "m", "n", retry_after_ms=5.0)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from taktline_protocol import ErrorCode, TaktlineError, stream
 from taktline_protocol.limits import DEFAULT_LIMITS, Limits
-from taktline_protocol.messages import ActionChunk, Array, Image, Observation, Rtc, Timings
+from taktline_protocol.messages import Array, Image, Observation, Rtc
 from taktline_protocol.stream import Answer, Frame, Hello, Observe, Vector
 from taktline_protocol.stream_codec import (
     decode_from_gateway,
@@ -26,6 +26,8 @@ from taktline_protocol.stream_codec import (
     to_observe,
     to_refusal,
 )
+
+from tests.example_messages import CHUNK
 
 ROOT = Path(__file__).parents[2]
 OBSERVATION = Observation(
@@ -41,21 +43,6 @@ OBSERVATION = Observation(
     network_ms=2.0,
     seed=3,
     rtc=Rtc(tail=Array.from_numpy(np.ones((2, 3), dtype="<f4")), delay=2),
-)
-CHUNK = ActionChunk(
-    request_id="r",
-    policy="p",
-    revision="v",
-    robot_id="arm",
-    seq=7,
-    actions=Array.from_numpy(np.arange(6, dtype="<f4").reshape(3, 2)),
-    dt_s=0.05,
-    captured_at=1.5,
-    valid_until=1.65,
-    timings=Timings(observe_ms=1.0, transfer_ms=2.0, queue_ms=3.0, inference_ms=4.0, actuate_ms=5.0),
-    margin_ms=100.0,
-    batch_size=2,
-    worker="w",
 )
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.messages import CheaperLevel
@@ -16,7 +16,17 @@ from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.degrade import Levels, degraded
 from taktline_gateway.logs import log
-from taktline_gateway.pending import ClientGone, Pending, Served, is_away, outside_s, read_result, results_of, waited_s
+from taktline_gateway.pending import (
+    ClientGone,
+    Pending,
+    Served,
+    failing,
+    is_away,
+    outside_s,
+    read_result,
+    results_of,
+    waited_s,
+)
 from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.refusals import internal_error, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
@@ -136,7 +146,7 @@ class Dispatch:
             items = [(member.item, member.images) for member in members]
             answer = link.infer(request, items, batch.hangs_at - sent_at, trace.metadata)
         except Exception as error:
-            answer = _raise(error)
+            answer = failing(error)
         return self._run(link, batch, members, sent_at, level, trace, answer)
 
     async def _run(
@@ -375,10 +385,6 @@ class Dispatch:
         """Answers one that gets no chunk."""
         if isinstance(ticket, Pending) and not ticket.result.done():
             ticket.result.set_exception(error)
-
-
-async def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _behind_answers(work: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -152,6 +153,11 @@ def outside_s(response: worker_pb2.InferResponse, seconds: float) -> float:
 def waited_s(response: worker_pb2.InferResponse) -> float | None:
     """What a batch waited at its worker for the one before it; None of a worker that does not tell."""
     return response.waited_ms / 1e3 if response.HasField("waited_ms") else None
+
+
+async def failing(error: Exception) -> NoReturn:
+    """What stands for an answer that will not come, where it is known at once why."""
+    raise error
 
 
 def is_away(result: worker_pb2.InferResult) -> bool:

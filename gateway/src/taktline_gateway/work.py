@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from taktline_protocol import worker_pb2
+from taktline_protocol.search_latency import units_of
 from taktline_protocol.search_work import SearchWork
 
 from taktline_gateway.service_times import ServiceTimes
@@ -103,8 +104,8 @@ def work_of(asked: worker_pb2.Search, own: SearchWork) -> Work:
     horizon = asked.horizon if asked.HasField("horizon") else own.horizon
     until_deadline = asked.anytime if asked.HasField("anytime") else own.anytime
     once = max(0.0, 1.0 - own.rounds * own.round_share)
-    steps = -(-candidates // own.unit) * horizon
-    round_share = own.round_share * steps / (-(-own.candidates // own.unit) * own.horizon)
+    steps = units_of(candidates, own.unit) * horizon
+    round_share = own.round_share * steps / (units_of(own.candidates, own.unit) * own.horizon)
     soonest = once + round_share
     limit_s = asked.budget_ms / 1e3 if asked.HasField("budget_ms") else math.inf
     beyond = rounds > own.max_rounds or candidates > own.max_candidates or horizon > own.max_horizon

@@ -245,17 +245,7 @@ def _search_work(work: worker_pb2.SearchWork) -> SearchWork | None:
     counts = (work.candidates, work.rounds, work.horizon, work.unit)
     if not all(counts) or not 0.0 < work.round_share * work.rounds <= 1.0 + 1e-6:
         return None
-    return SearchWork(
-        candidates=work.candidates,
-        rounds=work.rounds,
-        horizon=work.horizon,
-        anytime=work.anytime,
-        unit=work.unit,
-        round_share=work.round_share,
-        max_candidates=work.max_candidates,
-        max_rounds=work.max_rounds,
-        max_horizon=work.max_horizon,
-    )
+    return SearchWork(**{name: getattr(work, name) for name in SearchWork.__struct_fields__})
 
 
 def to_search_work(work: SearchWork | None) -> worker_pb2.SearchWork | None:

@@ -14,6 +14,11 @@ UNIT_ON_A_GPU, UNIT_ON_A_CPU = 100, 16
 4 and 8 ranks."""
 
 
+def unit_on(device: str) -> int:
+    """Candidates of one unit on a kind of device, `cuda` or `cpu`, where the deployment does not say."""
+    return UNIT_ON_A_GPU if device == "cuda" else UNIT_ON_A_CPU
+
+
 def units_of(candidates: int, unit: int) -> int:
     """Units of one round; the last one is padded."""
     return -(-candidates // unit)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
 from taktline_protocol import ActionChunk, ErrorCode, Observation, TaktlineError
@@ -34,7 +34,7 @@ from taktline_protocol.stream_codec import (
 from taktline_gateway.access.rights import Principal
 from taktline_gateway.http_io import Exchange
 from taktline_gateway.logs import log
-from taktline_gateway.pending import ClientGone
+from taktline_gateway.pending import ClientGone, failing
 from taktline_gateway.refusals import internal_error
 from taktline_gateway.stream.closing import closing_code, goodbye
 from taktline_gateway.stream.greeting import arrive, welcome
@@ -319,7 +319,7 @@ class Conversation:
                 admitted=flight.admitted,
             )
         except TaktlineError as error:
-            coming = _refused(error)
+            coming = failing(error)
         self._streams.spawn(self._serve(session, flight, exchange, coming))
         if self._ack is None:
             self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
@@ -385,10 +385,6 @@ class Conversation:
         if newest > self._acked:
             self._acked = newest
             self._streams.spawn(self.deliver(encode_frame(Ack(newest))))
-
-
-async def _refused(error: TaktlineError) -> NoReturn:
-    raise error
 
 
 def _overtaken(seq: int) -> TaktlineError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from taktline_protocol.search_latency import units_of
+
 from taktline_worker.planning.settings import SearchSettings
 
 _WEIGHT = 0.25
@@ -68,5 +70,5 @@ class RoundTimes:
         return self._refusals % REFUSALS != 0
 
     def _steps(self, settings: SearchSettings) -> int:
-        units = -(-settings.candidates // self._micro_batch)
-        return -(-units // self.ranks) * settings.horizon
+        units = units_of(settings.candidates, self._micro_batch)
+        return units_of(units, self.ranks) * settings.horizon

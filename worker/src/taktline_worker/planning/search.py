@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from taktline_protocol.search_latency import units_of
 from torch import Tensor
 
 from taktline_worker.devices import sent
@@ -96,11 +97,6 @@ def draw_noise(seed: int, settings: SearchSettings, dtype: torch.dtype = torch.f
     return torch.stack(draws).view(settings.rounds, settings.horizon, *shape).to(dtype)
 
 
-def units_of(settings: SearchSettings, micro_batch: int) -> int:
-    """Micro-batches of one round."""
-    return -(-settings.candidates // micro_batch)
-
-
 class ScoringError(RuntimeError):
     """Rank 0's world model failed in a search that the other ranks went through to its end; the cause is chained."""
 
@@ -119,7 +115,7 @@ class _Search:
         noise = draw_noise(problem.seed, s) if problem.noise is None else problem.noise
         self.noise = sent(noise, world.device, world.dtype)
         self.belief = self.space.first(problem.previous)
-        self.units = units_of(s, world.micro_batch)
+        self.units = units_of(s.candidates, world.micro_batch)
         self.actions = torch.zeros(0)
         self.round = 0
         self.history: list[Tensor] = []

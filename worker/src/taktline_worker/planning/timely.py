@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol.search_latency import units_of
 from torch import Tensor
 
 from taktline_worker.planning.mesh import Mesh, OneRank, RankLostError
 from taktline_worker.planning.ranks import Ranks
 from taktline_worker.planning.relay import lead
-from taktline_worker.planning.search import Plan, Problem, ScoringError, Standing, late, search, units_of
+from taktline_worker.planning.search import Plan, Problem, ScoringError, Standing, late, search
 from taktline_worker.planning.settings import SearchSettings
 from taktline_worker.planning.world import WorldModel
 
@@ -249,7 +250,7 @@ class TimelySearch:
         """Goes on in this process from the newest whole round, with what still fits."""
         problems, standings = attempt.problems, attempt.standings
         starts: list[Standing | None] = list(standings) if standings else [None] * len(problems)
-        units = sum(units_of(one.settings, self._world.micro_batch) for one in problems)
+        units = sum(units_of(one.settings.candidates, self._world.micro_batch) for one in problems)
         known = [alone_s(one) for one in problems]
         round_s = attempt.round_s * units / -(-units // attempt.mesh.size) or sum(one or 0.0 for one in known)
         now = self._clock()

@@ -13,7 +13,7 @@ import msgspec
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.deployment import EngineConfig, EngineOptions, ModelConfig
 from taktline_protocol.deployment import SearchOptions as Options
-from taktline_protocol.search_latency import UNIT_ON_A_CPU, UNIT_ON_A_GPU, LatencyModel, units_of
+from taktline_protocol.search_latency import LatencyModel, unit_on, units_of
 
 from taktline_worker.devices import choose_device
 from taktline_worker.lifecycle import read_config
@@ -64,9 +64,7 @@ def default_sizes(config: EngineConfig, candidates: int = 0) -> list[int]:
     Shares that are all of one size are what further ranks are best told from.
     """
     options = config.engine.search or Options()
-    unit = options.micro_batch or (
-        UNIT_ON_A_CPU if choose_device(config.engine.device).type == "cpu" else UNIT_ON_A_GPU
-    )
+    unit = options.micro_batch or unit_on(choose_device(config.engine.device).type)
     units = units_of(candidates or options.candidates, unit)
     useful = list(LatencyModel(1.0, 0.0, 0.0, units).useful(units))
     return sorted(sorted(useful, key=lambda ranks: (units % ranks != 0, ranks))[:3])

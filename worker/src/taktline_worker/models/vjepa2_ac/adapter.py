@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import EngineConfig, SearchOptions
-from taktline_protocol.search_latency import UNIT_ON_A_CPU, UNIT_ON_A_GPU
+from taktline_protocol.search_latency import unit_on
 
 from taktline_worker.checkpoint import read_sidecar, verify_digests
 from taktline_worker.devices import choose_device, sent
@@ -165,7 +165,7 @@ def check_deployment(config: EngineConfig, device: torch.device | None = None) -
         limits=limits,
         control_period_s=_control_period_s(sidecar, config.engine.control_period_ms),
         device=device,
-        micro_batch=options.micro_batch or (UNIT_ON_A_GPU if device.type == "cuda" else UNIT_ON_A_CPU),
+        micro_batch=options.micro_batch or unit_on(device.type),
     )
 
 
