@@ -1,6 +1,6 @@
 """The V-JEPA 2-AC planner on one GPU or several: plans, energies' agreement with fp32, parts, and the plain peer.
 
-    python benchmarks/planner.py [--parts] [--peer] [--fleet] [--out DIR]
+    python benchmarks/planner.py [--parts] [--peer [--compiled]] [--fleet] [--exact 100] [--runs 3] [--out DIR]
     torchrun --standalone --nproc-per-node 2 benchmarks/planner.py [--out DIR]
 
 Random weights of the published size. A plan is timed from latents to the plan's tensors on the device, by the wall
@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from engine import Row, say
 from planner_agreement import agreement, energies_of, recorded_rounds
-from planner_fleet import fleet_times
+from planner_fleet import ROBOTS, fleet_times
 from planner_parts import parts
 from planner_peer import Peer
 from planner_search import MICRO_BATCH, SETTINGS, make_world, plan_seconds, row, scene_of
-from power import PowerMeter
+from power import Counters, EnergyMeter
 from random_vjepa2 import random_checkpoint
 from taktline_worker.models.vjepa2_ac.runner import VJepa2World
 from taktline_worker.models.vjepa2_ac.weights import BF16, FP32, pack_weights
@@ -39,32 +39,35 @@ SCORED_ROUNDS = (0, 1, 2, 4, 9)
 """Of a search, those whose actions are scored in fp32 too."""
 
 
-def fleet_rows(world: VJepa2World, dtype: str, rounds: int, runs: int) -> list[Row]:
-    """Plans of a few rounds for several robots at once."""
+def fleet_rows(world: VJepa2World, dtype: str, rounds: int) -> list[Row]:
+    """Plans of a few rounds for several robots at once; one robot's are among the plans themselves."""
     settings = replace(SETTINGS, rounds=rounds)
     rows = []
-    for one in fleet_times(world, lambda index: Problem(scene_of(world, 10 + index), settings, seed=index), runs):
+    problem = lambda index: Problem(scene_of(world, 10 + index), settings, seed=index)  # noqa: E731
+    for one in fleet_times(world, problem, 1, ROBOTS[1:]):
         assert one.equal, f"a plan of {one.robots} robots side by side differs from the one its robot gets alone"
         found = {"robots": one.robots, "plans_per_s": one.plans_per_s, "bit_equal": one.equal}
         rows.append(row(dtype, list(one.seconds), settings, 1, **found))
-        say(f"{dtype}: {one.robots} robots, {one.plans_per_s:.2f} plans a second")
+        say(f"{dtype}: {one.robots} robots, {one.plans_per_s:.2f} plans of {rounds} rounds a second")
     return rows
 
 
 def beside(rows: list[Row], peers: dict[str, float]) -> None:
-    """Puts the fastest peer, by the seconds of one round in each precision, into the rows of whole plans."""
+    """Puts the peers, by the seconds of one round in each precision, into the rows of one robot's plans."""
     fastest = min(peers, key=lambda name: peers[name])
     for index, one in enumerate(rows):
-        if one.shape["rounds"] == SETTINGS.rounds and one.batch == 1:
-            best = peers[fastest] * SETTINGS.rounds * 1000
+        if one.batch == 1:
+            rounds = one.shape["rounds"]
+            ratios = {name: 1000 * seconds * rounds / one.median_ms for name, seconds in peers.items()}
             rows[index] = replace(
                 one,
-                peer=f"plain PyTorch, whole prefix, {fastest} (one round x 10)",
-                peer_median_ms=best,
-                ratio=best / one.median_ms,
-                details=one.details | {"peer_round_s": peers},
+                peer=f"plain PyTorch, whole prefix, {fastest} (one round x {rounds})",
+                peer_median_ms=peers[fastest] * rounds * 1000,
+                ratio=ratios[fastest],
+                details=one.details | {"peer_round_s": peers, "ratios": ratios},
             )
-            say(f"{one.dtype}: {rows[index].ratio:.2f} times as fast as the fastest peer, {fastest}")
+            shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+            say(f"{one.dtype}, {rounds} rounds: times as fast as {shown}")
 
 
 def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[list[Row]], None]) -> list[Row]:
@@ -74,8 +77,6 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
     world = make_world(rounded, checkpoint)
     scene = scene_of(world)
     say("worlds are captured")
-    rows: list[Row] = []
-    extra = parts(world) if options.parts else {}
     recorded = recorded_rounds(world, scene, SCORED_ROUNDS)
     sets = {name: actions[: options.exact] for name, actions in recorded.items()}
     exact = energies_of(
@@ -85,8 +86,8 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
     gc.collect()
     torch.cuda.empty_cache()
     say("energies in fp32")
-    problem = Problem(scene, SETTINGS)
-    mesh = OneRank()
+    rows: list[Row] = []
+    counters, mesh = Counters(), OneRank()
     reference: float | None = None
     for dtype in ("bf16", "fp8"):
         if dtype == "fp8":
@@ -94,38 +95,46 @@ def on_one(options: argparse.Namespace, device: torch.device, save: Callable[[li
             gc.collect()
             world = make_world(rounded, checkpoint, quantised=True)
         torch.cuda.reset_peak_memory_stats()
-        short = replace(SETTINGS, rounds=3)
-        short_seconds, _ = plan_seconds(world, [Problem(scene, short)], mesh, options.runs)
-        with PowerMeter() as meter:
-            seconds, _ = plan_seconds(world, [problem], mesh, options.runs, warm_ups=0)
-        median = statistics.median(seconds)
-        reference = reference or median
-        details: dict[str, Any] = {
-            "agreement": agreement(energies_of(world, scene, sets), exact),
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "watts": meter.watts,
-            "joules": None if meter.watts is None else meter.watts * median,
-            "times_bf16": median / reference,
-            "parts_ms": extra if dtype == "bf16" else {},
-        }
-        rows.append(row(dtype, seconds, SETTINGS, 1, **details))
-        say(f"{dtype}: {median:.3f} s a plan, floor {rows[-1].floor_ms / 1000:.3f}; {json.dumps(details['agreement'])}")
-        rows.append(row(dtype, short_seconds, short, 1))
-        say(f"{dtype}: {rows[-1].median_ms / 1000:.3f} s a plan of three rounds; {details['watts']} W")
-        save(rows)
+        plan_seconds(world, [Problem(scene, replace(SETTINGS, rounds=1))], mesh, 1, warm_ups=0)
+        for rounds in (SETTINGS.rounds, 3):
+            settings = replace(SETTINGS, rounds=rounds)
+            with EnergyMeter(counters) as meter:
+                seconds, _ = plan_seconds(world, [Problem(scene, settings)], mesh, options.runs, warm_ups=0)
+            median = statistics.median(seconds)
+            details: dict[str, Any] = {
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "watts": meter.watts,
+                "joules": None if meter.joules is None else meter.joules / options.runs,
+                "plans_per_s": 1.0 / median,
+            }
+            if rounds == SETTINGS.rounds:
+                reference = reference or median
+                found = agreement(energies_of(world, scene, sets), exact)
+                details |= {"agreement": found, "times_bf16": median / reference}
+                say(f"{dtype}: r { ({name: round(one['pearson'], 6) for name, one in found.items()}) }")
+            rows.append(row(dtype, seconds, settings, 1, **details))
+            shown = f"floor {rows[-1].floor_ms / 1000:.3f}, {details['joules']} J, {details['watts']} W"
+            say(f"{dtype}: {median:.3f} s a plan of {rounds} rounds ({[round(one, 3) for one in seconds]}), {shown}")
+            save(rows)
+        if options.parts and dtype == "bf16":
+            rows[0] = replace(rows[0], details=rows[0].details | {"parts": parts(world)})
+            save(rows)
         if options.fleet:
-            rows += fleet_rows(world, dtype, options.fleet_rounds, max(1, options.runs // 3))
+            rows += fleet_rows(world, dtype, options.fleet_rounds)
             save(rows)
     del world
     gc.collect()
     torch.cuda.empty_cache()
     if options.peer:
         peer = Peer(checkpoint, scene, recorded["round 1"])
-        found = peer.rounds()
-        beside(rows, found)
+        official = peer.agreement(sets, exact)
+        rows[0] = replace(rows[0], details=rows[0].details | {"agreement_of_the_peer_in_bf16": official})
+        say(f"plain bf16 autocast: r { ({name: round(one['pearson'], 6) for name, one in official.items()}) }")
+        found_s = peer.rounds()
+        beside(rows, found_s)
         save(rows)
         if options.compiled:
-            beside(rows, found | peer.compiled_round())
+            beside(rows, found_s | peer.compiled_round())
             save(rows)
     return rows
 
@@ -166,15 +175,15 @@ def on_several(rank: int, size: int, runs: int, save: Callable[[list[Row]], None
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", action="store_true", help="time each operation alone")
+    parser.add_argument("--parts", action="store_true", help="time and joules of each kernel under load")
     parser.add_argument("--peer", action="store_true", help="time a round of the plain statement too")
     parser.add_argument("--compiled", action="store_true", help="the peer's blocks through torch.compile as well")
-    parser.add_argument("--fleet", action="store_true", help="plans a second for 1, 2, 4 and 8 robots at once")
+    parser.add_argument("--fleet", action="store_true", help="plans a second for 2, 4 and 8 robots at once, too")
     parser.add_argument("--fleet-rounds", type=int, default=3, metavar="N", help="rounds of a plan of the fleet")
     parser.add_argument(
         "--exact", type=int, default=SETTINGS.candidates, metavar="N", help="candidates of a round scored in fp32 too"
     )
-    parser.add_argument("--runs", type=int, default=5, help="timed plans of each kind")
+    parser.add_argument("--runs", type=int, default=3, help="timed plans of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args()
     if options.exact <= 0 or options.exact % MICRO_BATCH:

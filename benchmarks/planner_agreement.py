@@ -25,10 +25,11 @@ def energies_of(world: VJepa2World, scene: Scene, sets: dict[str, Tensor]) -> di
 
 
 def agreement(found_energies: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
-    """How energies rank the candidates of each set beside the fp32 statement's."""
+    """How energies rank the candidates of each set beside the fp32 statement's, and of all sets together."""
     found: dict[str, Any] = {}
-    for name, ours in found_energies.items():
-        theirs = exact[name]
+    together = {"all of them": [torch.cat(list(one.values())) for one in (found_energies, exact)]}
+    pairs = {name: [ours, exact[name]] for name, ours in found_energies.items()}
+    for name, (ours, theirs) in (pairs | together).items():
         ranks = torch.stack([one.argsort().argsort().double() for one in (ours, theirs)])
         elites = max(1, len(ours) * SETTINGS.elites // SETTINGS.candidates)
         best = [set(one.argsort(stable=True)[:elites].tolist()) for one in (ours, theirs)]

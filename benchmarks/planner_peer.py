@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from engine import say
 from plain_vjepa2 import PlainPredictor, score
+from planner_agreement import agreement
 from planner_search import SETTINGS
 from taktline_worker.models.vjepa2_ac.weights import CheckpointFile
 from taktline_worker.planning.world import Scene
@@ -30,6 +32,11 @@ class Peer:
             found["bf16"] = self._timed("bf16 autocast")
         return found
 
+    def agreement(self, sets: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
+        """How its energies under bf16 autocast rank the candidates of each set, beside ours in fp32."""
+        with torch.autocast("cuda", torch.bfloat16):
+            return agreement({name: self._run(actions) for name, actions in sets.items()}, exact)
+
     def compiled_round(self) -> dict[str, float]:
         """Seconds of a round in bf16 with the blocks through torch.compile; they stay so."""
         for block in self._model.blocks:
@@ -49,5 +56,5 @@ class Peer:
         say(f"peer {name}: {seconds:.2f} s a round")
         return seconds
 
-    def _run(self, actions: Tensor) -> None:
-        score(self._model, self._scene.latent, self._scene.goal, self._scene.pose, actions)
+    def _run(self, actions: Tensor) -> Tensor:
+        return score(self._model, self._scene.latent, self._scene.goal, self._scene.pose, actions)

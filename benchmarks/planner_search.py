@@ -50,12 +50,13 @@ def plan_seconds(
 
 def row(dtype: str, seconds: list[float], settings: SearchSettings, gpus: int, **details: Any) -> Row:
     """One line of the results."""
-    floor = settings.candidates * settings.rounds * FLOPS_A_CANDIDATE / ROOF_FLOPS[dtype] / gpus
+    robots = int(details.pop("robots", 1))
+    floor = robots * settings.candidates * settings.rounds * FLOPS_A_CANDIDATE / ROOF_FLOPS[dtype] / gpus
     return Row(
         bench="planner",
         policy="vjepa2-ac",
         shape={name: getattr(settings, name) for name in ("candidates", "rounds", "elites", "horizon")},
-        batch=int(details.pop("robots", 1)),
+        batch=robots,
         dtype=dtype,
         gpus=gpus,
         median_ms=1000 * statistics.median(seconds),

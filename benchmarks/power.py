@@ -1,42 +1,75 @@
-"""Watts of a GPU while something runs, as the driver reports them."""
+"""Joules, watts and clock of a GPU while something runs, from the driver's own counters."""
 
 from __future__ import annotations
 
-import shutil
-import statistics
-import subprocess
-import threading
+import ctypes
+import time
 
 import torch
 from engine import say
 
+_SM_CLOCK = 1
 
-class PowerMeter:
-    """Mean watts of the GPU while inside, as the driver reports them."""
 
-    def __enter__(self) -> PowerMeter:
-        self._watts: list[float] = []
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
+class Counters:
+    """The counters of one GPU (NVML); what the driver does not give is None."""
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        try:
+            self._nvml: ctypes.CDLL | None = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            self._nvml = None
+        which = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()  # the machine may have others
+        if self._nvml is not None and (
+            self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(which, ctypes.byref(self._handle))
+        ):
+            self._nvml = None
+        if self._nvml is None:
+            say("no counters of the driver here: no joules")
+
+    def joules(self) -> float | None:
+        """Since the driver was loaded; renewed about every tenth of a second."""
+        value = ctypes.c_ulonglong()
+        if self._nvml is None or self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(value)):
+            return None
+        return value.value / 1000.0
+
+    def megahertz(self) -> int | None:
+        """Of the multiprocessors, now."""
+        value = ctypes.c_uint()
+        if self._nvml is None or self._nvml.nvmlDeviceGetClockInfo(self._handle, _SM_CLOCK, ctypes.byref(value)):
+            return None
+        return value.value
+
+
+class EnergyMeter:
+    """What the GPU took while inside; meant for seconds, as the counter moves in steps.
+
+    Attributes:
+        joules: None where the driver gave no figure.
+        seconds: from entering to leaving.
+    """
+
+    joules: float | None = None
+    seconds = 0.0
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def __enter__(self) -> EnergyMeter:
+        torch.cuda.synchronize()
+        self._before, self._began = self._counters.joules(), time.perf_counter()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._end.set()
-        self._thread.join()
+        torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._began
+        after = self._counters.joules()
+        if after is not None and self._before is not None:
+            self.joules = after - self._before
 
     @property
     def watts(self) -> float | None:
-        """None where the driver gave no figure."""
-        return statistics.fmean(self._watts) if self._watts else None
-
-    def _sample(self) -> None:
-        if shutil.which("nvidia-smi") is None:
-            say("no nvidia-smi here: no watts")
-            return
-        which = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # the machine may have others
-        query = ["nvidia-smi", "-i", which, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
-        while not self._end.wait(0.2):
-            answer = subprocess.run(query, capture_output=True, text=True, check=False)
-            if answer.returncode == 0:
-                self._watts.append(float(answer.stdout.split()[0]))
+        """The mean."""
+        return None if self.joules is None else self.joules / self.seconds
