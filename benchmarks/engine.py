@@ -6,8 +6,9 @@ Random full-size weights; pixels and token ids are on the device, as in the publ
 events around one replay, 10 warm-ups, 50 runs; policies and precisions of one shape are measured in turns, so that the
 GPU's heat and clocks are the same for all. Peers: of FP8 our own bf16, of π0 our own π0.5, both among the figures.
 `--part peers` has benchmarks/plain_pi.py, eager and with its blocks through torch.compile and the whole request in a
-CUDA graph, beside our own π0.5 in the same run; it writes a file of its own. Without --part both run; each first holds
-our fp32 and bf16 to the plain statement and says how far each precision is from it, which is all of `--part accuracy`.
+CUDA graph, beside our own time in the same run, for every shape that has a goal; it writes a file a policy. Without
+--part both run; each first holds our fp32 and bf16 to the plain statement and says how far each precision is from it,
+which is all of `--part accuracy`.
 What a run does not measure stays in the files as it was.
 """
 
@@ -40,13 +41,11 @@ SHAPES = [
     *(Bucket(rows, 2, 60) for rows in (1, 32)),
 ]
 OTHERS = [Bucket(rows, 3, 1) for rows in (1, 8, 32)]
-"""Shapes of FP8 and of the eager peer, and of π0."""
-PEERS_FILE = "engine_pi05_peers.json"
+"""Shapes of FP8, and of π0."""
 P99_OVER_P50 = 1.05
 """Most that the 99th percentile of one robot's requests may be of their median."""
 TURNS = 5
 """Of what is measured in turns."""
-COMPILED = [Bucket(32, 3, 1), Bucket(1, 3, 1)]
 ONE_ROW = [Bucket(1, 3, 1), Bucket(1, 2, 60)]
 """Shapes of an expert stored in bytes, and of π0."""
 SUBJECTS: dict[Subject, str] = {
@@ -66,6 +65,8 @@ GOALS = [
     Bucket(32, 3, 200),
 ]
 """What has a goal, and is therefore measured first."""
+PEERS = {"pi05": GOALS, "pi0": [Bucket(1, 3, 1)]}
+"""Shapes that plain PyTorch is measured at, by policy."""
 STORED = {
     "bf16+fp8-expert": QuantisationOptions(expert="fp8"),
     "bf16+int8-expert": QuantisationOptions(expert="int8"),
@@ -224,46 +225,56 @@ def add_peer(row: Row, peer: str, times: list[float]) -> None:
     """Set the peer of a row."""
     row.peer, row.peer_median_ms = peer, quantile(times, 0.5)
     row.ratio = row.peer_median_ms / row.median_ms
+    row.details["peer_n"] = len(times)
     say(f"{row.policy} batch {row.batch}: {peer} {row.peer_median_ms:.1f} ms, ratio {row.ratio:.2f}")
 
 
 def measure_peers(
-    runner: GraphRunner,
-    bf16: dict[str, torch.Tensor],
-    shapes: list[Bucket],
+    runners: Mapping[Subject, GraphRunner],
+    plain: Mapping[str, dict[str, torch.Tensor]],
     versions: dict[str, str],
     rows: list[Row],
     options: argparse.Namespace,
 ) -> None:
-    """Plain PyTorch, eager and compiled, each beside our own time in the same run: a row a shape and peer."""
+    """Plain PyTorch, eager and compiled, each beside our own time in the same run: a row a shape and peer.
 
-    def keep(bucket: Bucket, peer: str, times: list[float]) -> None:
-        row = Row(**asdict(own[bucket]))
+    Args:
+        runners: ours, of which the captured shapes are measured.
+        plain: tensors of the official bf16 mode, by policy.
+        versions: of what runs.
+        rows: the rows are added here, and saved as they come.
+        options: of the command line.
+    """
+
+    def keep(own: Row, peer: str, times: list[float]) -> None:
+        row = Row(**asdict(own))
         add_peer(row, peer, times)
         rows.append(row)
-        save_rows(options.out / PEERS_FILE, rows)
+        save_rows(options.out / f"engine_{row.policy}_peers.json", [one for one in rows if one.policy == row.policy])
 
-    eager = PlainPi(bf16, PI05, STEPS)
-    own: dict[Bucket, Row] = {}
-    for bucket in [b for b in OTHERS if b in shapes]:
-        runner.load(make_batch(bucket), bucket)
-        times = event_times(runner.captured[bucket].graph.replay, 10, 20)
-        own[bucket] = measure(runner, ("pi05", "bf16"), bucket, versions, times, whole=True)
-        inputs = peer_inputs(make_batch(bucket), bucket)
-        runs = 10 if bucket.rows < 8 else 5
-        with torch.inference_mode():
-            times = event_times(lambda inputs=inputs: eager(*inputs), 2, runs)  # type: ignore[misc]
-        keep(bucket, "plain PyTorch, eager", times)
-    for bucket in [b for b in COMPILED if b in own]:
-        if options.quick or time.monotonic() - START > options.limit_s:
-            say(f"{bucket}: compiled peer skipped")
-            continue
-        compiled = PlainPi(bf16, PI05, STEPS, compile_layers=True)
-        inputs = peer_inputs(make_batch(bucket), bucket)
-        graph = capture(lambda compiled=compiled, inputs=inputs: compiled(*inputs), 2)  # type: ignore[misc]
-        times = event_times(graph.replay, 3, 20 if bucket.rows == 1 else 8)
-        keep(bucket, "plain PyTorch, torch.compile + CUDA graph", times)
-        del graph, compiled
+    for policy, tensors in plain.items():
+        runner, architecture = runners[policy, "bf16"], PI05 if policy == "pi05" else PI0
+        eager = PlainPi(tensors, architecture, STEPS)
+        for bucket in [b for b in PEERS[policy] if b in runner.captured]:
+            if time.monotonic() - START > options.limit_s:
+                say(f"{policy} {bucket}: peers skipped")
+                continue
+            batch, few = make_batch(bucket, policy=policy), bucket.rows < 8
+            runner.load(batch, bucket)
+            times = event_times(runner.captured[bucket].graph.replay, 10, 50 if few else 20)
+            own = measure(runner, (policy, "bf16"), bucket, versions, times, whole=True)
+            inputs = peer_inputs(batch, bucket)
+            with torch.inference_mode():
+                times = event_times(lambda eager=eager, inputs=inputs: eager(*inputs), 2, 5)  # type: ignore[misc]
+            keep(own, "plain PyTorch, eager", times)
+            if options.quick:
+                continue
+            torch.compiler.reset()  # a block's compiled forms are kept, and few
+            compiled = PlainPi(tensors, architecture, STEPS, compile_layers=True)
+            graph = capture(lambda compiled=compiled, inputs=inputs: compiled(*inputs), 2)  # type: ignore[misc]
+            times = event_times(graph.replay, 3, 20 if few else 8)
+            keep(own, "plain PyTorch, torch.compile + CUDA graph", times)
+            del graph, compiled
 
 
 def main() -> None:
@@ -284,24 +295,28 @@ def main() -> None:
     batches = {int(text) for text in options.batches.split(",")}
     shapes = [b for b in SHAPES if b.rows in batches and (not options.quick or b.rows in (1, 8))]
     if options.part == "peers":
-        subjects, shapes = {("pi05", "bf16"): PEERS_FILE}, [b for b in OTHERS if b in shapes]
+        subjects = {one: name for one, name in subjects.items() if one[1] == "bf16"}
+        shapes = [b for b in GOALS if b in shapes]
     if options.part == "accuracy":
         shapes = [Bucket(1, 3, 1)]
     device = torch.device("cuda")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     runners: dict[Subject, GraphRunner] = {}
     found: dict[str, Any] = {}
+    plain: dict[str, dict[str, torch.Tensor]] = {}
     if ("pi0", "bf16") in subjects:
         tensors = random_tensors(PI0, device)
-        build(tensors, ("pi0", "bf16"), [b for b in shapes if b in OTHERS or b in ONE_ROW], runners)
-        found["pi0"] = accuracy(runners, tensors, "pi0", official_dtypes(tensors, torch.bfloat16))
+        of_pi0 = PEERS["pi0"] if options.part == "peers" else [*OTHERS, *ONE_ROW]
+        build(tensors, ("pi0", "bf16"), [b for b in shapes if b in of_pi0], runners)
+        plain["pi0"] = official_dtypes(tensors, torch.bfloat16)
+        found["pi0"] = accuracy(runners, tensors, "pi0", plain["pi0"])
         del tensors
     tensors = random_tensors(PI05, device)
     for subject in (one for one in subjects if one[0] == "pi05"):
         own_shapes = {"bf16": shapes, "fp8": OTHERS}.get(subject[1], ONE_ROW)
         build(tensors, subject, [b for b in own_shapes if b in shapes], runners)
-    bf16 = official_dtypes(tensors, torch.bfloat16)
-    found["pi05"] = accuracy(runners, tensors, "pi05", bf16)
+    plain["pi05"] = official_dtypes(tensors, torch.bfloat16)
+    found["pi05"] = accuracy(runners, tensors, "pi05", plain["pi05"])
     del tensors
     torch.cuda.empty_cache()
     say(f"errors against fp32: {json.dumps(found)}")
@@ -329,7 +344,7 @@ def main() -> None:
             save_rows(options.out / subjects[one], rows[one])
     peers: list[Row] = []
     if options.part != "figures":
-        measure_peers(runners["pi05", "bf16"], bf16, shapes, versions, peers, options)
+        measure_peers(runners, dict(reversed(plain.items())), versions, peers, options)
 
     heads = (("policy", 6), ("dtype", 16), ("views", 5), ("prompt", 6), ("batch", 5), ("ms", 8), ("p99/p50", 7))
     heads += (("floor", 7), ("x floor", 7), ("peer ms", 8), ("ratio", 6))
