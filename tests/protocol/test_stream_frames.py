@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from taktline_protocol import ErrorCode, TaktlineError, stream
+from taktline_protocol import ErrorCode, TaktlineError, stream, stream_codec
 from taktline_protocol.limits import DEFAULT_LIMITS, Limits
 from taktline_protocol.messages import Array, Image, Observation, Rtc
 from taktline_protocol.stream import Answer, Frame, Hello, Observe, Vector
@@ -158,6 +159,53 @@ def test_the_limits_hold_before_anything_is_unfolded():
     with pytest.raises(TaktlineError) as caught:
         decode_from_robot(bytes(101), Limits(body_bytes=100))
     assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+
+
+def _mutated(rng: random.Random, whole: bytes) -> bytes:
+    body = bytearray(whole)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(body))
+        kind = rng.randrange(4)
+        if kind == 0:
+            body[at] = rng.choice(
+                (0x80, 0x8F, 0x90, 0x9F, 0xC0, 0xC4, 0xD9, 0xDC, 0xDD, 0xDE, 0xDF, rng.randrange(256))
+            )
+        elif kind == 1:
+            del body[at : at + rng.randint(1, 4)]
+        elif kind == 2:
+            body[at:at] = rng.choice((b"\xc0", b"\x91", b"\x81\xa1x", b"\xdd\xff\xff\xff\xff", rng.randbytes(2)))
+        else:
+            body += rng.randbytes(1)
+    return bytes(body) or b"\xc0"
+
+
+@pytest.mark.parametrize("decode", [lambda body: decode_from_robot(body, DEFAULT_LIMITS), decode_from_gateway])
+def test_frames_that_are_seen_to_be_usual_are_read_as_others_are(decode, monkeypatch):
+    frame = stream.Frame("jpeg", b"\xff\xd8 a frame", b"12345678")
+    vector = Vector("float64", bytes(24))
+    usual = [
+        encode_frame(Observe(1, 1.0, 1.0, 100.0, vector, {"front": frame, "wrist": frame}, {"top": b"12345678"}, "go")),
+        encode_frame(to_answer(CHUNK, 10.0, 10.5)),
+    ]
+    seen = []
+
+    def outcome(body):
+        try:
+            return decode(body)
+        except TaktlineError as error:
+            return error.code
+
+    is_usual, rng = stream_codec._is_usual, random.Random(11)
+    for whole in usual:
+        assert is_usual(whole)
+        for body in [whole, *(_mutated(rng, whole) for _ in range(4000))]:
+            found = outcome(body)
+            seen.append(is_usual(body))
+            monkeypatch.setattr(stream_codec, "_is_usual", lambda _: False)
+            assert outcome(body) == found, body
+            monkeypatch.setattr(stream_codec, "_is_usual", is_usual)
+    assert seen.count(True) > 400, "most mutations of payloads leave a usual frame"
+    assert seen.count(False) > 400
 
 
 def test_actions_must_have_the_bytes_that_their_shape_says():
