@@ -2,8 +2,9 @@
 
 python -m benchmarks.gateway.chaos [--rounds N] [--robots N] [--seed N] [--output FILE]
 
-Two gateways, two workers and (where redis-server is installed) one Redis, all real processes; robots over REST, the
-stream and openpi's protocol. In each scenario one of them is killed (SIGKILL) or told to end (SIGTERM) at a random
+Two gateways, two workers and (where redis-server is installed) one Redis, all real processes; robots in every protocol
+that the gateway speaks: REST, the stream, openpi, GR00T's ZeroMQ, LeRobot's gRPC, vla-eval and the Open Inference
+Protocol. In each scenario one of them is killed (SIGKILL) or told to end (SIGTERM) at a random
 moment and started again. Every request must have exactly one outcome within its deadline and a bound: a chunk, a typed
 error, or an error of the connection that its client saw. One that has none is `silent`, and the run fails.
 """
@@ -25,10 +26,20 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.gateway.fleet import CHUNK, CONNECTION, SILENT, Plan, fleet
+from benchmarks.gateway.fleet import (
+    CLIENTS,
+    CONNECTION,
+    OWN_PORTS,
+    PROTOCOLS,
+    SILENT,
+    Plan,
+    client_ports,
+    fleet,
+    listen_flags,
+)
+from benchmarks.gateway.links import CHUNK
 from benchmarks.gateway.processes import Deployment, Server, ServerEndedError, free_port, until
 
-PROTOCOLS = ("rest", "stream", "openpi")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 TARGETS = ("worker", "gateway", "redis")
 WORKER = ("--t-sync", "1:6,2:7,4:8,8:10,16:14", "--before-ms", "2", "--work-ms", "4")
@@ -43,13 +54,13 @@ class Stage:
     first: Deployment
     second: Deployment
     workers: list[str]
-    openpi_ports: list[int]
+    ports: list[dict[str, int]]
     redis: Server | None
     redis_port: int
 
     def gateway_flags(self, number: int) -> list[str]:
         """What each gateway is started with, also the second time."""
-        flags = ["--openpi-listen", f"127.0.0.1:{self.openpi_ports[number]}", "--drain-settle-s", "0.2"]
+        flags = [*listen_flags(self.ports[number]), "--drain-settle-s", "0.2"]
         return flags + (["--redis-url", f"redis://127.0.0.1:{self.redis_port}/0"] if self.redis_port else [])
 
     def start_gateway(self, number: int) -> None:
@@ -87,11 +98,11 @@ def build(folder: Path, *, redis: bool) -> Stage:
         each.mkdir()
     first, second = (Deployment(each) for each in folders)
     workers = [first.start_worker(*WORKER) for _ in range(2)]
-    stage = Stage(first, second, workers, [free_port(), free_port()], None, free_port() if redis else 0)
+    stage = Stage(first, second, workers, [client_ports(), client_ports()], None, free_port() if redis else 0)
     if redis:
         stage.start_redis(folder)
     for number, deployment in enumerate((first, second)):
-        deployment.write_routes(workers)
+        deployment.write_routes(workers, clients=CLIENTS)
         stage.start_gateway(number)
     try:
         until(stage.ready, "both gateways having both workers", servers=stage.servers)
@@ -109,7 +120,7 @@ async def scenario(
     plan = Plan(
         policy="noop",
         addresses=addresses,
-        openpi_addresses=[("127.0.0.1", port) for port in stage.openpi_ports],
+        ports={name: [("127.0.0.1", ports[name]) for ports in stage.ports] for name in OWN_PORTS},
     )
     async with fleet(plan, PROTOCOLS, robots) as book:
         await asyncio.sleep(0.5 + dice.random())
@@ -201,7 +212,7 @@ def main() -> None:
     """The command line; exits with 1 where a request is unaccounted for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--robots", type=int, default=24)
+    parser.add_argument("--robots", type=int, default=28)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

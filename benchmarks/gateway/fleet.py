@@ -11,26 +11,27 @@ import contextlib
 import dataclasses
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import msgspec
-import numpy as np
-from taktline_protocol.codecs import MediaType, decode_chunk, decode_error, encode
-from taktline_protocol.messages import Array, Image, Observation
-from taktline_protocol.stream import Ack, Answer, Backpressure, Goodbye, Refusal
-from taktline_protocol.stream_codec import decode_from_gateway
-
-from benchmarks.gateway.robots import CAMERAS, STATE_DIM, OpenpiRobot, StreamRobot
+from benchmarks.gateway.links import (
+    CHUNK,
+    GrootLink,
+    KserveLink,
+    LerobotLink,
+    Link,
+    OpenpiLink,
+    RestLink,
+    StreamLink,
+    VlaEvalLink,
+)
+from benchmarks.gateway.processes import free_port
 
 RECONNECT_S = 0.05
 CONNECTION = "connection"
 """The client saw its connection refused, reset or closed."""
 SILENT = "silent"
 """Neither an answer nor an error within the deadline and the bound: what must never happen."""
-CHUNK = "chunk"
-FRAME = Image("raw", bytes(3 * 32 * 32), (32, 32, 3))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,13 +73,14 @@ class Plan:
 
     Attributes:
         addresses: (host, port) of the gateways, in the order in which they are tried.
+        ports: the same for each of `OWN_PORTS` that robots speak; see `client_ports`.
         period_s: from one request to the next.
         bound_s: how long after its deadline a request may at most go without a word.
     """
 
     policy: str
     addresses: Sequence[tuple[str, int]]
-    openpi_addresses: Sequence[tuple[str, int]] = ()
+    ports: Mapping[str, Sequence[tuple[str, int]]] = dataclasses.field(default_factory=dict)
     period_s: float = 0.05
     budget_ms: float = 500.0
     bound_s: float = 3.0
@@ -94,7 +96,7 @@ class AccountedRobot:
         self._book = book
         self._at = number
         self._seq = 0
-        self._link: _Link | None = None
+        self._link: Link | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """One request a period; a late answer delays the next request, as a robot that waits for its chunk."""
@@ -112,138 +114,51 @@ class AccountedRobot:
                     word = await self._ask()
             except TimeoutError:
                 word = SILENT
-                self._drop()
+                await self._drop()
             except (OSError, EOFError, asyncio.IncompleteReadError, ConnectionError):
                 word = CONNECTION
-                self._drop()
+                await self._drop()
             took_ms = 1e3 * (time.monotonic() - sent_at)
             self._book.outcomes.append(
                 Outcome(self.name, self._protocol, sent_at, word, took_ms - plan.budget_ms, took_ms)
             )
             if word == CONNECTION:
                 await asyncio.sleep(RECONNECT_S)
-        self._drop()
+        await self._drop()
 
     async def _ask(self) -> str:
         if self._link is None:
             plan = self._plan
-            addresses = plan.openpi_addresses if self._protocol == "openpi" else plan.addresses
+            addresses = plan.ports.get(self._protocol, plan.addresses)
             host, port = addresses[self._at % len(addresses)]
-            link = _LINKS[self._protocol](host, port, self.name, plan)
-            await link.open()
-            self._link = link
+            self._link = LINKS[self._protocol](host, port, self.name, plan.policy, plan.budget_ms)
+            await self._link.open()
         word = await self._link.ask(self._seq)
         if self._link.leaving:
-            self._drop()
+            await self._drop()
         return word
 
-    def _drop(self) -> None:
+    async def _drop(self) -> None:
         self._at += 1  # the next gateway, where there is one
         link, self._link = self._link, None
         if link is not None:
-            link.cut()
+            await link.cut()
 
 
-class _Link(ABC):
-    leaving = False
-
-    def __init__(self, host: str, port: int, name: str, plan: Plan) -> None:
-        self.host, self.port, self.name, self.plan = host, port, name, plan
-
-    @abstractmethod
-    async def open(self) -> None: ...
-
-    @abstractmethod
-    async def ask(self, seq: int) -> str: ...
-
-    @abstractmethod
-    def cut(self) -> None: ...
-
-
-class _RestLink(_Link):
-    _writer: asyncio.StreamWriter | None = None
-
-    async def open(self) -> None:
-        self._reader, self._writer = await asyncio.open_connection(self.host, self.port)
-
-    async def ask(self, seq: int) -> str:
-        assert self._writer is not None
-        now = time.monotonic()
-        observation = Observation(
-            robot_id=self.name,
-            session_id=self.name,
-            seq=seq,
-            captured_at=now,
-            sent_at=now,
-            budget_ms=self.plan.budget_ms,
-            images=dict.fromkeys(CAMERAS, FRAME),
-            state=Array.from_numpy(np.zeros(STATE_DIM)),
-            instruction="go",
-        )
-        body = encode(observation, MediaType.MSGPACK)
-        self._writer.write(
-            f"POST /v1/policies/{self.plan.policy}/act HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
-        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        at = head.index(b"content-length:") + 15
-        answer = await self._reader.readexactly(int(head[at : head.index(b"\r\n", at)]))
-        self.leaving = b"connection: close" in head
-        if head[9:12] == b"200":
-            chunk = decode_chunk(answer, MediaType.MSGPACK)
-            assert chunk.seq == seq and chunk.robot_id == self.name  # noqa: PT018
-            return CHUNK
-        return decode_error(answer, MediaType.MSGPACK).code
-
-    def cut(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-class _StreamLink(_Link):
-    async def open(self) -> None:
-        self._robot = StreamRobot(self.host, self.port, self.name, self.plan.policy)
-        await self._robot.open()
-        self._first = True
-
-    async def ask(self, seq: int) -> str:
-        self._robot.observe(seq, self.plan.budget_ms, instruction=self._first)
-        self._first = False
-        while True:
-            _, payload = await self._robot.receive()
-            frame = decode_from_gateway(payload)
-            if isinstance(frame, Goodbye):
-                self.leaving = True
-            elif isinstance(frame, Answer) and frame.seq == seq:
-                return CHUNK
-            elif isinstance(frame, Refusal) and frame.seq == seq:
-                return frame.code
-            else:
-                assert isinstance(frame, Ack | Backpressure | Answer | Refusal), frame
-
-    def cut(self) -> None:
-        self._robot.cut()
-
-
-class _OpenpiLink(_Link):
-    async def open(self) -> None:
-        self._robot = OpenpiRobot(self.host, self.port, self.name)
-        await self._robot.open()
-
-    async def ask(self, seq: int) -> str:
-        self._robot.send_frame()
-        opcode, payload = await self._robot.receive()
-        if opcode == 2:
-            msgspec.msgpack.decode(payload)
-            return CHUNK
-        return payload.decode().partition(":")[0]
-
-    def cut(self) -> None:
-        self._robot.cut()
-
-
-_LINKS: dict[str, type[_Link]] = {"rest": _RestLink, "stream": _StreamLink, "openpi": _OpenpiLink}
+LINKS: dict[str, type[Link]] = {
+    "rest": RestLink,
+    "stream": StreamLink,
+    "openpi": OpenpiLink,
+    "groot": GrootLink,
+    "lerobot": LerobotLink,
+    "vla-eval": VlaEvalLink,
+    "kserve": KserveLink,
+}
+PROTOCOLS = tuple(LINKS)
+OWN_PORTS = ("openpi", "groot", "lerobot", "vla-eval")
+"""Protocols that a gateway speaks on ports of their own."""
+CLIENTS = {"vla-eval": {"execute_steps": 1}}
+"""What the route must say so that each observation of each protocol reaches a worker."""
 
 
 @contextlib.asynccontextmanager
@@ -260,3 +175,13 @@ async def fleet(plan: Plan, protocols: Sequence[str], robots: int):  # type: ign
     finally:
         stop.set()
         await asyncio.gather(*drivers)
+
+
+def client_ports() -> dict[str, int]:
+    """A free port for each of `OWN_PORTS`."""
+    return {protocol: free_port() for protocol in OWN_PORTS}
+
+
+def listen_flags(ports: Mapping[str, int]) -> list[str]:
+    """What a gateway is started with to speak those protocols there."""
+    return [word for name, port in ports.items() for word in (f"--{name}-listen", f"127.0.0.1:{port}")]

@@ -24,7 +24,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.gateway.fleet import CHUNK, SILENT, Plan, fleet
+from benchmarks.gateway.fleet import SILENT, Plan, fleet
+from benchmarks.gateway.links import CHUNK
 from benchmarks.gateway.processes import Deployment, until
 
 PROTOCOLS = ("rest", "stream")

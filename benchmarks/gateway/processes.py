@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,10 +154,18 @@ class Deployment:
         self.workers[address] = Server(command, self.folder / f"worker-{address.rpartition(':')[2]}.log")
         return address
 
-    def write_routes(self, addresses: Sequence[str], *, policy: str = "noop", max_batch: int = 16) -> None:
-        """Routes the policy to these workers."""
+    def write_routes(
+        self,
+        addresses: Sequence[str],
+        *,
+        policy: str = "noop",
+        max_batch: int = 16,
+        clients: Mapping[str, object] | None = None,
+    ) -> None:
+        """Routes the policy to these workers; `clients` is the route's mapping by protocol."""
         targets = [{"address": address} for address in addresses]
         route = {"policy": policy, "targets": targets, "max_batch": max_batch, "max_wait_ms": 0}
+        route |= {"clients": clients} if clients else {}
         temporary = self.routes.with_suffix(".new")
         temporary.write_text(json.dumps({"routes": [route]}))
         temporary.replace(self.routes)

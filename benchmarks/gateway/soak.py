@@ -2,9 +2,19 @@
 
 python -m benchmarks.gateway.soak [--minutes M] [--load SHARE] [--robots N] [--output FILE]
 
-Robots over REST, the stream and openpi's protocol ask at a fixed rate; some leave and others come all the time, so that
-what a connection leaves behind would add up. The worker's batches take a fixed time, so capacity does not depend on
-this machine's cores. At the end every robot leaves, and the gateway must hold what it held before the first one came.
+Robots in every protocol that the gateway speaks (REST, the stream, openpi, GR00T's ZeroMQ, LeRobot's gRPC, vla-eval,
+the Open Inference Protocol) ask at a fixed rate; some leave and others come all the time, so that what a connection
+leaves behind would add up. The worker's batches take a fixed time, so capacity does not depend on this machine's cores.
+At the end every robot leaves, and the gateway must hold what it held before the first one came: descriptors, tasks,
+connections, remembered clients, robots, sessions and requests are counted in its census (SIGUSR1), memory by the
+kernel. Exits with 1, and says why, where more is left, where memory grew, or where a request got no word.
+
+A machine that is busy with other work makes requests late and this process blind (`worst_stall_ms`); the run is sound
+where that stays under a few hundred ms. Beside other work run it in the real-time class:
+
+    chrt -r 1 python -m benchmarks.gateway.soak --minutes 30 --output benchmarks/results/cpu/gateway-soak.json
+
+The row is printed, and FILE replaced by it alone.
 """
 
 from __future__ import annotations
@@ -24,10 +34,10 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.gateway.fleet import CHUNK, SILENT, Plan, fleet
-from benchmarks.gateway.processes import Deployment, free_port
+from benchmarks.gateway.fleet import CLIENTS, PROTOCOLS, SILENT, Plan, client_ports, fleet, listen_flags
+from benchmarks.gateway.links import CHUNK
+from benchmarks.gateway.processes import Deployment
 
-PROTOCOLS = ("rest", "stream", "openpi")
 WORK_MS = 40.0
 BEFORE_MS = 5.0
 """What a batch takes before the engine needs it, as frames are decoded: the next one is sent ahead by as much."""
@@ -36,7 +46,7 @@ STALL_LOOK_S = 0.1
 SETTLE_S = 8.0
 """After the last robot has left: sessions that may be resumed live longer than this unless their robot said goodbye."""
 RESUME_S = 2.0
-COUNTED = ("descriptors", "tasks", "connections", "robots", "sessions", "queued")
+COUNTED = ("descriptors", "tasks", "connections", "clients", "robots", "sessions", "queued")
 """Of a sample: what must be as few after the load as before it."""
 
 
@@ -49,6 +59,7 @@ class Sample:
     descriptors: int
     tasks: int
     connections: int
+    clients: int
     robots: int
     sessions: int
     queued: int
@@ -76,6 +87,7 @@ class Watched:
                     descriptors=self._server.descriptors(),
                     tasks=census["task_count"],
                     connections=census["connections"],
+                    clients=census["clients"],
                     robots=census["robots"],
                     sessions=census["sessions"],
                     queued=sum(census["unanswered"].values()),
@@ -132,18 +144,18 @@ async def soak(
     capacity_hz = 1e3 * BATCH / work_ms
     stalls = Stalls()
     deployment = Deployment(folder)
-    openpi_port = free_port()
+    ports = client_ports()
     try:
         address = deployment.start_worker(
             "--t-sync", t_sync_of(work_ms), "--work-ms", str(work_ms), "--before-ms", str(BEFORE_MS)
         )
-        deployment.write_routes([address], max_batch=BATCH)
-        deployment.start_gateway("--openpi-listen", f"127.0.0.1:{openpi_port}", "--stream-resume-s", str(RESUME_S))
+        deployment.write_routes([address], max_batch=BATCH, clients=CLIENTS)
+        deployment.start_gateway(*listen_flags(ports), "--stream-resume-s", str(RESUME_S))
         await asyncio.to_thread(deployment.until_ready, 1)
         plan = Plan(
             policy="noop",
             addresses=[("127.0.0.1", deployment.port)],
-            openpi_addresses=[("127.0.0.1", openpi_port)],
+            ports={protocol: [("127.0.0.1", port)] for protocol, port in ports.items()},
             period_s=robots / (load * capacity_hz),
             budget_ms=1000.0,
         )
@@ -159,8 +171,9 @@ async def soak(
         async def shift(number: int) -> None:
             """A share of the fleet that comes, stays for a while, and goes, until the time is over."""
             stay_s = max(1.0, min(20.0, seconds / 6)) * (1 + number / 4)
+            at = number * (robots // 4) % len(PROTOCOLS)  # a small fleet has every protocol in one of its shifts
             while (left_s := ends - time.monotonic()) > 0.2:
-                async with fleet(plan, PROTOCOLS, robots // 4) as book:
+                async with fleet(plan, PROTOCOLS[at:] + PROTOCOLS[:at], robots // 4) as book:
                     books.append(book)
                     await asyncio.sleep(min(stay_s, left_s))
 
@@ -233,15 +246,17 @@ def faults(row: dict[str, object], growth_mib: float) -> list[str]:
 def main() -> None:
     """The command line; exits with 1 where something leaked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of load; about 40 s more for before and after")
     parser.add_argument("--load", type=float, default=0.8, help="share of what the worker can do")
-    parser.add_argument("--robots", type=int, default=24)
+    parser.add_argument(
+        "--robots", type=int, default=28, help="at a time, in four shifts; each shift has every protocol from 28 on"
+    )
     parser.add_argument(
         "--work-ms", type=float, default=WORK_MS, help="time of a batch: a longer one asks less of this machine's cores"
     )
-    parser.add_argument("--sample-s", type=float, default=5.0)
+    parser.add_argument("--sample-s", type=float, default=5.0, help="from one census to the next")
     parser.add_argument("--growth-mib", type=float, default=8.0, help="growth of memory that is still flat")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="the row goes there as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         row = uvloop.run(

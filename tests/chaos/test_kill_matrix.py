@@ -10,7 +10,8 @@ import pytest
 import uvloop
 
 from benchmarks.gateway import chaos
-from benchmarks.gateway.fleet import CHUNK, CONNECTION, SILENT
+from benchmarks.gateway.fleet import CONNECTION, SILENT
+from benchmarks.gateway.links import CHUNK
 
 REDIS = shutil.which("redis-server") is not None
 
@@ -29,7 +30,7 @@ def stage(tmp_path_factory):
 def test_every_request_is_accounted_for(stage, target, number):
     if target == "redis" and not REDIS:
         pytest.fail("redis-server is missing: run `make test-tools`")
-    row = uvloop.run(chaos.scenario(stage, stage.folder, target, number, 9, random.Random(f"{target} {number}")))
+    row = uvloop.run(chaos.scenario(stage, stage.folder, target, number, 14, random.Random(f"{target} {number}")))
     assert not chaos.faults(row), row
     assert row[CHUNK] > 0
     assert row[CHUNK] + row[CONNECTION] + row[SILENT] + sum(row["typed_errors"].values()) == row["requests"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from taktline_gateway.compat import lerobot
-from taktline_gateway.compat.lerobot import LerobotListener, _Session
+from taktline_gateway.compat.lerobot import LerobotListener, _Session, peer_of
 from taktline_gateway.compat.lerobot_pickle import Record, read_record
 from taktline_gateway.compat.ports import Listen
-from taktline_gateway.connections import ConnectionCounts
+from taktline_gateway.connections import ConnectionCounts, peers_at
 from taktline_protocol import ErrorCode, TaktlineError
 
 
@@ -125,3 +128,35 @@ def test_an_observation_holds_texts_numbers_and_arrays_and_nothing_that_could_ne
     with pytest.raises(TaktlineError, match=f"'{name}' is a {type(value).__name__}") as caught:
         lerobot._observation(session, Record("TimedObservation", "m", {"observation": {**raw, name: value}}))
     assert caught.value.code is ErrorCode.INVALID_BODY
+
+
+def test_peers_are_told_in_one_spelling_and_no_descriptor_is_kept():
+    assert peer_of("ipv4:127.0.0.1:4711") == ("127.0.0.1", 4711)
+    assert peer_of("ipv6:%5B::1%5D:4711") == ("::1", 4711)
+    assert peer_of("ipv6:%5B::ffff:10.0.0.7%5D:4711") == ("10.0.0.7", 4711)
+    assert peer_of("unix:/run/x")[1] == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as robot, server.accept()[0]:
+            before = len(os.listdir("/proc/self/fd"))
+            assert peers_at(port) == {robot.getsockname()}
+            assert len(os.listdir("/proc/self/fd")) == before
+        assert peers_at(port) == set()
+
+
+async def test_a_robot_whose_connection_has_ended_is_forgotten_with_what_it_had_pushed(listener, monkeypatch):
+    """gRPC tells nobody that a connection has ended: sessions and their frames stayed until 4,096 others had come."""
+    there = {("10.0.0.1", 1), ("10.0.0.3", 3)}
+    monkeypatch.setattr(lerobot, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lerobot, "peers_at", lambda port: there)
+    for name in "abc":
+        listener._forget(name)
+    for number in (1, 2, 3):
+        listener._remember(f"ipv4:10.0.0.{number}:{number}", _Session(None, "m", (), {}, 8))
+        push(listener, f"ipv4:10.0.0.{number}:{number}", 10)
+    following = asyncio.create_task(listener._follow())
+    async with asyncio.timeout(30):
+        while len(listener._sessions) > 2:  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
+    following.cancel()
+    assert holds(listener) == {"ipv4:10.0.0.1:1": 10, "ipv4:10.0.0.3:3": 10}

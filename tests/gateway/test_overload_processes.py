@@ -5,7 +5,7 @@ from __future__ import annotations
 import uvloop
 
 from benchmarks.gateway import overload
-from benchmarks.gateway.fleet import CHUNK
+from benchmarks.gateway.links import CHUNK
 
 
 def test_half_more_than_the_engine_can_do_leaves_nobody_without_an_answer(tmp_path):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
+import os
 import resource
 import socket
 from collections import Counter
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import uvloop
@@ -48,6 +52,46 @@ def connections_within_limit(wanted: int) -> int:
     return possible
 
 
+def peers_at(port: int) -> set[tuple[str, int]]:
+    """(address, port) of the other end of each TCP connection that this process holds at one of its own ports.
+
+    For listeners whose library tells of no connection that ends. Runs in any thread.
+    """
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), copy_of(int(name)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+                peer = connection.getpeername()
+                found.add((address_of(peer[0]), peer[1]))
+    return found
+
+
+@contextlib.contextmanager
+def copy_of(file: int) -> Iterator[socket.socket]:
+    """The socket with this number, as a copy that stays the same one while it is looked at.
+
+    Raises OSError where there is none: it has been closed since, or is another kind of file by now.
+    """
+    number = os.dup(file)
+    try:
+        copied = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        raise
+    with copied:
+        yield copied
+
+
+def address_of(host: str) -> str:
+    """An address in one spelling: an IPv4 one stays so where its socket is one of IPv6."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
 class ConnectionCounts:
     """Connections held now, in all and by address."""
 
@@ -56,6 +100,8 @@ class ConnectionCounts:
         self.most_by_address = most_by_address
         self.total = 0
         self.by_address: Counter[str] = Counter()
+        self.remembered: list[Sized] = []
+        """Clients of ports whose protocol has a connection outlive its socket or be counted elsewhere, by listener."""
 
     def full(self, address: str) -> bool:
         """Whether one more from this address would be too many."""

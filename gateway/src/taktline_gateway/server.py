@@ -111,6 +111,7 @@ def _census(gateway: Gateway, sessions: Sessions) -> None:
         tasks=dict(tasks.most_common(20)),
         task_count=tasks.total(),
         connections=gateway.connections.total,
+        clients=sum(map(len, gateway.connections.remembered)),
         robots=len(gateway.robots),
         sessions=len(sessions),
         requests=gateway.requests,

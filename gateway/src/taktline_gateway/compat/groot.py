@@ -94,6 +94,7 @@ class GrootListener:
         except zmq.ZMQError as error:
             raise OSError(error.errno, str(error)) from error
         self._counted.watch(self._listen.port)
+        self._service.connections.remembered.append(self._clients)
         self._receiver = asyncio.create_task(self._receive())
         log(_logger, logging.INFO, "listening", protocol="groot", host=self._listen.host, port=self._listen.port)
 

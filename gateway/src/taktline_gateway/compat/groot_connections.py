@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from taktline_gateway.connections import ConnectionCounts
+from taktline_gateway.connections import ConnectionCounts, copy_of
 from taktline_gateway.logs import log
 
 _logger = logging.getLogger(__name__)
@@ -67,9 +66,8 @@ class CountedClients:
                 self._accepted(file)
 
     def _accepted(self, file: int) -> None:
-        # A copy of the file, which stays this connection's while it is looked at. One that has ended since cannot be
-        # had, or is another file by now, of another port or of nobody.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        # One that has ended since cannot be had, or is another file by now, of another port or of nobody.
+        with contextlib.suppress(OSError), copy_of(file) as connection:
             if connection.getsockname()[1] != self._port:
                 return
             address = str(connection.getpeername()[0])

@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import numpy as np
@@ -33,7 +34,7 @@ from taktline_gateway.compat.lerobot_pickle import Record, read_record, shown, v
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
-from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S
+from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S, address_of, peers_at
 from taktline_gateway.logs import log
 from taktline_gateway.refusals import internal_error
 from taktline_gateway.tls import ServerTls, expired_but_resumed
@@ -44,6 +45,7 @@ PULL_WAIT_S = 2.0
 PUSH_TIMEOUT_S = 10.0
 MAX_SESSIONS = 4096
 """Robots remembered, the longest silent forgotten first."""
+LOOK_EVERY_S = 5.0
 HELD_BYTES = 256 * MIB
 """Of observations that no pull has taken; beyond it the robots that were silent for longest lose theirs."""
 STATE_KEY = "observation.state"
@@ -94,6 +96,8 @@ class LerobotListener:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._held_bytes = held_bytes
         self._held = 0
+        self._port = listen.port
+        self._following: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
@@ -122,14 +126,18 @@ class LerobotListener:
         host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
         address = f"{host}:{self._listen.port}"
         if self._tls is None:
-            self._server.add_insecure_port(address)
+            self._port = self._server.add_insecure_port(address)
         else:
-            self._server.add_secure_port(address, self._tls.grpc_credentials())
+            self._port = self._server.add_secure_port(address, self._tls.grpc_credentials())
         await self._server.start()
+        self._following = asyncio.create_task(self._follow())
+        self._service.connections.remembered.append(self._sessions)
         log(_logger, logging.INFO, "listening", protocol="lerobot", host=self._listen.host, port=self._listen.port)
 
     async def close(self) -> None:
         """Closes the port after the pulls in flight."""
+        if self._following is not None:
+            self._following.cancel()
         await self._server.stop(PULL_WAIT_S)
 
     async def _ready(self, request: bytes, context: Context) -> bytes:
@@ -268,6 +276,20 @@ class LerobotListener:
         while len(self._sessions) > MAX_SESSIONS:
             self._forget(next(iter(self._sessions)))
 
+    async def _follow(self) -> None:
+        """Forgets the robots whose connections have ended: gRPC tells nobody, but the kernel knows."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            known = list(self._sessions)
+            if known:
+                try:
+                    there = await asyncio.to_thread(peers_at, self._port)
+                except OSError:  # no /proc here: only `MAX_SESSIONS` bounds them
+                    return
+                for peer in known:
+                    if peer_of(peer) not in there:
+                        self._forget(peer)
+
     def _forget(self, peer: str) -> None:
         session = self._sessions.pop(peer, None)
         if session is not None:
@@ -290,6 +312,12 @@ class LerobotListener:
         status = _STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT)
         log(_logger, logging.INFO, "client_refused", protocol="lerobot", peer=context.peer(), code=error.code.value)
         await context.abort(status, str(error))
+
+
+def peer_of(text: str) -> tuple[str, int]:
+    """(address, port) of what gRPC says of a peer, as `ipv6:%5B::1%5D:4711`."""
+    host, _, port = unquote(text).partition(":")[2].rpartition(":")
+    return address_of(host.strip("[]")), int(port) if port.isdigit() else 0
 
 
 def _session_of(setup: Record, conversation: Conversation) -> _Session:
