@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from taktline_kernels.gpu_table import takes
 from taktline_kernels.ops.dispatch import REGISTRY
 from torch import Tensor
 
@@ -42,6 +43,12 @@ def case(rows: list[int], tokens: int, extra: int) -> tuple[Tensor, Tensor, Tens
     return query, keys, values, torch.tensor(rows, dtype=torch.int32, device="cuda")
 
 
+def covered(q: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the selector would take a rule that names the kernel."""
+    gpu = importlib.import_module("taktline_kernels.gpu")
+    return takes("attention_cached", "hopper", gpu.attention_shape(q, keys, values), q.dtype)
+
+
 def plain(q: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tensor:
     """fp32 attention of every row over its first `ends` keys."""
     k, v = keys.float()[:, :, None], values.float()[:, :, None]
@@ -62,7 +69,7 @@ def test_attention(config: dict[str, int], rows: list[int], tokens: int, extra: 
     if alone:
         expected[:, :1] = plain(q[:, :1], keys, values, lengths + 1)
     call = {"config": config, "first_alone": alone}
-    assert cached_attention.covers(q, keys, values)
+    assert covered(q, keys, values)
     actual = cached_attention.attention_cached(q, keys, values, lengths, extra, **call)
     error = (actual.float() - expected).norm() / expected.norm()
     assert float(error) < 5e-3
@@ -84,8 +91,8 @@ def test_attention(config: dict[str, int], rows: list[int], tokens: int, extra: 
 @needs_hopper
 def test_what_it_is_not_written_for() -> None:
     q, keys, values, lengths = case([20, 20], 50, 50)
-    assert not cached_attention.covers(q[:, :, :4], keys, values)
-    assert not cached_attention.covers(q[:, :40], keys, values)
-    assert not cached_attention.covers(q, keys[:, :60], values[:, :60])
+    assert not covered(q[:, :, :4], keys, values)
+    assert not covered(q[:, :40], keys, values)
+    assert not covered(q, keys[:, :60], values[:, :60])
     with pytest.raises(ValueError, match="one tile"):
         cached_attention.attention_cached(q, keys, values, lengths, 50, config={"wide": 1, "split": 2})

@@ -1,24 +1,18 @@
-"""`taktline kernels`: recorded choices, candidates measured and refused, and a table that the selector reads back."""
+"""`taktline kernels`: recorded choices, what another GPU would run, and the commands."""
 
 from __future__ import annotations
 
 import json
-import sys
-import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from taktline_kernels import selector as selector_module
-from taktline_kernels.ops.dispatch import REGISTRY, Op, register
-from taktline_kernels.selector import Choice, KernelSelector, parse_table
+from taktline_kernels.ops.dispatch import REGISTRY, Op
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_worker.adapter import Phase
 from taktline_worker.commands.kernels import app
 from taktline_worker.models.pi.adapter import load
-from taktline_worker.profiling import tuning
 from taktline_worker.profiling.kernels import choice_by, packaged_table, record
 from typer.testing import CliRunner
 
@@ -62,117 +56,6 @@ def test_what_another_gpu_would_run(folder: Path, config_of: Any) -> None:
     assert "h200" in caught.value.next_step
 
 
-@pytest.fixture
-def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """An operation with five accelerated versions, of which two are any good."""
-    module = types.ModuleType("probe_kernels")
-    monkeypatch.setitem(sys.modules, "probe_kernels", module)
-
-    def version(shift: float) -> Callable[..., torch.Tensor]:
-        return lambda x, config: x * 2 + shift
-
-    def broken(x: torch.Tensor, config: Any) -> torch.Tensor:
-        raise RuntimeError("made for other shapes")
-
-    for name, function in {"fast": version(0), "slow": version(1e-7), "wrong": version(1.0), "broken": broken}.items():
-        setattr(module, name, function)
-    names = ("fast", "slow", "wrong", "broken")
-    versions = {name: f"probe_kernels:{name}" for name in names} | {"absent": "no_such_module:x"}
-    op = register("probe", lambda x: x * 2, versions)
-    yield lambda x: op.run({"m": x.shape[0], "k": 3}, x, x)
-    del REGISTRY["probe"]
-
-
-class Subject:
-    """Three calls of the probe, of two shapes."""
-
-    def __init__(self, probe: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.probe = probe
-
-    def phases(self, batch: int) -> list[Phase]:
-        def run() -> None:
-            for rows in (2, 5, 5):
-                self.probe(torch.arange(3.0 * rows).view(rows, 3))
-
-        return [Phase("only", run, 1.0, 1.0)]
-
-
-def _microseconds(times: dict[str, float]) -> Callable[[Callable[[], Any]], float]:
-    """A clock that knows each kernel by the choice that is forced while it is asked."""
-
-    def measure(call: Callable[[], Any]) -> float:
-        call()
-        forced = selector_module.default_selector()
-        assert isinstance(forced, tuning._Forced)
-        return times[forced._choice.kernel] + (1.0 if dict(forced._key[1])["m"] == 5 else 0.0)
-
-    return measure
-
-
-def test_candidates_are_measured_and_bad_ones_refused(probe: Any) -> None:
-    calls = record(Subject(probe), 1)
-    assert [(call.shape["m"], call.calls) for call in calls] == [(2, 1), (5, 2)]
-    said: list[str] = []
-    results = tuning.tune(calls, _microseconds({"torch": 9.0, "fast": 3.0, "slow": 5.0}), said.append)
-    assert len(said) == len(results) == 2
-    for result in results:
-        assert [each.kernel for each in result.candidates[:3]] == ["fast", "slow", "torch"]
-        refused = {each.kernel: each.reason for each in result.candidates if each.us is None}
-        assert set(refused) == {"wrong", "broken", "absent"}
-        assert "away" in refused["wrong"]
-        assert "made for other shapes" in refused["broken"]
-        assert "no_such_module" in refused["absent"]
-
-
-def test_some_operations_alone(probe: Any) -> None:
-    calls = record(Subject(probe), 1)
-    assert tuning.named(calls, []) == tuning.named(calls, ["probe"]) == calls
-    with pytest.raises(TaktlineError, match="no operation 'prob'") as caught:
-        tuning.named(calls, ["probe", "prob"])
-    assert caught.value.code is ErrorCode.CONFIG_INVALID
-    assert "probe" in caught.value.next_step
-
-
-def test_what_runs_now_stays_unless_another_is_clearly_faster(probe: Any) -> None:
-    calls = record(Subject(probe), 1)
-    results = tuning.tune(calls, _microseconds({"torch": 3.0, "fast": 2.98, "slow": 5.0}), lambda text: None)
-    assert [result.best.kernel for result in results] == ["torch", "torch"]
-
-
-def test_the_table_makes_the_selector_choose_the_winners(
-    probe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls = record(Subject(probe), 1)
-    results = tuning.tune(calls, _microseconds({"torch": 9.0, "fast": 3.0, "slow": 5.0}), lambda text: None)
-    text = tuning.table(results, "NVIDIA H123", "the probe")
-    assert "NVIDIA H123" in text.splitlines()[0]
-    rules = parse_table(text)
-    assert [dict(rule.bounds) for rule in rules] == [{"m": (2, 2), "k": (3, 3)}, {"m": (5, 5), "k": (3, 3)}, {}]
-    assert "3.00 us; next slow 5.00" in rules[0].measured
-    path = tmp_path / "h123.toml"
-    path.write_text(text)
-    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
-    for rows in (2, 5, 77):
-        choice = KernelSelector().choose("probe", {"m": rows, "k": 3}, torch.float32, torch.device("cuda", 0))
-        assert choice.kernel == "fast"
-
-
-def test_settings_come_from_shipped_tables_and_the_grid() -> None:
-    from taktline_worker.profiling.kernels import Recorded
-
-    call = Recorded(
-        "attention_cached",
-        {"batch": 1, "rows": 400, "cache": 819},
-        torch.bfloat16,
-        torch.device("cpu"),
-        Choice("triton", "now", {"block_m": 64, "block_n": 64, "splits": 13, "num_warps": 4, "num_stages": 2}),
-    )
-    found = list(tuning.candidates(call))
-    assert found[0] == ("triton", dict(call.choice.config))
-    assert len(found) == len({(kernel, tuple(sorted(config.items()))) for kernel, config in found}) >= 40
-    assert ("triton", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "tma": 1}) in found
-
-
 def test_commands(folder: Path) -> None:
     runner = CliRunner()
     shown = runner.invoke(app, ["explain", str(folder), "--batch", "2"], catch_exceptions=False)
@@ -192,22 +75,3 @@ def test_tuning_without_a_gpu_is_refused(folder: Path) -> None:
     assert isinstance(done.exception, TaktlineError)
     assert "no CUDA device" in done.exception.message
     assert done.exception.next_step
-
-
-@pytest.mark.gpu
-def test_tuning_on_a_gpu(folder: Path, tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    path = tmp_path / "table.toml"
-    done = CliRunner().invoke(
-        app,
-        [
-            *("tune", str(folder), "--batches", "1", "--runs", "3", "--precision", "fp32", "--out", str(path)),
-            *("--ops", "layer_norm,geglu"),  # all of them compile for a minute and a half
-        ],
-        catch_exceptions=False,
-    )
-    assert done.exit_code == 0, done.output
-    rules = parse_table(path.read_text())
-    assert {rule.op for rule in rules} == {"layer_norm", "geglu"}
-    assert all(rule.kernel in ("torch", "triton") and "us" in rule.measured for rule in rules if rule.bounds)

@@ -10,6 +10,7 @@ from torch import Tensor
 from taktline_kernels import ops
 from taktline_kernels.fp8_rows import ByteWeight, Fp8Rows, byte_weight, pack_gate_up, quantise_weight
 from taktline_kernels.guidance import Guidance
+from taktline_kernels.ops.dispatch import one_kernel
 from taktline_kernels.selector import REFERENCE, default_selector
 from taktline_kernels.triton_impl import action_head as action_head_module
 from taktline_kernels.triton_impl import activations, attention, byte_weights, fp8, norms, prefix_rows, rope
@@ -45,11 +46,11 @@ __all__ = [
     "swiglu_fp8",
 ]
 
-_ROOM_FOR_WIDE_BLOCKS = 128 << 10
 CACHE_MARGIN = 128
 """Rows of finite values that must follow the last cache row in memory: attention reads whole blocks."""
 
 
+@one_kernel
 def linear_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias.
 
@@ -75,37 +76,44 @@ def linear_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None = None) -> Tenso
     return out.view(*x.values.shape[:-1], -1)
 
 
+@one_kernel
 def quantise_rows(x: Tensor) -> Fp8Rows:
     """(..., k) -> FP8 with a scale a row."""
     return Fp8Rows(*fp8.quantise_rows(x))
 
 
+@one_kernel
 def gelu_fp8(x: Tensor) -> Fp8Rows:
     """gelu(x), tanh form, (..., k) -> FP8 with a scale a row."""
     return Fp8Rows(*fp8.quantise_rows(x, fp8.GELU))
 
 
+@one_kernel
 def geglu_fp8(gate_up: Tensor) -> Fp8Rows:
     """gelu(gate) * up of (..., 2k), gates first -> (..., k) FP8 with a scale a row."""
     return Fp8Rows(*fp8.quantise_rows(gate_up, fp8.GEGLU))
 
 
+@one_kernel
 def swiglu_fp8(gate_up: Tensor) -> Fp8Rows:
     """silu(gate) * up of (..., 2k), gates first -> (..., k) FP8 with a scale a row."""
     return Fp8Rows(*fp8.quantise_rows(gate_up, fp8.SWIGLU))
 
 
+@one_kernel
 def relu2_fp8(x: Tensor) -> Fp8Rows:
     """relu(x) squared, (..., k) -> FP8 with a scale a row."""
     return Fp8Rows(*fp8.quantise_rows(x, fp8.RELU2))
 
 
+@one_kernel
 def rms_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
     """x + y, and its RMSNorm with multiplier 1 + weight in FP8; y None adds nothing."""
     total, values, scales = norms.norm_fp8(x, y, weight, None, eps)
     return total, Fp8Rows(values, scales)
 
 
+@one_kernel
 def layer_norm_fp8(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
     """x + y, and its LayerNorm in FP8; y None adds nothing."""
     total, values, scales = norms.norm_fp8(x, y, weight, bias, eps)
@@ -188,6 +196,7 @@ def linear_add_layer_norm(
     return layer_norm(residual, linear(x, weight, bias), norm_weight, norm_bias, eps, x.dtype)
 
 
+@one_kernel
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """gelu(x @ weight.T + bias), tanh form, in the matrix product's epilogue.
 
@@ -225,7 +234,7 @@ def linear_swiglu(x: Tensor, packed: Tensor) -> Tensor:
 def _linear_gated(op: str, x: Tensor, packed: Tensor, *, silu: bool) -> Tensor:
     shape = {"m": x.numel() // x.shape[-1], "n": packed.shape[0] // 2, "k": x.shape[-1]}
     choice = default_selector().choose(op, shape, x.dtype, x.device)
-    if choice.kernel == "hopper" and shape["k"] % 64 == 0 and shape["n"] % 128 == 0:
+    if choice.kernel == "hopper":
         from taktline_kernels.cuda.geglu import linear_geglu as hopper
 
         return hopper(x, packed, tile=choice.config.get("tile"), span=choice.config.get("span", 12), silu=silu)
@@ -276,12 +285,12 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """x + y in the dtype of x, and its LayerNorm in `dtype`; y None adds nothing."""
     shape = {"rows": x.numel() // x.shape[-1], "width": x.shape[-1]}
-    config = default_selector().choose("add_layer_norm", shape, dtype, x.device).config
+    config = default_selector().choose("stream_layer_norm", shape, dtype, x.device).config
     return norms.layer_norm_of_stream(x, y, weight, bias, eps, dtype, config.get("num_warps", 4))
 
 
-rope_cache = rope.rope_cache
-assemble = prefix_rows.assemble
+rope_cache = one_kernel(rope.rope_cache)
+assemble = one_kernel(prefix_rows.assemble)
 
 
 def attention_cached(
@@ -331,24 +340,20 @@ def attention_cached_fp8(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: T
 
 def _attention_choice(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[bool, Mapping[str, int]]:
     """Whether the kernel for Hopper runs, and the settings of the one that does."""
+    choice = default_selector().choose("attention_cached", attention_shape(q, k_cache, v_cache), q.dtype, q.device)
+    return choice.kernel == "hopper", choice.config
+
+
+def attention_shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+    """What the selector is told of a call: dense are queries at one stride a token, and caches without gaps."""
     batch, tokens, heads, head_dim = q.shape
-    shape = {"batch": batch, "rows": tokens * heads, "cache": k_cache.shape[1], "heads": heads, "head_dim": head_dim}
-    choice = default_selector().choose("attention_cached", shape, q.dtype, q.device)
-    config = choice.config
-    if choice.kernel == "hopper":
-        from taktline_kernels.cuda import cached_attention
-
-        if cached_attention.covers(q, k_cache, v_cache):
-            return True, config
-        config = {}
-    if not config and q.is_cuda:
-        # The kernel's own settings take 104 KB; a block of an A40, an L40S or an RTX card has 99.
-        properties = torch.cuda.get_device_properties(q.device)
-        room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # PyTorch's stubs lack it
-        return False, {} if room >= _ROOM_FOR_WIDE_BLOCKS else {"block_n": 32}
-    return False, config
+    even = q.stride()[2:] == (head_dim, 1) and (batch == 1 or q.stride(0) == tokens * q.stride(1))
+    dense = int(even and k_cache.is_contiguous() and v_cache.is_contiguous())
+    sizes = {"rows": tokens * heads, "cache": k_cache.shape[1], "heads": heads, "head_dim": head_dim}
+    return {"batch": batch, **sizes, "dense": dense}
 
 
+@one_kernel
 def action_head(
     actions: Tensor,
     next_hidden: Tensor,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 import torch
 
-from taktline_kernels.gpu_table import GPU_KERNELS
+from taktline_kernels.gpu_table import GPU_KERNELS, default_settings, takes
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,51 @@ def parse_table(text: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+NO_TABLE = (
+    "no kernel table for this GPU: operations that have a torch reference run it, and those that exist on a GPU only"
+    " their default kernels, of Triton and cuBLAS; taktline kernels tune measures a table"
+)
+
+
+def covering(rules: Sequence[Rule], op: str, shape: Shape, dtype: torch.dtype) -> int | None:
+    """Place of the rule that decides a call: the first one that covers it and whose kernel is written for it."""
+    for place, rule in enumerate(rules):
+        if rule.op == op and rule.matches(shape, dtype) and takes(op, rule.kernel, shape, dtype):
+            return place
+    return None
+
+
+def decide(
+    name: str, rules: Sequence[Rule], op: str, shape: Shape, dtype: torch.dtype, shared_bytes: Callable[[], int]
+) -> Choice:
+    """What a GPU runs for a call: all that anyone asks, runs or explains comes from here.
+
+    Args:
+        name: of the table, or of a GPU that has none.
+        rules: the table's; empty where there is none.
+        shared_bytes: tells the shared memory that a block of the GPU may have.
+    """
+    place = covering(rules, op, shape, dtype)
+    if place is not None:
+        rule = rules[place]
+        return Choice(rule.kernel, f"table {name}: {rule.measured or 'rule without a figure'}", rule.config)
+    why = f"no rule of table {name} covers it" if rules else f"no table for {name}"
+    kernels = GPU_KERNELS.get(op)
+    if kernels is None:
+        return Choice(REFERENCE, why)
+    if len(kernels) == 1:
+        why = "the operation's one kernel"
+    return Choice(kernels[-1], f"{why}; default settings", default_settings(op, shared_bytes))
+
+
+def _shared_bytes(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    room: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # PyTorch's stubs lack it
+    return room
+
+
 class KernelSelector:
-    """Chooses by the first rule of the device's table that covers a call; anything unknown runs the torch reference.
+    """Chooses by the first rule of the device's table that covers a call; `decide` says what runs without one.
 
     The choice of a call depends on nothing but its shape, dtype and device, so one bucket always runs one kernel.
     """
@@ -123,16 +167,19 @@ class KernelSelector:
     def _decide(self, op: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Choice:
         if device.type != "cuda":
             return Choice(REFERENCE, f"{device.type} runs the torch reference")
-        name, rules = self._rules(device)
-        for rule in rules:
-            if rule.op == op and rule.matches(shape, dtype):
-                return Choice(rule.kernel, f"table {name}: {rule.measured or 'rule without a figure'}", rule.config)
-        if op in GPU_KERNELS:  # there is no reference on a GPU
-            return Choice(GPU_KERNELS[op][-1], f"no rule of table {name} covers it; it has its default settings")
-        self._say(f"{name}/{op}", "no rule covers this call; it runs the torch reference", op, name)
-        return Choice(REFERENCE, f"no rule of table {name} covers it")
+        name, rules = self.rules(device)
+        choice = decide(name, rules, op, shape, dtype, functools.partial(_shared_bytes, device))
+        if rules and choice.kernel == REFERENCE and covering(rules, op, shape, dtype) is None:
+            self._say(f"{name}/{op}", "no rule covers this call; it runs the torch reference", op, name)
+        return choice
 
-    def _rules(self, device: torch.device) -> tuple[str, tuple[Rule, ...]]:
+    def rules(self, device: torch.device) -> tuple[str, tuple[Rule, ...]]:
+        """Name of the table in force for a CUDA device and its rules; the device's own name and none without a table.
+
+        Raises:
+            OSError: the file that `TABLE_VARIABLE` names cannot be read.
+            ValueError: it is no table.
+        """
         own = os.environ.get(TABLE_VARIABLE, "")
         if own:
             if own not in self._tables:
@@ -145,7 +192,7 @@ class KernelSelector:
             table = next((file for part, file in GPU_TABLES if part in gpu), "")
             self._device_table[gpu] = table
             if not table:
-                self._say(gpu, "no kernel table for this GPU; every op runs the torch reference", "", gpu)
+                self._say(gpu, NO_TABLE, "", gpu)
         if table and table not in self._tables:
             text = resources.files("taktline_kernels").joinpath("tables", f"{table}.toml").read_text(encoding="utf-8")
             self._tables[table] = parse_table(text)

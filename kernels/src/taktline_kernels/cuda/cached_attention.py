@@ -41,13 +41,6 @@ def _kernel(wide: bool, keys: int, split: int, eight: bool) -> CudaKernel:
     )
 
 
-def covers(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether the kernel is written for these: 8 heads of 256, tokens at one stride, caches without gaps."""
-    shapes = q.shape[2:] == (HEADS, HEAD_DIM) and q.stride()[2:] == (HEAD_DIM, 1)
-    even = q.shape[0] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
-    return shapes and even and q.dtype == torch.bfloat16 and k_cache.is_contiguous() and v_cache.is_contiguous()
-
-
 def attention_cached(
     q: Tensor,
     k_cache: Tensor,
@@ -62,7 +55,7 @@ def attention_cached(
     """Attend over the first lengths + extra rows of a cache.
 
     Args:
-        q: (batch, tokens, 8, 256) bf16, as `covers` says.
+        q: (batch, tokens, 8, 256) bf16, tokens at one stride.
         k_cache: (batch, rows, 256) bf16; rows that are not attended to must be finite.
         v_cache: likewise.
         lengths: (batch,) int32.

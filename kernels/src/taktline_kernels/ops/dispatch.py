@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from taktline_kernels.selector import REFERENCE, default_selector
+from taktline_kernels.fp8_rows import Fp8Rows
+from taktline_kernels.selector import REFERENCE, Choice, default_selector
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,28 @@ class Op:
                 self._loaded[choice.kernel] = None
         implementation = self._loaded[choice.kernel]
         if implementation is None:
+            instead = Choice(REFERENCE, f"kernel {choice.kernel} cannot be loaded here, which {choice.reason} names")
+            default_selector().note(self.name, shape, like.dtype, like.device, instead)
             return self.reference(*args)
         return implementation(*args, config=choice.config)
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """An operation with one kernel, which the selector is asked for all the same: `explain` lists it as any other."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **settings: _P.kwargs) -> _R:
+        like = args[0].values if isinstance(args[0], Fp8Rows) else args[0]
+        assert isinstance(like, torch.Tensor)
+        shape = {"rows": like.numel() // like.shape[-1], "width": like.shape[-1]}
+        default_selector().choose(function.__name__, shape, like.dtype, like.device)
+        return function(*args, **settings)
+
+    return run
 
 
 REGISTRY: dict[str, Op] = {}

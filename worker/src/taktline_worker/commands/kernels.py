@@ -77,20 +77,36 @@ def explain(
 
 @app.command()
 def tune(
-    policy: PolicyArgument,
+    policies: Annotated[
+        list[str], typer.Argument(metavar="POLICY...", help="As for the other commands; several make one table.")
+    ],
     batches: Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32",
     precision: PrecisionOption = "",
     quantisation: QuantisationOption = "",
-    views: ViewsOption = 0,
-    prompt_tokens: PromptOption = 0,
+    views: Annotated[str, typer.Option(help="Cameras a row, several separated by commas; 0: the policy's.")] = "0",
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", help="Prompt tokens a row, likewise; 0: the longest prompt.")
+    ] = "0",
+    layers: Annotated[
+        int, typer.Option(help="Of random policies, so many layers a tower: as good to measure by; 0: all.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Table to write; default: the GPU's name, here.")] = None,
-    runs: Annotated[int, typer.Option("--runs", min=3, help="Replays of each candidate.")] = 30,
+    runs: Annotated[int, typer.Option("--runs", min=3, help="Replays of each candidate, and turns.")] = 9,
     ops: Annotated[str, typer.Option("--ops", help="Operations to measure, separated by commas; default: all.")] = "",
+    grids: Annotated[
+        bool, typer.Option("--grids/--known", help="Also try settings that no table names; or only those.")
+    ] = True,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Leave out rules of the table in force that decide nothing measured.")
+    ] = False,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Begin no further request after so long.")] = 1e9,
     as_json: Annotated[bool, typer.Option("--json", help="Print every candidate's time as JSON.")] = False,
 ) -> None:
-    """Measure every kernel that could run each operation of POLICY on this GPU; write the winners as a table.
+    """Measure every kernel that could run each operation of the policies on this GPU; write the winners as a table.
 
-    Use the table with TAKTLINE_KERNEL_TABLE=FILE, or put it among the shipped ones. A candidate whose result strays
+    The table in force (a shipped one, or TAKTLINE_KERNEL_TABLE) is where it starts from: what it names runs unless
+    another kernel is faster inside its phase, beyond doubt. What is measured gets its figures, the other rules stay.
+    Use the new table with TAKTLINE_KERNEL_TABLE=FILE, or put it among the shipped ones. A candidate whose result strays
     from what runs now is refused. Needs an NVIDIA GPU that nothing else uses.
     """
     import torch
@@ -102,34 +118,26 @@ def tune(
             "kernels are measured on the GPU that is to run them, and no CUDA device is visible here",
             "run this on a machine of the pool; taktline kernels explain works anywhere",
         )
-    from taktline_worker.profiling import tuning
-    from taktline_worker.profiling.kernels import Key, record
-    from taktline_worker.profiling.timing import capture, measure
+    from taktline_worker.profiling import tuning_run
 
-    sizes = read_batches(batches)
-    gpu, target = torch.cuda.get_device_name(), torch.device("cuda")
-    with progress() as say:
-        say(f"loading {policy}")
-        subject = open_profile(policy, sizes, "cuda", precision, views, prompt_tokens, 0, 0, quantisation)
-        calls: dict[Key, Recorded] = {}
-        for batch in sorted(set(sizes)):
-            say(f"one request of {batch} row(s)")
-            for call in record(subject, batch):
-                calls.setdefault(call.key, call)
-        wanted = tuning.named(list(calls.values()), [name.strip() for name in ops.split(",") if name.strip()])
-
-        def time_us(call: Any) -> float:
-            return 1e3 * measure(capture(call, target), target, runs=runs).median_ms
-
-        with torch.inference_mode():
-            results = tuning.tune(wanted, time_us, say)
+    gpu = torch.cuda.get_device_name()
     path = out or Path(f"{gpu.lower().replace('nvidia', '').strip().replace(' ', '-')}.toml")
-    shape = ", ".join(f"{name} {value}" for name, value in subject.shape.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        tuning.table(results, gpu, f"{subject.policy} {subject.precision}, batches {batches}, {shape}"),
-        encoding="utf-8",
+    wanted = tuning_run.Wanted(
+        policies=tuple(policies),
+        batches=read_batches(batches),
+        precision=precision,
+        quantisation=quantisation,
+        views=read_batches(views, "cameras", "--views"),
+        prompt_tokens=read_batches(prompt_tokens, "prompt tokens", "--prompt-tokens"),
+        layers=layers,
+        ops=tuple(name.strip() for name in ops.split(",") if name.strip()),
+        runs=runs,
+        grids=grids,
+        complete=complete,
+        limit_s=limit_s,
     )
+    with progress() as say:
+        results = tuning_run.run(wanted, path, say)
     if as_json:
         import json
 
@@ -257,6 +265,15 @@ def _print_choices(calls: Sequence[Recorded], choices: Sequence[Choice]) -> None
     Console().print(table, markup=False)
 
 
+def _before(result: Tuned) -> str:
+    """What ran before, with its time, where another kernel won."""
+    if result.best.runs(result.call.choice):
+        return ""
+    before = next((each for each in result.candidates if each.runs(result.call.choice)), None)
+    time = f" {before.us:.2f}" if before is not None and before.us is not None else ""
+    return f"{result.call.choice.kernel} {dict(result.call.choice.config)}{time}"
+
+
 def _print_tuned(results: Sequence[Tuned]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -272,7 +289,7 @@ def _print_tuned(results: Sequence[Tuned]) -> None:
             shape,
             result.best.label,
             f"{result.best.us:.2f}",
-            result.call.choice.kernel,
+            _before(result),
             f"{refused} of {len(result.candidates)}" if refused else "",
         )
     Console().print(table, markup=False)

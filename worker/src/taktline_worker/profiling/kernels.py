@@ -15,10 +15,13 @@ import torch
 from taktline_kernels import selector as selector_module
 from taktline_kernels.gpu_table import GPU_KERNELS
 from taktline_kernels.ops.dispatch import REGISTRY, Op
-from taktline_kernels.selector import REFERENCE, Choice, KernelSelector, Rule, Shape, parse_table
+from taktline_kernels.selector import Choice, KernelSelector, Rule, Shape, decide, parse_table
 from taktline_protocol import ErrorCode, TaktlineError
 
 from taktline_worker.adapter import Profile
+
+_SHARED_BYTES = 227 << 10
+"""Shared memory that a block may have on the GPUs that tables are shipped for."""
 
 Key = tuple[str, tuple[tuple[str, int], ...], str]
 """(op, shape sorted by dimension, dtype)."""
@@ -32,6 +35,8 @@ class Recorded:
         calls: how often it was made in one request.
         again: makes the first of them again, on the same arguments; None where nothing but the choice was seen.
         op: the registered op; None for an operation that exists on a GPU only.
+        phase: of the request, in which the first of them was made.
+        depth: operations that the first of them was made inside of.
     """
 
     name: str
@@ -42,6 +47,13 @@ class Recorded:
     calls: int = 1
     again: Callable[[], Any] | None = None
     op: Op | None = None
+    phase: str = ""
+    depth: int = 0
+
+    @property
+    def text(self) -> str:
+        """Name and shape in words."""
+        return " ".join((self.name, *(f"{name}={value}" for name, value in self.shape.items())))
 
     @property
     def key(self) -> Key:
@@ -62,6 +74,7 @@ class _Recorder(KernelSelector):
         self._behind = behind
         self.found: dict[Key, Recorded] = {}
         self.inside: list[tuple[Op | None, Callable[[], Any]]] = []
+        self.phase = ""
 
     def choose(self, op: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Choice:
         choice = self._behind.choose(op, shape, dtype, device)
@@ -70,7 +83,9 @@ class _Recorder(KernelSelector):
             self.found[key].calls += 1
             return choice
         registered, again = self.inside[-1] if self.inside else (None, None)
-        self.found[key] = Recorded(op, dict(shape), dtype, device, choice, 1, again, registered)
+        self.found[key] = Recorded(
+            op, dict(shape), dtype, device, choice, 1, again, registered, self.phase, len(self.inside)
+        )
         return choice
 
     def note(self, op: str, shape: Shape, dtype: torch.dtype, device: torch.device, choice: Choice) -> None:
@@ -84,6 +99,7 @@ def record(subject: Profile, batch: int) -> list[Recorded]:
     phases = subject.phases(batch)
     with _recording() as recorder, torch.inference_mode():
         for phase in phases:
+            recorder.phase = phase.name
             phase.run()
     return list(recorder.found.values())
 
@@ -167,15 +183,10 @@ def packaged_table(name: str) -> tuple[Rule, ...]:
 
 
 def choice_by(rules: Sequence[Rule], table: str, call: Recorded) -> Choice:
-    """What a GPU with these rules would run for a call."""
-    for rule in rules:
-        if rule.op == call.name and rule.matches(call.shape, call.dtype):
-            return Choice(rule.kernel, f"table {table}: {rule.measured or 'rule without a figure'}", rule.config)
-    if call.name not in REGISTRY:
-        kernels = GPU_KERNELS.get(call.name)
-        # What no table decides is as the engine has decided it.
-        return Choice(kernels[-1], f"no rule of table {table} covers it") if kernels else call.choice
-    return Choice(REFERENCE, f"no rule of table {table} covers it")
+    """What a GPU with these rules would run for a call: the selector's own decision (`selector.decide`)."""
+    if call.name not in REGISTRY and call.name not in GPU_KERNELS:
+        return call.choice  # what no table decides is as the engine has decided it
+    return decide(table, rules, call.name, call.shape, call.dtype, lambda: _SHARED_BYTES)
 
 
 def implementations(name: str) -> tuple[str, ...]:

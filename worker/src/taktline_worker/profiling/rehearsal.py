@@ -86,7 +86,8 @@ class _TableSelector(KernelSelector):
         super().__init__()
         self._name, self._own = name, rules
 
-    def _rules(self, device: torch.device) -> tuple[str, tuple[Rule, ...]]:
+    def rules(self, device: torch.device) -> tuple[str, tuple[Rule, ...]]:
+        """See `KernelSelector`."""
         del device
         return self._name, self._own
 
@@ -284,7 +285,7 @@ _DEVICE = torch.device("cuda")
 
 def _pi(policy: str, precision: str, batches: tuple[int, ...]) -> None:
     from taktline_worker.models.pi import synthetic
-    from taktline_worker.models.pi.adapter import make_runner
+    from taktline_worker.models.pi.runners import make_runner
     from taktline_worker.models.pi.weights import BF16_VISION, pack_weights
 
     published = {"pi05": synthetic.PI05, "pi0": synthetic.PI0}[policy]

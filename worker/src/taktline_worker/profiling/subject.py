@@ -40,6 +40,7 @@ class Request:
         prompt_tokens: prompt tokens a row.
         quantisation: how the action expert's matrices are stored for batches up to the engine's own limit.
         statistics: openpi asset id or embodiment tag, where a checkpoint folder holds several.
+        layers: of a policy with random weights, keep so many of each tower: enough to measure kernels by. 0 keeps all.
     """
 
     policy: str
@@ -52,6 +53,7 @@ class Request:
     action_horizon: int = 0
     quantisation: Literal["", "fp8", "int8"] = ""
     statistics: str = ""
+    layers: int = 0
 
     def quantised(self, own: QuantisationOptions | None = None) -> QuantisationOptions | None:
         """The engine's `own` way of storing weights, with the format that is asked for."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from taktline_worker.models.pi import byte_expert
-from taktline_worker.models.pi.adapter import make_runner
 from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions, expected_shapes
 from taktline_worker.models.pi.normalise import identity
 from taktline_worker.models.pi.profile import PiProfile
+from taktline_worker.models.pi.runners import make_runner
 from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, pack_weights
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def conventions(views: int, horizon: int, steps: int) -> PiConventions:
 def random_profile(name: str, request: Request, device: torch.device, precision: str) -> PiProfile:
     """`pi05` or `pi0` of the published size as what is measured. Raises TaktlineError where quantisation is refused."""
     architecture = {"pi05": PI05, "pi0": PI0}[name]
+    if request.layers:
+        architecture = replace(architecture, vision_layers=request.layers, depth=request.layers)
     policies = {"fp32": FP32, "bf16": BF16_VISION if device.type == "cuda" else BF16, "fp8": BF16_VISION}
     views, prompt = request.views or 3, request.prompt_tokens or 200
     quantisation = request.quantised()

@@ -1,0 +1,314 @@
+"""`taktline kernels tune`: candidates measured and refused, winners that hold in their phase, and their table."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from taktline_kernels import selector as selector_module
+from taktline_kernels.ops.dispatch import REGISTRY, register
+from taktline_kernels.selector import Choice, KernelSelector, Rule, parse_table
+from taktline_protocol import ErrorCode, TaktlineError
+from taktline_worker.adapter import Phase
+from taktline_worker.commands.kernels import app
+from taktline_worker.profiling import tuning
+from taktline_worker.profiling.kernels import Recorded, record
+from taktline_worker.profiling.tuning import Candidate, Group, Tuned, Tuner
+from taktline_worker.profiling.tuning_table import merged, text_of
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """An operation with five accelerated versions, of which two are any good."""
+    module = types.ModuleType("probe_kernels")
+    monkeypatch.setitem(sys.modules, "probe_kernels", module)
+
+    def version(shift: float) -> Callable[..., torch.Tensor]:
+        return lambda x, config: x * 2 + shift
+
+    def broken(x: torch.Tensor, config: Any) -> torch.Tensor:
+        raise RuntimeError("made for other shapes")
+
+    for name, function in {"fast": version(0), "slow": version(1e-7), "wrong": version(1.0), "broken": broken}.items():
+        setattr(module, name, function)
+    names = ("fast", "slow", "wrong", "broken")
+    versions = {name: f"probe_kernels:{name}" for name in names} | {"absent": "no_such_module:x"}
+    op = register("probe", lambda x: x * 2, versions)
+    yield lambda x: op.run({"m": x.shape[0], "k": 3}, x, x)
+    del REGISTRY["probe"]
+
+
+class Subject:
+    """Three calls of the probe, of two shapes."""
+
+    def __init__(self, probe: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.probe = probe
+
+    def phases(self, batch: int) -> list[Phase]:
+        def run() -> None:
+            for rows in (2, 5, 5):
+                self.probe(torch.arange(3.0 * rows).view(rows, 3))
+
+        return [Phase("only", run, 1.0, 1.0)]
+
+
+class Clock:
+    """Knows what each kernel takes by the choice that is forced while it is asked.
+
+    Args:
+        us: of a kernel by itself.
+        ms: of the phase with it, by kernel; what is not named takes 1.
+    """
+
+    def __init__(self, us: Mapping[str, float], ms: Mapping[str, float] | None = None) -> None:
+        self.us, self.ms, self.tried = us, ms or {}, 0
+
+    def _forced(self) -> str:
+        forced = selector_module.default_selector()
+        assert isinstance(forced, tuning._Forced)
+        return forced._choice.kernel
+
+    def alone(self, call: Callable[[], Any], best_us: float | None) -> float:
+        call()
+        return self.us[self._forced()]
+
+    def turns(self, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
+        self.tried += 1
+        times = []
+        for call in calls:
+            seen: list[str] = []
+            watched = tuning._Forced.choose
+
+            def choose(self: Any, *args: Any, seen: list[str] = seen, watched: Any = watched) -> Any:
+                seen.append(self._choice.kernel)
+                return watched(self, *args)
+
+            tuning._Forced.choose = choose  # type: ignore[method-assign]
+            try:
+                call()
+            finally:
+                tuning._Forced.choose = watched  # type: ignore[method-assign]
+            base = self.ms.get(seen[0], 1.0)
+            times.append([base + drift for drift in (0.0, 0.3, 0.1, 0.2, 0.15)])  # the GPU's heat, the same for all
+        return times
+
+
+def tuned(probe: Any, clock: Clock, said: list[str] | None = None) -> list[Tuned]:
+    subject = Subject(probe)
+    calls = record(subject, 1)  # type: ignore[arg-type]
+    tuner = Tuner(KernelSelector(), clock, [].append if said is None else said.append)
+    phases = {phase.name: phase.run for phase in subject.phases(1)}
+    return list(tuner.measure(Group("probe", phases, calls)))
+
+
+def test_candidates_are_measured_and_bad_ones_refused(probe: Any) -> None:
+    said: list[str] = []
+    clock = Clock({"torch": 9.0, "fast": 3.0, "slow": 5.0}, {"torch": 2.0, "fast": 1.0, "slow": 1.4})
+    results = tuned(probe, clock, said)
+    assert [(one.call.shape["m"], one.call.calls) for one in results] == [(2, 1), (5, 2)]
+    assert len(said) == 2
+    for result in results:
+        assert [each.kernel for each in result.candidates[:3]] == ["fast", "slow", "torch"]
+        refused = {each.kernel: each.reason for each in result.candidates if each.us is None}
+        assert set(refused) == {"wrong", "broken", "absent"}
+        assert "away" in refused["wrong"]
+        assert "made for other shapes" in refused["broken"]
+        assert "cannot be loaded" in refused["absent"]
+        assert [(trial.label, trial.phase) for trial in result.trials] == [("fast", "only"), ("slow", "only")]
+        assert "3.00 us alone, slow 5.00, torch 9.00; only 1.150 ms with fast, 2.150 before" in result.figures
+        assert result.call.again is None, "what it holds is as large as the request"
+
+
+def test_the_phase_decides_between_the_fastest(probe: Any) -> None:
+    """Alone `fast` is ahead, inside its phase `slow`: kernels overlap there, and weights come from memory."""
+    clock = Clock({"torch": 9.0, "fast": 3.0, "slow": 5.0}, {"torch": 2.0, "fast": 1.9, "slow": 1.4})
+    assert [one.best.kernel for one in tuned(probe, clock)] == ["slow", "slow"]
+
+
+def test_what_runs_now_stays_where_the_phase_gains_nothing(probe: Any) -> None:
+    clock = Clock({"torch": 9.0, "fast": 3.0, "slow": 5.0}, {"torch": 2.0, "fast": 2.0, "slow": 2.1})
+    results = tuned(probe, clock)
+    assert [one.best.kernel for one in results] == ["torch", "torch"]
+    assert "with fast" in results[0].figures
+
+
+def test_what_runs_now_stays_unless_another_is_clearly_faster(probe: Any) -> None:
+    clock = Clock({"torch": 3.0, "fast": 2.98, "slow": 5.0}, {"torch": 2.0, "fast": 1.0})
+    assert [one.best.kernel for one in tuned(probe, clock)] == ["torch", "torch"]
+    assert clock.tried == 0, "a phase is not measured for noise"
+
+
+def test_a_gain_must_be_beyond_the_noise_of_its_turns() -> None:
+    before = [10.0, 10.4, 9.8, 10.1, 10.3, 9.9, 10.2]
+    assert tuning.gained(before, [one - 0.2 for one in before]) == pytest.approx(0.2)
+    assert tuning.gained(before, [one + 0.2 for one in before]) == 0.0
+    assert tuning.gained(before, before) == 0.0
+    noisy = [one + shift for one, shift in zip(before, (0.5, -0.6, 0.4, -0.3, -0.5, 0.6, -0.2), strict=True)]
+    assert statistics.median(old - new for old, new in zip(before, noisy, strict=True)) > 0
+    assert tuning.gained(before, noisy) == 0.0
+
+
+def test_every_candidate_finds_the_same_arguments() -> None:
+    """An operation that adds onto its argument would else run on what the last candidate left."""
+    stream = torch.ones(3)
+
+    def add(onto: torch.Tensor, other: torch.Tensor) -> None:
+        onto.add_(other)
+
+    import functools
+
+    again = functools.partial(add, stream, torch.ones(3))
+    kept = tuning._Kept(again)
+    first = kept.results(again)
+    second = kept.results(again)
+    assert [one.tolist() for one in first] == [one.tolist() for one in second] == [[2.0] * 3, [1.0] * 3]
+
+
+def test_some_operations_alone(probe: Any) -> None:
+    calls = record(Subject(probe), 1)  # type: ignore[arg-type]
+    assert tuning.named(calls, []) == tuning.named(calls, ["probe"]) == calls
+    with pytest.raises(TaktlineError, match="no operation 'prob'") as caught:
+        tuning.named(calls, ["probe", "prob"])
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert "probe" in caught.value.next_step
+
+
+def test_the_table_makes_the_selector_choose_the_winners(
+    probe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The whole way of a GPU without a table: measured, written, read back, and the reason says where from."""
+    clock = Clock({"torch": 9.0, "fast": 3.0, "slow": 5.0}, {"torch": 2.0})
+    text = text_of(merged(tuned(probe, clock), ()), "NVIDIA H123", ["the probe"])
+    assert "NVIDIA H123" in text.splitlines()[0]
+    rules = parse_table(text)
+    assert [dict(rule.bounds) for rule in rules] == [{"m": (2, 2), "k": (3, 3)}, {"m": (5, 5), "k": (3, 3)}, {}]
+    path = tmp_path / "h123.toml"
+    path.write_text(text)
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
+    for rows in (2, 5, 77):
+        choice = KernelSelector().choose("probe", {"m": rows, "k": 3}, torch.float32, torch.device("cuda", 0))
+        assert choice.kernel == "fast"
+        assert str(path) in choice.reason
+        assert ("3.00 us alone" in choice.reason) == (rows != 77)
+
+
+def result(
+    best: str, *others: str, op: str = "probe", refused: Sequence[str] = (), us: float = 1.0, **shape: int
+) -> Tuned:
+    """A measured call; the candidates take 1 us, 2 us, ... in their order, the last of them runs now."""
+    now = (best, *others)[-1]
+    call = Recorded(op, shape, torch.bfloat16, CPU, Choice(now, "now"))
+    good = [Candidate(name, {}, us + place) for place, name in enumerate((best, *others))]
+    return Tuned(call, (*good, *(Candidate(name, {}, None, "no") for name in refused)))
+
+
+def test_rules_that_hold_stay_and_get_figures() -> None:
+    base = [
+        Rule("probe", "a", "bfloat16", {"m": (1, 64)}, measured="by hand"),
+        Rule("probe", "b", measured="by hand"),
+        Rule("other", "c", measured="by hand"),
+    ]
+    rules = merged([result("a", "b", m=8), result("a", "b", m=16), result("b", "a", m=100)], base)
+    assert [(rule.op, rule.kernel, dict(rule.bounds)) for rule in rules] == [
+        ("probe", "a", {"m": (1, 64)}),
+        ("probe", "b", {}),
+        ("other", "c", {}),
+    ]
+    assert "m=8: 1.00 us" in rules[0].measured
+    assert "m=16: 1.00 us" in rules[0].measured
+    assert "m=100" in rules[1].measured
+    assert rules[2].measured == "by hand", "not measured in this run"
+    assert [rule.op for rule in merged([result("a", m=8)], base, complete=True)] == ["probe", "probe"]
+
+
+def test_a_new_winner_goes_before_the_rule_that_it_beats() -> None:
+    base = [Rule("probe", "a", "bfloat16", {"m": (1, 64)}), Rule("probe", "b")]
+    rules = merged([result("a", m=8), result("b", "a", m=16)], base)
+    assert [(rule.kernel, dict(rule.bounds)) for rule in rules] == [
+        ("b", {"m": (16, 16)}),
+        ("a", {"m": (1, 64)}),
+        ("b", {}),
+    ]
+    pinned = merged([result("b", "a", m=8)], [Rule("probe", "a", "bfloat16", {"m": (8, 8)}), Rule("probe", "b")])
+    assert [(rule.kernel, dict(rule.bounds)) for rule in pinned] == [("b", {"m": (8, 8)}), ("b", {})]
+    assert "m=8" in pinned[0].measured
+
+
+def test_other_shapes_get_what_ran_at_all_of_them(probe: Any) -> None:
+    rules = merged([result("fast", "torch", m=2), result("slow", "torch", refused=["fast"], m=5)], ())
+    assert (rules[-1].kernel, dict(rules[-1].bounds)) == ("torch", {}), "fast is not written for every shape"
+    rules = merged([result("fast", "torch", m=2), result("slow", "fast", "torch", m=5)], ())
+    assert rules[-1].kernel == "fast"
+
+
+def test_an_algorithm_is_for_its_shape_only() -> None:
+    call = Recorded("product", {"m": 8}, torch.bfloat16, CPU, Choice("cublas", "now"))
+    best = Candidate("cublaslt", {"algorithm": 3}, 1.0)
+    rules = merged([Tuned(call, (best, Candidate("cublas", {}, 2.0)))], ())
+    assert [(rule.kernel, dict(rule.config)) for rule in rules] == [("cublaslt", {"algorithm": 3}), ("cublas", {})]
+
+
+def test_rows_of_a_plan_do_not_decide_its_kernel() -> None:
+    """A plan is the same to the bit on one GPU and on several, which have fewer rows each."""
+    few = result("cuda", "triton", op="frame_norm", rows=100, width=8)
+    many = result("triton", "cuda", op="frame_norm", us=50.0, rows=9000, width=8)
+    other = result("cuda", "triton", op="frame_norm", rows=100, width=16)
+    rules = merged([few, many, other], [Rule("frame_norm", "torch")])
+    found = {rule.bounds["width"][0]: (rule.kernel, rule.bounds["rows"]) for rule in rules if rule.bounds}
+    assert found[8] == ("triton", (1, 10_000_000))
+    assert found[16][0] == "cuda"
+
+
+def test_settings_come_from_tables_and_the_grid() -> None:
+    call = Recorded(
+        "attention_cached",
+        {"batch": 1, "rows": 400, "cache": 819},
+        torch.bfloat16,
+        CPU,
+        Choice("triton", "now", {"block_m": 64, "block_n": 64, "splits": 13, "num_warps": 4, "num_stages": 2}),
+    )
+    own = [Rule("attention_cached", "triton", config={"block_m": 32})]
+    found = Tuner(KernelSelector(), Clock({}), [].append, own).candidates(call)
+    assert found[0].runs(call.choice)
+    assert len(found) == len({each.label for each in found}) >= 40
+    named = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "tma": 1}
+    assert any(each.kernel == "triton" and each.config == named for each in found)
+    assert any(each.config == {"block_m": 32} for each in found)
+    known = Tuner(KernelSelector(), Clock({}), [].append, own, grids=False).candidates(call)
+    assert len(known) < len(found) / 2
+    product = Recorded("product", {"m": 1, "n": 8, "k": 8}, torch.bfloat16, CPU, Choice("cublas", "now"))
+    labels = [each.label for each in Tuner(KernelSelector(), Clock({}), [].append, grids=False).candidates(product)]
+    assert {f"cublaslt algorithm={number}" for number in range(8)} <= set(labels)
+
+
+@pytest.mark.gpu
+def test_tuning_on_a_gpu(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    folder = folders.lerobot(tmp_path / "policy", "pi05")
+    path = tmp_path / "table.toml"
+    done = CliRunner().invoke(
+        app,
+        [
+            *("tune", str(folder), "--batches", "1", "--runs", "3", "--precision", "fp32", "--out", str(path)),
+            *("--ops", "layer_norm,geglu", "--complete"),  # all of them compile for a minute and a half
+        ],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.output
+    rules = parse_table(path.read_text())
+    assert {rule.op for rule in rules} == {"layer_norm", "geglu"}
+    assert all(rule.kernel in ("torch", "triton") for rule in rules)
+    assert any("us alone" in rule.measured for rule in rules)
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
+    explained = CliRunner().invoke(app, ["explain", str(folder), "--precision", "fp32", "--json"])
+    assert str(path) in explained.output, "the engine uses it, and says where a choice comes from"

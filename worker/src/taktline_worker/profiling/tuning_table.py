@@ -1,0 +1,177 @@
+"""What was measured as a kernel table: rules of the table in force with new figures, and rules for what won anew."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from taktline_kernels.gpu_table import GPU_KERNELS
+from taktline_kernels.selector import Choice, Rule, covering
+
+from taktline_worker.profiling.kernels import Recorded, implementations
+from taktline_worker.profiling.tuning import WORTH, Candidate, Tuned, together
+
+_MOST_FIGURES = 4
+_ANY_ROWS = (1, 10_000_000)
+
+
+def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = False) -> list[Rule]:
+    """Rules that choose for every measured call what won for it.
+
+    A rule of `base` that names the winners of the calls it decides stays and gets their figures. Where another kernel
+    won, a rule for exactly this shape goes before it, or takes its place if it is for nothing else. An operation that
+    has no rule for other shapes gets one at its end where a kernel ran in all that were measured.
+
+    Args:
+        results: one for each kind of call.
+        base: the table in force; empty on a GPU that has none.
+        complete: leave out rules that decide none of the measured calls, and those of operations without any.
+    """
+    results = _agreed(results)
+    decided: dict[int, list[Tuned]] = defaultdict(list)
+    anew: list[Tuned] = []
+    for result in results:
+        place = covering(base, result.call.name, result.call.shape, result.call.dtype)
+        if place is None:
+            anew.append(result)
+        else:
+            decided[place].append(result)
+    rules: list[Rule] = []
+    for place, rule in enumerate(base):
+        found = decided.get(place, [])
+        same = [one for one in found if one.best.runs(Choice(rule.kernel, "", rule.config))]
+        others = [one for one in found if one not in same]
+        if others and not same and _pinned(rule) and len({one.best.label for one in others}) == 1:
+            best = others[0].best
+            rules.append(replace(rule, kernel=best.kernel, config=dict(best.config), measured=_figures(others)))
+            continue
+        rules += _exact(others)
+        if same:
+            rules.append(replace(rule, measured=_figures(same)))
+        elif not complete:
+            rules.append(rule)
+    rules += _exact(anew)
+    for name in dict.fromkeys(result.call.name for result in results):
+        if not any(rule.op == name and not rule.bounds and not rule.dtype for rule in rules):
+            rules.append(_rest(name, [one for one in results if one.call.name == name]))
+    return rules
+
+
+def text_of(rules: Iterable[Rule], gpu: str, subjects: Sequence[str]) -> str:
+    """The table as TOML.
+
+    Args:
+        gpu: device name, for the heading.
+        subjects: what was measured, for the heading.
+    """
+    day = time.strftime("%Y-%m-%d")
+    lines = [
+        f"# Kernel table of {gpu}: the first rule that covers a call decides.",
+        f"# Written by `taktline kernels tune` on {day} with torch {torch.__version__}. Measured on:",
+        *(f"# {subject}" for subject in subjects),
+    ]
+    for rule in rules:
+        lines += ["", "[[rule]]", f'op = "{rule.op}"', f'kernel = "{rule.kernel}"']
+        lines += [f'dtype = "{rule.dtype}"'] if rule.dtype else []
+        lines += [_mapping("bounds", {name: f"[{low}, {high}]" for name, (low, high) in rule.bounds.items()})]
+        lines += [_mapping("config", rule.config)]
+        lines += [f'measured = "{rule.measured}"'] if rule.measured else []
+    return "\n".join(line for line in lines if line != _NOTHING) + "\n"
+
+
+_NOTHING = "\0"
+
+
+def _mapping(name: str, values: Mapping[str, object]) -> str:
+    inside = ", ".join(f"{key} = {value}" for key, value in values.items())
+    return f"{name} = {{ {inside} }}" if values else _NOTHING
+
+
+def _pinned(rule: Rule) -> bool:
+    return bool(rule.bounds) and all(low == high for low, high in rule.bounds.values())
+
+
+def _exact(results: Sequence[Tuned]) -> list[Rule]:
+    """Rules for shapes that were measured; one for all row counts where an operation may have only one kernel."""
+    alike: dict[tuple[str, str, tuple[tuple[str, tuple[int, int]], ...]], list[Tuned]] = defaultdict(list)
+    for result in results:
+        call = result.call
+        bounds = {name: (value, value) for name, value in call.shape.items()}
+        if together(call.name) and "rows" in bounds:
+            bounds["rows"] = _ANY_ROWS
+        alike[call.name, str(call.dtype).removeprefix("torch."), tuple(bounds.items())].append(result)
+    return [
+        Rule(name, same[0].best.kernel, dtype, dict(bounds), dict(same[0].best.config), _figures(same))
+        for (name, dtype, bounds), same in alike.items()
+    ]
+
+
+def _agreed(results: Sequence[Tuned]) -> list[Tuned]:
+    """The same, with one kernel for all row counts of an operation that may have only one: the least time of all."""
+    groups: dict[object, list[Tuned]] = defaultdict(list)
+    for result in results:
+        if together(result.call.name):
+            shape = tuple((name, value) for name, value in sorted(result.call.shape.items()) if name != "rows")
+            groups[result.call.name, result.call.dtype, shape].append(result)
+    best = {id(one): _best_of_all(same) for same in groups.values() for one in same}
+    return [_led_by(result, best[id(result)]) if id(result) in best else result for result in results]
+
+
+def _led_by(result: Tuned, label: str) -> Tuned:
+    first = next(each for each in result.candidates if each.label == label)
+    return replace(result, candidates=(first, *(each for each in result.candidates if each is not first)))
+
+
+def _best_of_all(results: Sequence[Tuned]) -> str:
+    """The candidate with the least time over all calls, of those that ran in each; what runs now if none clearly is."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for each in result.candidates:
+            if each.us is not None:
+                sums[each.label].append(each.us)
+    whole = {label: sum(times) for label, times in sums.items() if len(times) == len(results)}
+    now = results[0].call.choice
+    label = Candidate(now.kernel, now.config, None).label
+    least = min(whole, key=whole.__getitem__, default=label)
+    return label if label in whole and whole[least] > (1.0 - WORTH) * whole[label] else least
+
+
+def _rest(name: str, results: Sequence[Tuned]) -> Rule:
+    """The rule for other shapes: what won most calls and ran at every shape, else what runs without a rule."""
+    calls: dict[str, int] = defaultdict(int)
+    by_label: dict[str, Candidate] = {}
+    for result in results:
+        calls[result.best.label] += result.call.calls
+        by_label[result.best.label] = result.best
+    everywhere = [
+        label
+        for label, one in by_label.items()
+        # An algorithm's number means something for its shape only.
+        if "algorithm" not in one.config and all(_ran(label, result) for result in results)
+    ]
+    if everywhere:
+        best = by_label[max(everywhere, key=calls.__getitem__)]
+        return Rule(name, best.kernel, config=dict(best.config), measured="ran at all shapes above, and won most calls")
+    kernel = GPU_KERNELS[name][-1] if name in GPU_KERNELS else implementations(name)[0]
+    return Rule(name, kernel, measured="no kernel ran at all shapes above; this one takes any")
+
+
+def _ran(label: str, result: Tuned) -> bool:
+    return any(each.label == label and each.us is not None for each in result.candidates)
+
+
+def _figures(results: Sequence[Tuned]) -> str:
+    """Of one rule: the shapes that it decides with what they took, the dearest ones where there are many."""
+    if len(results) == 1:
+        return f"{_shape(results[0].call)}: {results[0].figures}"
+    ordered = sorted(results, key=lambda one: -(one.best.us or 0.0) * one.call.calls)
+    text = " | ".join(f"{_shape(one.call)}: {one.figures}" for one in ordered[:_MOST_FIGURES])
+    left = len(ordered) - _MOST_FIGURES
+    return f"{text} | {left} more" if left > 0 else text
+
+
+def _shape(call: Recorded) -> str:
+    return " ".join(f"{name}={value}" for name, value in call.shape.items())
