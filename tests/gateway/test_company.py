@@ -64,6 +64,26 @@ def test_nobody_is_waited_for_where_time_is_too_short_for_all_and_batches_gain_l
     assert sum(batch.sent_at == batch.tickets[0].arrived_at for batch in starts) > 0.5 * (300 - 47)
 
 
+def test_who_is_here_goes_when_the_first_could_not_bear_the_wait_any_longer():
+    """A batch of eight leaves 3.4 ms to wait: seven in it, or the last seven, are more than four and then two."""
+    table = {1: 20.49, 2: 26.49, 4: 38.49, 8: 62.5}
+    arrivals = bursts(8, 0.0823, 0.0659, rounds=200)
+    simulation = Simulation(scheduler(max_wait_s=WAIT_S, table=table))
+    simulation.run(arrivals)
+    assert sum(end <= one.deadline for one, end in simulation.done.items()) > 0.9 * len(arrivals)
+    late = sizes(simulation, 30 * 0.0823)
+    assert late.count(7) + late.count(8) > 0.7 * (200 - 30)
+
+
+def test_a_wait_ends_with_the_last_start_of_the_first_or_of_one_behind_it():
+    """Six are here, 3.4 ms before the first could not go with eight; the others may come before that or after it."""
+    times = service_times({1: 20.49, 2: 26.49, 4: 38.49, 8: 62.5}, 8)
+    arrivals, at = waiting(sigma_s=0.002, budget_s=0.0659)
+    dues = came(arrivals, at - 0.002, 6, budget_s=0.0659)
+    until = asked(arrivals, dues, at - 0.002, at - 0.0014, times=times, max_wait_s=0.010)
+    assert until in [pytest.approx(due - times.median[8], abs=2e-5) for due in dues[:3]]
+
+
 def test_a_robot_that_has_left_is_waited_for_once_and_no_more():
     period = 0.029
     _, simulation = played(bursts(8, period, 0.0232, rounds=200, absent=(7,)), table=GROOT_MS)
@@ -76,12 +96,12 @@ def test_a_robot_that_has_left_is_waited_for_once_and_no_more():
     assert max(waits) < 1e-9, "they go when the last of the seven has come"
 
 
-def waiting(sigma_s=0.001, period=0.1, rounds=60, robots=8):
+def waiting(sigma_s=0.001, period=0.1, rounds=60, robots=8, budget_s=0.0232):
     """Arrivals of a fleet in step; its next burst is due at `rounds * period`."""
     arrivals, rng = Arrivals(), random.Random(7)
     for turn in range(rounds):
         for at, robot in sorted((turn * period + rng.gauss(0.0, sigma_s), robot) for robot in range(robots)):
-            arrivals.note(("", str(robot)), at, WAIT_S, 0.0232)
+            arrivals.note(("", str(robot)), at, WAIT_S, budget_s)
     return arrivals, rounds * period
 
 

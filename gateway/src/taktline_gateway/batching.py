@@ -183,8 +183,8 @@ def follow(
     on_time: float = size
     if variance:
         on_time -= _missing(deadlines, start, start + size, now + elapsed, sqrt(spread))
-    elif deadlines[start] < now + tail[size]:
-        on_time = _expected(start, size, deadlines, now, times)
+    elif deadlines[start] < now + wait_s + tail[size]:
+        on_time = _expected(start, size, deadlines, now + wait_s, times)
     worth = on_time - price_hz * elapsed
     waited = size * elapsed
     index = start + size

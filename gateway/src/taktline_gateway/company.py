@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from taktline_gateway.arrivals import Arrivals
@@ -13,6 +15,17 @@ LIKELY = 0.5
 """Where robots keep no rhythm, so large a share of the arrivals must have followed another one within the wait."""
 PATIENT = 2.0
 """An arrival that is waited for may be late by so many standard deviations: then it is looked at again."""
+FEW = 8
+"""Where no more are missing, waits for each number of them are weighed."""
+LEFT_BEHIND = 2
+"""So many of the first, at most, may be left behind by a wait that is longer than they can bear."""
+SURE = 2.5
+"""An arrival is sure to come before or after an instant that is so many standard deviations off."""
+EDGE_S = 1e-5
+"""A wait ends so long before the last start of its batch."""
+
+_Judged = tuple[float, float]
+"""(worth in tickets, summed waiting in s) of a plan."""
 
 
 class Company:
@@ -107,21 +120,24 @@ class Company:
     ) -> tuple[float, int] | None:
         """(until when to wait, for how many in all), where it is known who is missing, and when each is expected.
 
-        Each plan waits for the next ones that fill a bucket, or for all of them, and serves the others as they follow.
-        It is judged as batches are (`batching.weigh_batch`): by how many are expected on time, those who are missing
-        too, then by the least waiting. When a wait ends is as uncertain as the arrival that it is for, and that counts
-        like what batches take beyond their medians. So it lasts as long as it pays, beyond the tail of the first ones
-        too where one who is about to come is worth that risk, and where a batch now and one of the others serve more
-        there is none.
+        Each plan waits for the next ones that fill a bucket, or for all of them, and where `FEW` are missing for any
+        number of them; it serves the others as they follow. It is judged as batches are (`batching.weigh_batch`): by
+        how many are expected on time, those who are missing too, then by the least waiting.
+
+        A wait ends when the first of its batch could not bear it any longer. Where the last of those who are waited for
+        may come before that or after it, both are weighed by their chance: the batch of all, and what those who are
+        here by then come to, who go at once, all together or as many as fill a bucket. Where few are missing, the wait
+        may also be as long as the second can bear it, or the third: those before are left behind, to follow.
+
+        With m plans of waits for k tickets in sight: O(m k / B) steps, m = b, or 3 `FEW` where few are missing.
         """
         share = slice(workers - 1, None, workers)
-        missing = self._arrivals.coming(now, latest, LOOKAHEAD, limit * workers)
-        at, coming, spread_s = missing.at[share], missing.due[share], missing.spread_s[share]
+        at, coming, spread_s = self._arrivals.coming(now, latest, LOOKAHEAD, limit * workers, workers)
         if not at:
             return None
-        rate_hz = self._arrivals.rate_hz(now) / workers
+        rate_hz, median = self._arrivals.rate_hz(now) / workers, times.median
 
-        def judged(first: Sequence[float], others: list[float], wait_s: float, spread_s: float) -> tuple[int, float]:
+        def judged(first: Sequence[float], others: list[float], wait_s: float, spread_s: float = 0.0) -> _Judged:
             variance = (TAIL_QUANTILE * spread_s) ** 2
             _, elapsed, waited, worth = follow(
                 0,
@@ -131,21 +147,65 @@ class Company:
                 times,
                 limit,
                 price_hz,
-                fits=times.median,
-                wait_s=wait_s,
+                fits=median,
+                wait_s=max(0.0, wait_s),
                 variance=variance,
             )
-            return -round(worth / GRAIN), waited + rate_hz * elapsed * elapsed
+            return worth, waited + rate_hz * elapsed * elapsed
 
         start, size = going
-        left = [*dues[:start], *dues[start + size :]][share]
-        best, plan = judged(dues[start : start + size], left + coming, 0.0, 0.0), None
+        worth, cost = judged(dues[start : start + size], [*dues[:start], *dues[start + size :]][share] + coming, 0.0)
+        best, plan = (-round(worth / GRAIN), cost), None
         here, most = len(dues), min(len(at), limit - len(dues))
-        for more in sorted({bucket - here for bucket in times.buckets if here < bucket < here + most} | {most}):
+        few = most <= FEW
+        buckets = {bucket - here for bucket in times.buckets if here < bucket < here + most}
+        for more in range(1, most + 1) if few else sorted(buckets | {most}):
             last, spread = at[more - 1], spread_s[more - 1]
             if last >= latest:
                 break
-            found = judged(sorted([*dues, *coming[:more]]), coming[more:], max(0.0, last - begins), spread)
-            if found < best:
-                best, plan = found, (min(latest, last + PATIENT * spread), here + more)
+            together, others = sorted([*dues, *coming[:more]]), coming[more:]
+            for behind in range(min(LEFT_BEHIND, here - 1) + 1 if few else 1):
+                ends = min(latest, together[behind] - median[here + more - behind] - EDGE_S)
+                off = (ends - last) / spread
+                open_ended = ends > now and abs(off) < SURE
+                if open_ended:
+                    first, rest = together[behind:], together[:behind] + others
+                    worth, cost = judged(first, rest, min(last, ends) - begins)
+                elif behind:
+                    continue
+                else:
+                    worth, cost = judged(together, others, last - begins, spread)
+                if -round(worth / GRAIN) > best[0]:
+                    continue  # without some of them it is worth no more
+                if open_ended:
+                    chance = 0.5 + 0.5 * math.erf(off / math.sqrt(2.0))
+                    came = bisect_right(at, ends, 0, more - 1)
+                    less, more_cost = _without(
+                        sorted([*dues, *coming[:came]]), coming[came:], behind, ends - begins, begins, times, judged
+                    )
+                    worth, cost = less + chance * (worth - less), more_cost + chance * (cost - more_cost)
+                found = -round(worth / GRAIN), cost
+                if found < best:
+                    until = min(latest, last + PATIENT * spread)
+                    best, plan = found, (min(until, ends) if open_ended or ends > last else until, here + more)
         return plan
+
+
+def _without(
+    here: list[float],
+    coming: list[float],
+    behind: int,
+    wait_s: float,
+    begins: float,
+    times: ServiceTimes,
+    judged: Callable[[Sequence[float], list[float], float], _Judged],
+) -> _Judged:
+    """What those who are here when a wait ends come to: all but the first `behind`, or the largest bucket they fill."""
+    best = judged(here[behind:], here[:behind] + coming, wait_s)
+    size = max((bucket for bucket in times.buckets if bucket <= len(here)), default=0)
+    if 0 < size < len(here) - behind:
+        start = bisect_left(here, begins + max(0.0, wait_s) + times.median[size])
+        if start + size <= len(here):
+            other = judged(here[start : start + size], here[:start] + here[start + size :] + coming, wait_s)
+            best = max(best, other, key=lambda one: one[0])
+    return best
