@@ -45,6 +45,9 @@ TARGETS = ("worker", "gateway", "redis")
 WORKER = ("--t-sync", "1:6,2:7,4:8,8:10,16:14", "--before-ms", "2", "--work-ms", "4")
 """Batches are sent ahead: what a worker that dies has is often two of them."""
 DOWN_S = 0.4
+PERIOD_S = 0.1
+BACK_WITHIN_S = 120.0
+"""A process that starts again beside the load needs its share of this machine's cores."""
 
 
 @dataclasses.dataclass
@@ -120,6 +123,7 @@ async def scenario(
     plan = Plan(
         policy="noop",
         addresses=addresses,
+        period_s=PERIOD_S,
         ports={name: [("127.0.0.1", ports[name]) for ports in stage.ports] for name in OWN_PORTS},
     )
     async with fleet(plan, PROTOCOLS, robots) as book:
@@ -146,7 +150,7 @@ async def scenario(
             stage.start_gateway(victim)
         else:
             stage.start_redis(folder)
-        await asyncio.to_thread(until, stage.ready, "everything being back")
+        await asyncio.to_thread(until, stage.ready, "everything being back", BACK_WITHIN_S)
         back_at = time.monotonic()
         await asyncio.sleep(0.7)
         for _ in range(200):  # robots that wait before they ask again

@@ -11,9 +11,12 @@ import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
+    negative_data_rejection,
     response_schema_conformance,
     status_code_conformance,
 )
@@ -56,21 +59,49 @@ def operations(shared_stack):
     return [found.ok() for found in schema.get_all_operations()]
 
 
-def test_every_answer_is_described(operations):
+SERVED = {"policy": "scripted", "model": "scripted", "version": "r1"}
+
+
+def answers(operation, mode, checks, *, served):
+    """The statuses of the answers to all that schemathesis makes of an operation, each answer checked.
+
+    With `served` it is asked of the policy that is served, so that what else is asked is looked at.
+    """
+    names = re.findall(r"{(\w+)}", operation.path)
+    fixed = {"path_parameters": {name: SERVED[name] for name in names}} if served and names else {}
     seen = Counter()
+
+    @BOUNDED
+    @given(case=operation.as_strategy(generation_mode=mode, **fixed))
+    def ask(case):
+        response = case.call(timeout=30)
+        case.validate_response(response, checks=checks, excluded_checks=[not_a_server_error])
+        assert response.status_code != 500, "what a client sends is never the gateway's own fault"
+        seen[response.status_code] += 1
+
+    ask()
+    return seen
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["any policy", "the policy served"])
+def test_every_answer_is_described(operations, served):
     for operation in operations:
-
-        @BOUNDED
-        @given(case=operation.as_strategy())
-        def ask(case):
-            response = case.call(timeout=30)
-            case.validate_response(response, checks=DESCRIBED, excluded_checks=[not_a_server_error])
-            assert response.status_code != 500, "what a client sends is never the gateway's own fault"
-            seen[case.operation.label, response.status_code] += 1
-
-        ask()
-    assert {label for label, _ in seen} == {operation.label for operation in operations}
+        if "{" in operation.path or not served:
+            assert answers(operation, GenerationMode.POSITIVE, DESCRIBED, served=served), operation.label
     assert len(operations) > 12
+
+
+def test_what_breaks_the_document_is_refused_as_it_describes(operations):
+    """What the schema forbids: wrong types, missing and unknown fields, values out of bounds, bodies that are none."""
+    asked = Counter()
+    for operation in operations:
+        try:
+            checks = [*DESCRIBED, negative_data_rejection]
+            asked[operation.label] += answers(operation, GenerationMode.NEGATIVE, checks, served=True).total()
+        except Unsatisfiable:
+            assert operation.method == "get", "what takes a body can be asked wrongly"
+    assert {label.rpartition("/")[2] for label in asked} == {"act", "admission", "infer", "timeline"}
+    assert min(asked.values()) >= BOUNDED.max_examples // 2
 
 
 def test_every_path_is_described(shared_stack):
