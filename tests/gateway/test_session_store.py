@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from redis.exceptions import ConnectionError as Gone
+from taktline_gateway.stream import endpoint
 from taktline_gateway.stream import store as stores
 from taktline_gateway.stream.sessions import HeldFrame, Session
 from taktline_gateway.stream.store import SessionStore
@@ -87,3 +90,26 @@ async def test_a_store_that_goes_amid_it_leaves_the_rest_to_be_written(store):
     await store.flush(sessions, everything=True)
     assert [session.changed for session in sessions] == [False] * 3 + [True] * 5
     assert not store.up
+
+
+async def test_a_cancellation_that_redis_client_takes_for_its_timeout_is_said_again(monkeypatch):
+    """A drain hung for ever, its client ports open: the keeper of the store had swallowed the one cancellation."""
+    monkeypatch.setattr(endpoint, "CANCEL_AGAIN_S", 0.01)
+    heard = []
+
+    async def keeper() -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                heard.append("cancelled")
+                if len(heard) == 3:
+                    raise
+
+    tasks = [asyncio.create_task(keeper()), asyncio.create_task(asyncio.sleep(3600))]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await endpoint.end(tasks)
+    assert heard == ["cancelled"] * 3
+    assert all(task.cancelled() for task in tasks)
+    await endpoint.end([])

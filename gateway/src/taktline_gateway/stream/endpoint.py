@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from taktline_gateway.stream.transport import ABORT, SEND_AT_ONCE
 
 STREAM_PATH = "/v1/policies/{policy}/stream"
 WATCH_S = 0.05
+CANCEL_AGAIN_S = 0.5
 """How often the streams look whether the gateway drains."""
 TICK_S = 1.0
 _logger = logging.getLogger(__name__)
@@ -114,14 +115,10 @@ class Streams:
         try:
             yield
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await end(keepers)
             if self._store is not None:
                 await self._store.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end(self._tasks)
 
     # ----- what conversations need
 
@@ -272,6 +269,15 @@ class Streams:
 
     def _connected(self) -> Counter[str]:
         return Counter(conversation.policy for conversation in self._conversations)
+
+
+async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels until it is heard: Redis' client may take a cancellation for a timeout of its own, and go on."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
 
 
 async def _guarded(work: Coroutine[Any, Any, Any]) -> None:
