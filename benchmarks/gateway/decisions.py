@@ -6,6 +6,10 @@ The queue is kept at its size while observations come, batches start and end, an
 refused, as in a gateway under heavy load. `decision` is one poll divided by the batches that it starts, its refusals
 included; `ask` is a robot's question at connect, with as many promises as the queue has tickets.
 
+Then fleets in a rhythm at 80% load, where a decision also looks at who is about to come: up to ten robots out of step
+on one worker, for which it plans (`plan`), and up to 250 in step on one worker or several, where it weighs a wait
+(`wait`). Only polls count that look at a rhythm; `queued` is the number of robots.
+
 CPU time of the thread. The same operations are run in the same order several times, and each one's least time counts:
 what other processes do to the caches differs between the runs, what the operation itself costs does not. The garbage
 collector is off, as its pauses belong to whatever allocated before. `reference` is a loop of 1,000 additions, timed in
@@ -17,29 +21,40 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import heapq
 import json
+import math
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from taktline_gateway.admissions import Admissions
 from taktline_gateway.deadline_queue import Priority, Ticket
 from taktline_gateway.phases import PhasePlanner
+from taktline_gateway.rhythms import Coming
 from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.service_times import ServiceTimes
 from taktline_protocol.messages import AdmissionQuestion
 
 from benchmarks.gateway.times import BUCKETS, ENGINES
+from benchmarks.gateway.traces import FLEET_SHARE, fleet
 
 MAX_BATCH = BUCKETS[-1]
 MIXES = {
     "one class": (Priority.PRODUCTION,),
     "all classes": tuple(Priority),
 }
+FLEETS = (
+    *((robots, 1, "plan") for robots in (4, 8, 10)),
+    *((robots, 1, "wait") for robots in (8, 32, 128)),
+    *((250, workers, "wait") for workers in (1, 2, 4, 8)),
+)
+"""(robots, workers, what their decisions look at)."""
+FLEET_LOAD, WARM_TURNS = 0.8, 50
 T = TypeVar("T")
 
 
@@ -153,6 +168,50 @@ def run(queued: int, mix: str, workers: int, rounds: int) -> dict[str, list[floa
     return load.spent
 
 
+def look(robots: int, workers: int, *, in_step: bool, rounds: int) -> list[float]:
+    """CPU time of each of `rounds` polls that look at who is about to come, us, divided by the batches that it starts."""
+    engine, rng = ENGINES[0], random.Random(5)
+    load = FLEET_LOAD * workers * engine.capacity_hz
+    seconds = (WARM_TURNS + rounds) * robots / load  # a turn of the fleet has about one such poll, or more
+    jobs = fleet("", load, 1.0, robots, FLEET_SHARE, jitter_ms=2.0 if in_step else None, duration_s=seconds).jobs
+    scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=0.005)
+    for index in range(workers):
+        scheduler.add_worker(f"w{index}", ServiceTimes(engine.table(), MAX_BATCH))
+    looks, coming_of = 0, scheduler.arrivals.coming
+
+    def counted(*about: Any) -> Coming:
+        nonlocal looks
+        looks += 1
+        return coming_of(*about)
+
+    scheduler.arrivals.coming = counted  # type: ignore[method-assign]
+    ended: list[tuple[float, int, Batch]] = []
+    spent: list[float] = []
+    coming = deque(jobs)
+    wake, warm_s = math.inf, WARM_TURNS * robots / load
+    gc.collect()
+    gc.disable()
+    while coming and len(spent) < rounds:
+        now = min(coming[0].arrival, ended[0][0] if ended else math.inf, wake)
+        while coming and coming[0].arrival <= now:
+            job = coming.popleft()
+            scheduler.submit(Ticket(f"r{job.robot}", job.seq, job.deadline, now), now)
+        while ended and ended[0][0] <= now:
+            _, _, batch = heapq.heappop(ended)
+            scheduler.finished(batch, now - batch.sent_at)
+        before, began = looks, time.thread_time_ns()
+        plan = scheduler.poll(now)
+        took = (time.thread_time_ns() - began) / 1e3
+        if looks > before and now > warm_s:
+            spent.append(took / max(1, len(plan.batches)))
+        for batch in plan.batches:
+            ends_at = now + engine.draw_s(len(batch.tickets), rng)
+            heapq.heappush(ended, (ends_at, batch.tickets[0].order, batch))
+        wake = math.inf if plan.wake_at is None else max(plan.wake_at, now + 1e-6)
+    gc.enable()
+    return spent
+
+
 def percentile(values: list[float], share: float) -> float:
     """The value that `share` of them do not exceed."""
     ordered = sorted(values)
@@ -165,37 +224,52 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=5, help="runs of the same operations")
-    parser.add_argument("--workers", type=int, action="append", help="how many; 1 and 8 where absent")
+    parser.add_argument("--workers", type=int, action="append", help="how many before a long queue; 1 and 8 if absent")
+    parser.add_argument("--fleets-only", action="store_true", help="only the looks at a rhythm")
     arguments = parser.parse_args()
-    rows = []
+    rows: list[dict[str, object]] = []
     print(
         f"{'queued':>7} {'mix':<12} {'workers':>7} {'operation':<10} {'n':>7} {'p50 us':>8} {'p99 us':>8} {'p99.9':>8}"
     )
-    for queued in (100, 1_000, 10_000):
+
+    def told(name: str, queued: int, mix: str, workers: int, runs: list[list[float]]) -> None:
+        spent = [min(times) for times in zip(*runs, strict=True)]
+        p50, p99, p999 = (percentile(spent, share) for share in (0.5, 0.99, 0.999))
+        head = f"{queued:>7} {mix:<12} {workers:>7} {name:<10} {len(spent):>7}"
+        print(f"{head} {p50:>8.1f} {p99:>8.1f} {p999:>8.1f}", flush=True)
+        rows.append(
+            {
+                "bench": "gateway-decisions",
+                "operation": name,
+                "queued": queued,
+                "mix": mix,
+                "workers": workers,
+                "median_us": round(p50, 2),
+                "p99_us": round(p99, 2),
+                "p999_us": round(p999, 2),
+                "n": len(spent),
+                "repeats": arguments.repeats,
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                "command": " ".join(["python -m benchmarks.gateway.decisions", *sys.argv[1:]]),
+            }
+        )
+
+    for queued in () if arguments.fleets_only else (100, 1_000, 10_000):
         for mix in MIXES:
             for workers in arguments.workers or (1, 8):
                 runs = [run(queued, mix, workers, arguments.rounds) for _ in range(arguments.repeats)]
                 for name in sorted(runs[0]):
-                    spent = [min(times) for times in zip(*(one[name] for one in runs), strict=True)]
-                    p50, p99, p999 = (percentile(spent, share) for share in (0.5, 0.99, 0.999))
-                    head = f"{queued:>7} {mix:<12} {workers:>7} {name:<10} {len(spent):>7}"
-                    print(f"{head} {p50:>8.1f} {p99:>8.1f} {p999:>8.1f}")
-                    rows.append(
-                        {
-                            "bench": "gateway-decisions",
-                            "operation": name,
-                            "queued": queued,
-                            "mix": mix,
-                            "workers": workers,
-                            "median_us": round(p50, 2),
-                            "p99_us": round(p99, 2),
-                            "p999_us": round(p999, 2),
-                            "n": len(spent),
-                            "repeats": arguments.repeats,
-                            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-                            "command": " ".join(["python -m benchmarks.gateway.decisions", *sys.argv[1:]]),
-                        }
-                    )
+                    told(name, queued, mix, workers, [one[name] for one in runs])
+    for robots, workers, name in FLEETS:
+        step = name == "wait"
+        mix = "in step" if step else "out of step"
+        told(
+            name,
+            robots,
+            mix,
+            workers,
+            [look(robots, workers, in_step=step, rounds=arguments.rounds) for _ in range(arguments.repeats)],
+        )
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

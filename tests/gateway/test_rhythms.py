@@ -57,7 +57,8 @@ def test_what_is_expected_is_the_sum_over_the_robots_that_came_last(steps, later
 
 def test_nothing_is_expected_of_nobody():
     assert Rhythms().expected_within(1.0, 0.0) == (0.0, 0.0)
-    assert Rhythms().coming(0.0, 1.0, 8, 8) == ([], [], [])
+    nobody = Rhythms().coming(0.0, 1.0, 8, 8)
+    assert (nobody.at, nobody.due, len(nobody.spread_s)) == ([], [], 0)
     alone = Rhythms()
     alone.note(("", "a"), 0.0, 0.5)
     assert alone.coming(0.0, 9.0, 8, 8).at == []
@@ -112,7 +113,9 @@ def test_who_is_missing_is_expected_as_order_statistics_say():
     found, rng = fleet(robots, sigma_s)
     named = found.coming(59.5, 60.5, 32, 32)
     days = [sorted(60.0 + rng.gauss(0.0, sigma_s) for _ in range(robots)) for _ in range(4000)]
-    for at, spread_s, due, on_the_day in zip(named.at, named.spread_s, named.due, zip(*days, strict=True), strict=True):
+    assert len(named.spread_s) == robots
+    spreads = map(named.spread_s.__getitem__, range(robots))
+    for at, spread_s, due, on_the_day in zip(named.at, spreads, named.due, zip(*days, strict=True), strict=True):
         assert at == pytest.approx(statistics.fmean(on_the_day), abs=0.5 * sigma_s)
         assert spread_s == pytest.approx(statistics.stdev(on_the_day), rel=0.35)
         assert due == at + 0.5
@@ -144,3 +147,14 @@ def test_only_those_until_then_and_no_more_than_asked_for():
             found.note(("", str(robot)), turn + 0.1 * robot, 0.3)
     assert [round(at, 2) for at in found.coming(3.9, 4.25, 9, 9).at] == [4.0, 4.1, 4.2]
     assert [round(due, 2) for due in found.coming(3.9, 4.25, 2, 9).due] == [4.3, 4.4]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 8, 12])
+@pytest.mark.parametrize("now", [59.5, 59.995, 60.01])
+def test_a_worker_is_told_its_share_of_those_who_come(every, now):
+    found, _ = fleet(10, 0.01)
+    everybody, told = found.coming(now, 60.5, 32, 7), found.coming(now, 60.5, 32, 7, every)
+    assert told.at == everybody.at[every - 1 :: every]
+    assert told.due == everybody.due[every - 1 :: every]
+    numbers = range(every - 1, len(everybody.spread_s), every)
+    assert [told.spread_s[index] for index in range(len(told.spread_s))] == [everybody.spread_s[n] for n in numbers]

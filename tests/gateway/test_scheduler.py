@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import random
+from collections import UserList
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taktline_gateway import deadline_queue, due_list
 from taktline_gateway.batching import GRAIN, choose_batch, weigh_batch
-from taktline_gateway.deadline_queue import DeadlineQueue, Priority
+from taktline_gateway.deadline_queue import DeadlineQueue, Priority, Ticket
+from taktline_gateway.due_list import DueList, T
 from taktline_gateway.scheduler import Refusal, Scheduler
 from taktline_gateway.service_times import MIN_SAMPLES
 
@@ -67,26 +73,111 @@ def test_queue_agrees_with_a_sorted_list(steps):
         assert len(queue) == len(model)
 
 
+class Looks(UserList):
+    """Stands for the arrays of a queue, and counts their elements that are looked at, by whatever looks."""
+
+    count = 0
+
+    def __init__(self, kind, elements=()):
+        super().__init__(elements)
+        self.kind = kind
+
+    def __getitem__(self, index):
+        Looks.count += len(range(*index.indices(len(self.data)))) if isinstance(index, slice) else 1
+        return Looks(self.kind, self.data[index]) if isinstance(index, slice) else self.data[index]
+
+    def __iter__(self):
+        for element in self.data:
+            Looks.count += 1
+            yield element
+
+    def index(self, element, *bounds):
+        Looks.count += len(self.data)
+        return self.data.index(element, *bounds)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Seen(Ticket):
+    """A ticket that counts what it is compared with."""
+
+    __hash__ = Ticket.__hash__
+
+    def __eq__(self, other):
+        Looks.count += 1
+        return self is other
+
+
+class ScannedForPlaces(DueList[T]):
+    """One that looks at everybody to know how many are ahead."""
+
+    def up_to(self, due):
+        return sum(one <= due for block in self._dues for one in block)
+
+
+class ScannedForOne(DueList[T]):
+    """One that looks for who leaves from the beginning."""
+
+    def remove(self, due, order):
+        for block, orders in enumerate(self._orders):
+            if order in list(orders):
+                index = orders.index(order)
+                self._delete(block, index, index + 1)
+                return
+
+
+class ScannedForTickets(DueList[T]):
+    """One that finds a ticket by comparing it with others."""
+
+    def remove(self, due, order):
+        one = next(one for one in self if one.order == order)
+        block = next(block for block, tickets in enumerate(self._tickets) if one in tickets)
+        index = self._tickets[block].index(one)
+        self._delete(block, index, index + 1)
+
+
+def most_looks(queued, kind=DueList):
+    """The most elements that one operation of a queue of so many looks at, splits and joins of blocks apart."""
+    rng, looks = random.Random(7), []
+    with (
+        mock.patch.object(due_list, "array", Looks),
+        mock.patch.object(deadline_queue, "DueList", kind),
+    ):
+        queue = DeadlineQueue()
+        waiting = []
+
+        def come(number):
+            waiting.append(Seen(f"r{number}", number, rng.random(), 0.0))
+            return waiting[-1]
+
+        for number in range(queued):
+            queue.add(come(number))
+
+        def counted(work, *about):
+            Looks.count = 0
+            work(*about)
+            looks.append(Looks.count)
+
+        for number in range(queued, queued + 50):
+            new, leaves = come(number), waiting.pop(rng.randrange(queued))
+            counted(queue.ahead_of, new.due, 2 * new.priority)
+            counted(queue.add, new)
+            counted(queue.remove, leaves)
+            counted(queue.queued, leaves.source)
+            counted(queue.earliest)
+            counted(queue.last)
+    return max(looks)
+
+
 def test_queue_operations_grow_slowly_with_its_length():
-    """Counts comparisons, not seconds: 10,000 queued tickets must not cost like 10,000."""
+    """What is looked at counts, not seconds: 10,000 queued tickets must not cost like 10,000."""
+    few, many = most_looks(100), most_looks(10_000)
+    assert few <= 3 * math.log2(100)
+    assert many <= 3 * math.log2(10_000)
 
-    class Counting(float):
-        comparisons = 0
 
-        def __lt__(self, other):
-            Counting.comparisons += 1
-            return float.__lt__(self, other)
-
-    queue = DeadlineQueue()
-    for number in range(10_000):
-        queue.add(ticket(number, Counting(random.Random(number).random())))
-    Counting.comparisons = 0
-    one = ticket("new", Counting(0.5))
-    queue.ahead_of(one.deadline, 2 * one.priority)
-    queue.add(one)
-    queue.remove(one)
-    queue.first(64)
-    assert Counting.comparisons < 150
+@pytest.mark.parametrize("kind", [ScannedForPlaces, ScannedForOne, ScannedForTickets])
+def test_a_queue_that_looks_at_everybody_would_be_noticed(kind):
+    assert most_looks(10_000, kind) > 1_000
 
 
 # ----- measured times

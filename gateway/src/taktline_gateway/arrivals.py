@@ -96,9 +96,9 @@ class Arrivals:
         expected, strangers = self._rhythms.expected_within(seconds, now)
         return expected + self.rate_hz(now) * seconds * strangers
 
-    def coming(self, now: float, until: float, most: int, exact: int) -> Coming:
+    def coming(self, now: float, until: float, most: int, exact: int, every: int = 1) -> Coming:
         """The next observations of robots in a rhythm that are expected until then (`Rhythms.coming`)."""
-        return self._rhythms.coming(now, until, most, exact)
+        return self._rhythms.coming(now, until, most, exact, every)
 
     def in_rhythm(self, within_s: float) -> bool:
         """Whether most robots have a rhythm, and come no farther off it than that, by the standard deviation.

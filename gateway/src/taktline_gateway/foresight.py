@@ -28,11 +28,12 @@ LATE = 2.0
 LONG_WAIT = 0.5
 """To wait longer than the longest wait costs so many tickets, so it has to save one."""
 KEPT = 3
-"""Plans that are followed further for each number of tickets, those that lose least."""
+"""Plans that are followed further from each ticket, those that lose least."""
 
 
-_Plan = tuple[float, float, float, tuple[int, ...]]
-"""(tickets lost, when the worker is free, sum of completions, (start, size) of the first batch or nothing)."""
+_Plan = tuple[float, float, tuple[int, ...]]
+"""(when the worker is free, sum of completions, (start, size) of the first batch or nothing)."""
+_NEVER = (math.inf, ())
 
 
 class Step(NamedTuple):
@@ -105,46 +106,52 @@ def plan(
         latest: a first batch that begins later costs `LONG_WAIT`.
     """
     count = len(due)
-    median = times.median
+    median, buckets = times.median, times.buckets
     room = [low + ROOM * (high - low) for low, high in zip(median[: limit + 1], times.tail, strict=False)]
-    found: list[list[_Plan]] = [[] for _ in range(count + 1)]
-    found[0].append((0.0, begins, 0.0, ()))
-    for index in range(count):
-        left, urgent, plans = count - index, due[index], found[index]
-        if len(plans) > 1:
-            plans = _best(plans)
-        lose = found[index + 1]
-        for lost, free, completions, first in plans:
-            lose.append((lost + 1.0, free, completions, first))
+    # By tickets lost, the fewest first: the best plan to each ticket, so that nothing is made of plans that lose more
+    # than the one that comes to the end.
+    levels: dict[float, list[_Plan | None]] = {0.0: [(begins, 0.0, ()), *[None] * (count - 1)]}
+    ends: dict[float, tuple[float, tuple[int, ...]]] = {}
+    free_at, kept = [math.inf] * count, [0] * count  # of the plans to a ticket that are followed: the best, how many
+    lost = 0.0
+    while True:
+        level = levels.pop(lost, [])
+        later = levels.setdefault(lost + 1.0, [None] * count) if level else []
+        for index, one in enumerate(level):
+            if one is None or one[0] >= free_at[index] or kept[index] == KEPT:
+                continue
+            free, completions, first = one
+            free_at[index] = free
+            kept[index] += 1
+            left, urgent = count - index, due[index]
+            if left == 1:
+                ends[lost + 1.0] = min(ends.get(lost + 1.0, _NEVER), (completions, first))
+            elif (other := later[index + 1]) is None or one < other:
+                later[index + 1] = one
             come = bisect_right(here, free, index) - index
-            for size in _sizes(times.buckets, left if left < limit else limit, come):
+            for size in _sizes(buckets, left if left < limit else limit, come):
                 ready = here[index + size - 1]
                 start = ready if ready > free else free
                 if start + room[size] > urgent:
                     break
                 end = start + median[size]
                 served = completions + size * (end - begins)
-                if first:
-                    found[index + size].append((lost, end, served, first))
-                else:
-                    waits = LONG_WAIT if ready > latest else 0.0
-                    found[index + size].append((lost + waits, end, served, (index, size)))
-    first = min((lost, completions, first) for lost, _, completions, first in found[count])[2]
-    return (first[0], first[1]) if first else None
+                waits = not first and ready > latest
+                then = lost + LONG_WAIT if waits else lost
+                if size == left:
+                    ends[then] = min(ends.get(then, _NEVER), (served, first or (index, size)))
+                    continue
+                found = levels.setdefault(then, [None] * count) if waits else level
+                new = (end, served, first or (index, size))
+                if (other := found[index + size]) is None or new < other:
+                    found[index + size] = new
+        if lost in ends:
+            first = ends[lost][1]
+            return (first[0], first[1]) if first else None
+        lost = min([*levels, *ends])
 
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(buckets: tuple[int, ...], most: int, come: int) -> tuple[int, ...]:
     """Full buckets, `most`, and those who have come."""
     return tuple(sorted({*(bucket for bucket in buckets if bucket < most), most, min(come, most) or most}))
-
-
-def _best(plans: list[_Plan]) -> list[_Plan]:
-    plans.sort()
-    kept = [plans[0]]
-    for one in plans:
-        if one[1] < kept[-1][1]:
-            kept.append(one)
-            if len(kept) == KEPT:
-                break
-    return kept

@@ -25,7 +25,7 @@ OFF_FIRST_S, OFF_FIRST = 0.0025, 4
 OFF_LEAST_S = 1e-4
 PRESENT = 3.0
 """Whoever is overdue by more than so many standard deviations is not waited for."""
-_NORMAL = NormalDist()
+_inv_cdf = NormalDist().inv_cdf
 _SQRT2 = math.sqrt(2.0)
 _DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
@@ -63,6 +63,28 @@ class Rhythm(NamedTuple):
         return Rhythm(now, budget_s, self.expected + (4.0 * beats - 2.0) * gain + period_s, period_s, beats)
 
 
+class Spreads:
+    """Standard deviations of order statistics, each made when it is asked for: of many who come, few are."""
+
+    __slots__ = ("_count", "_offs", "_sigma")
+
+    def __init__(self, offs: list[tuple[float, float, float]], count: int, sigma: float) -> None:
+        """
+        Args:
+            offs: of each its plotting position among `count`, its standard normal quantile, and what is left to it.
+            sigma: the standard deviation of one.
+        """
+        self._offs, self._count, self._sigma = offs, count, sigma
+
+    def __len__(self) -> int:
+        return len(self._offs)
+
+    def __getitem__(self, index: int) -> float:
+        share, off, left = self._offs[index]
+        density = _DENSITY * math.exp(-0.5 * off * off) / (left * self._sigma)
+        return math.sqrt(share * (1.0 - share) / (self._count + 2)) / density
+
+
 class Coming(NamedTuple):
     """The next observations of several robots, in the order in which they are expected.
 
@@ -73,7 +95,7 @@ class Coming(NamedTuple):
 
     at: list[float]
     due: list[float]
-    spread_s: list[float]
+    spread_s: Spreads
 
 
 class Rhythms:
@@ -122,28 +144,35 @@ class Rhythms:
         overdue = due - bisect_right(self._given_up, now)
         return coming + 0.5 * overdue, self.strangers
 
-    def coming(self, now: float, until: float, most: int, exact: int) -> Coming:
+    def coming(self, now: float, until: float, most: int, exact: int, every: int = 1) -> Coming:
         """The next observations that are expected until then, `most` at most.
 
         How far off robots come is taken to be normal. Of n who are missing, the i-th is expected at the quantile (i -
         3/8) / (n + 1/4) of what is left to it, given that it has not come yet (Blom's plotting positions: of n alike
         they are the means of the order statistics), with the variance of that order statistic. So much is asked of the
         first `exact` of them, of the others when their rhythm says.
+
+        Args:
+            every: only each so-many-th of them is told, from that one on: the share of one worker of so many.
         """
         self._forget(now)
         sigma = max(OFF_LEAST_S, self.spread_s)
         first = bisect_left(self._next, (now - PRESENT * sigma, 0.0))
         found = self._next[first : bisect_right(self._next, (until, math.inf), first, len(self._next))][:most]
-        at, spread_s, count, quantile = [], [], len(found), _NORMAL.inv_cdf
-        for index, (expected, _) in enumerate(found[:exact]):
+        at: list[float] = []
+        offs, count, apart_s = [], len(found), sigma * _SQRT2
+        for index in range(every - 1, min(exact, count), every):
+            expected = found[index][0]
+            left = 0.5 - 0.5 * math.erf((now - expected) / apart_s)
             share = (index + 0.625) / (count + 0.25)
-            left = 0.5 - 0.5 * math.erf((now - expected) / (sigma * _SQRT2))
-            off = quantile(1.0 - (1.0 - share) * left)
-            at.append(max(now, expected + sigma * off))
-            density = _DENSITY * math.exp(-0.5 * off * off) / (left * sigma)
-            spread_s.append(math.sqrt(share * (1.0 - share) / (count + 2)) / density)
-        at += [expected if expected > now else now for expected, _ in found[exact:]]
-        return Coming(at, [when + budget_s for when, (_, budget_s) in zip(at, found, strict=True)], spread_s)
+            off = _inv_cdf(1.0 - (1.0 - share) * left)
+            when = expected + sigma * off
+            at.append(when if when > now else now)
+            offs.append((share, off, left))
+        told = found[every - 1 :: every]
+        at += [expected if expected > now else now for expected, _ in told[len(at) :]]
+        due = [when + budget_s for when, (_, budget_s) in zip(at, told, strict=True)]
+        return Coming(at, due, Spreads(offs, count, sigma))
 
     @property
     def spread_s(self) -> float:

@@ -164,26 +164,37 @@ class ServiceTimes:
 
     def _tabulate(self) -> None:
         # A larger batch is never predicted to be faster: noise between buckets must not invert the order.
-        self.median = [0.0]
-        self.tail = [0.0]
-        for size in range(1, self.max_batch + 1):
-            bucket = self.bucket(size)
-            self.median.append(max(self.median[-1], self._median[bucket]))
-            self.tail.append(max(self.tail[-1], self._tail[bucket], self.median[-1]))
+        self.median, self.tail = [0.0], [0.0]
+        median = tail = 0.0
+        size = 1
+        for bucket in self.buckets:
+            median = max(median, self._median[bucket])
+            tail = max(tail, self._tail[bucket], median)
+            sizes = min(bucket, self.max_batch) + 1 - size
+            self.median += [median] * sizes
+            self.tail += [tail] * sizes
+            size += sizes
+            if size > self.max_batch:
+                break
         # Of a normal distribution, in units of what lies between its median and its 99th percentile.
         self.variance = [(tail - median) ** 2 for median, tail in zip(self.median, self.tail, strict=True)]
         self.thrifty_table = [0]
-        total = [0.0]
-        for size in range(1, self.max_batch + 1):
+        total, parts = [0.0], []
+        for size, whole in enumerate(self.median[1:], 1):
             # Only full buckets and the whole can come first in a quickest way: padding in between buys nothing. Among
             # equally quick ways the one that begins with the largest batch serves more of them early.
-            parts = [part for part in self.buckets if part < size]
-            quickest, first = min((self.median[part] + total[size - part], -part) for part in (*parts, size))
+            quickest, first = whole, size
+            for part, seconds in parts:  # the largest first
+                if seconds + total[size - part] < quickest:
+                    quickest, first = seconds + total[size - part], part
             total.append(quickest)
-            self.thrifty_table.append(-first)
+            self.thrifty_table.append(first)
+            if size in self.buckets:
+                parts.insert(0, (size, whole))
+        # What is hidden of a batch is no more than half of it. Of a bucket the largest batch is the most a second.
         self._best_rate = max(
-            size / max(self.median[size] - self.overlap_s, 0.5 * self.median[size], 1e-9)  # what is hidden is no more
-            for size in range(1, self.max_batch + 1)
+            size / max(self.median[size] - self.overlap_s, 0.5 * self.median[size], 1e-9)
+            for size in (*(bucket for bucket in self.buckets if bucket < self.max_batch), self.max_batch)
         )
 
 
