@@ -60,6 +60,7 @@ class PlainPredictor(nn.Module):
                 f"{prefix}.mlp.fc1": block.fc1,
                 f"{prefix}.mlp.fc2": block.fc2,
             }
+        self._named = named
         with torch.no_grad():
             for name, module in named.items():
                 module.weight.copy_(tensors[f"{name}.weight"])
@@ -70,6 +71,13 @@ class PlainPredictor(nn.Module):
         self.cos, self.sin = cos.to(device), sin.to(device)
         frame = torch.arange(horizon * self.tokens, device=device) // self.tokens
         self.mask = frame[:, None] >= frame[None, :]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights under the names that they were given by."""
+        found = {}
+        for name, module in self._named.items():
+            found |= {f"{name}.weight": module.weight.detach(), f"{name}.bias": module.bias.detach()}
+        return found
 
     def forward(self, latents: Tensor, actions: Tensor, states: Tensor) -> Tensor:
         """(b, t, T, D), (b, t, 7), (b, t, 7) -> (b, T, D), before the planner's layer norm."""
