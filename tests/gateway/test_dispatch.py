@@ -37,7 +37,7 @@ class Link:
     def __init__(self, answer, meanwhile=lambda: None) -> None:
         self._answer, self._meanwhile = answer, meanwhile
 
-    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+    async def infer(self, request, members, timeout_s: float, metadata, came=None) -> worker_pb2.InferResponse:
         self._meanwhile()
         response = worker_pb2.InferResponse(revision="r1", bucket=1)
         for item, _ in members:
@@ -79,7 +79,7 @@ class NumberingLink(Link):
     def __init__(self, order) -> None:
         self._order = order
 
-    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+    async def infer(self, request, members, timeout_s: float, metadata, came=None) -> worker_pb2.InferResponse:
         response = worker_pb2.InferResponse(revision="r1", bucket=4)
         for index in self._order:
             numbered(index + 1)(response.results.add(request_id=members[index][0].request_id))
@@ -154,10 +154,50 @@ def test_what_one_worker_will_not_look_at_waits_for_the_copy_on_another(copies, 
         assert error.code is ErrorCode.OVERLOADED
 
 
+class TellingLink(Link):
+    """A worker whose batch port gives the response at once to who is to hear of it first, and then to who waits."""
+
+    def __init__(self, answer, before=lambda: None) -> None:
+        super().__init__(answer)
+        self._before = before
+
+    async def infer(self, request, members, timeout_s: float, metadata, came=None) -> worker_pb2.InferResponse:
+        response = await super().infer(request, members, timeout_s, metadata)
+        self._before()
+        came(response)
+        return response
+
+
+@pytest.mark.parametrize("other", ["none", "queued", "on a worker", "error"])
+async def test_a_robot_is_told_in_the_turn_that_brings_its_answer_where_nobody_else_waits(other):
+    dispatch, pending, batch = world(level=0)
+    dispatch.in_flight = 2 if other == "on a worker" else 1
+    dispatch._calls[id(batch)] = None
+    told, ended = [], []
+    dispatch._poll = dispatch.poll_later = lambda: None
+    dispatch._ended = lambda *args: ended.append(len(told))
+    pending.attempts = 1
+    pending.tell = lambda served: told.append((served.worker, pending.result.result() is served))
+    if other == "queued":
+        waits = Pending("another", 1, pending.deadline, pending.arrived_at, policy="p")
+        assert dispatch._scheduler.submit(waits, pending.arrived_at) == (None, None)
+    heard = []
+    link = TellingLink(overloaded if other == "error" else actions)
+    link._before = lambda: asyncio.get_running_loop().call_soon(lambda: heard.append(list(told)))
+    await dispatch._send(link, batch, time.monotonic())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert heard == [[("w", True)] if other == "none" else []]
+    assert pending.result.done()
+    assert pending.flights == 0
+    assert len(ended) == 1, "the batch has ended once, whoever was told first"
+    dispatch.stop()
+
+
 class NeverLink(Link):
     """A worker that never answers."""
 
-    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+    async def infer(self, request, members, timeout_s: float, metadata, came=None) -> worker_pb2.InferResponse:
         await asyncio.sleep(3600)
         raise AssertionError
 
@@ -244,7 +284,7 @@ class LostLink(Link):
         super().__init__(actions)
         self.lose = asyncio.Event()
 
-    async def infer(self, request, members, timeout_s: float, metadata) -> worker_pb2.InferResponse:
+    async def infer(self, request, members, timeout_s: float, metadata, came=None) -> worker_pb2.InferResponse:
         await self.lose.wait()
         raise WorkerCallError("UNAVAILABLE", "the connection to the worker was lost")
 

@@ -256,9 +256,9 @@ async def test_an_observation_that_ends_without_an_answer_is_settled(sessions, e
     sessions.take(session, Link(), hello())
     streams = SimpleNamespace(settings=None)
     caller = SimpleNamespace(principal=None, credential=None)
-    made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False)
+    made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False, lambda hear: None)
     flight = session.flights[1] = Flight(1, 0.0, "r")
-    serving = made._serve(session, flight, Exchange({"headers": ()}), coming())
+    serving = made._intake._serve(session, flight, Exchange({"headers": ()}), coming())
     await serving
     assert settled == [0]
     codes = [decode_from_gateway(body).code for body in session.link.sent]
@@ -273,10 +273,10 @@ async def test_an_observation_sent_again_under_its_number_is_not_forgotten_with_
 
     streams = SimpleNamespace(settings=None)
     caller = SimpleNamespace(principal=None, credential=None)
-    made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False)
+    made = Conversation(streams, "p", caller, None, None, lambda: None, lambda body: False, lambda hear: None)
     first, again = Flight(1, 0.0, "first"), Flight(1, 1.0, "again")
     session.flights[1] = again
-    await made._serve(session, first, Exchange({"headers": ()}), coming())
+    await made._intake._serve(session, first, Exchange({"headers": ()}), coming())
     assert session.flights == {1: again}
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from taktline_gateway.frame_reader import LONG
-from taktline_gateway.stream.transport import SEND_AT_ONCE, StreamTransport
+from taktline_gateway.stream.transport import HEAR_AT_ONCE, SEND_AT_ONCE, StreamTransport
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
@@ -74,8 +74,9 @@ async def feed(made, wire, data, draw) -> None:
         made.reading.buffer_updated(size)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-async def test_messages_come_whole_in_order_and_one_by_one(seed):
+async def test_messages_come_whole_in_order_and_one_by_one(seed, at_once):
     draw = random.Random(seed)
     payloads = [draw.randbytes(draw.choice([0, 1, 5, 125, 126, 700, LONG, 70_000, 200_000])) for _ in range(12)]
     pieces = []
@@ -87,15 +88,28 @@ async def test_messages_come_whole_in_order_and_one_by_one(seed):
             pieces.append(Frame(Opcode.CONT, payload[half:]))
         else:
             pieces.append(Frame(Opcode.BINARY, payload))
-    heard = []
+    heard, asked = [], []
+    busy = False
+
+    def hear(body: bytes) -> bool:
+        asked.append(body)
+        if busy or draw.random() < 0.3:
+            return False
+        heard.append(body)
+        return True
 
     async def app(scope, receive, send) -> None:
+        nonlocal busy
         assert (await receive())["type"] == "websocket.connect"
         await send({"type": "websocket.accept"})
+        if at_once:
+            scope[HEAR_AT_ONCE](hear)
         while (message := await receive())["type"] == "websocket.receive":
+            busy = True
             heard.append(message["bytes"])
             for _ in range(draw.choice([0, 0, 3])):
                 await asyncio.sleep(0)
+            busy = False
 
     made, wire, _ = await opened(app)
     await feed(made, wire, b"".join(piece.serialize(mask=True) for piece in pieces), draw)
@@ -103,6 +117,27 @@ async def test_messages_come_whole_in_order_and_one_by_one(seed):
     made.connection_lost(None)
     await asyncio.gather(*made.tasks)
     assert heard == payloads
+    assert at_once or not asked
+
+
+@pytest.mark.parametrize("takes", [False, True])
+async def test_a_message_that_is_taken_at_once_waits_for_nobody(takes):
+    heard, received = [], []
+
+    async def app(scope, receive, send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        scope[HEAR_AT_ONCE](lambda body: heard.append(body) is None and takes)
+        received.append(await receive())
+
+    made, wire, _ = await opened(app)
+    await feed(made, wire, Frame(Opcode.BINARY, b"a whole message").serialize(mask=True), random.Random(0))
+    assert heard == [b"a whole message"]
+    assert wire.paused is not takes
+    await asyncio.sleep(0)
+    made.connection_lost(None)
+    await asyncio.gather(*made.tasks)
+    assert received[0].get("bytes") == (None if takes else b"a whole message")
 
 
 async def test_what_was_read_behind_a_message_is_looked_at_after_a_close():

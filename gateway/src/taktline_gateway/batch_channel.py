@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -41,6 +41,8 @@ SILENT_S = 15
 
 Member = tuple[worker_pb2.InferItem, Mapping[str, Image]]
 """One item of a batch, and its frames apart from it."""
+Came = Callable[[worker_pb2.InferResponse], None]
+"""Hears of a response in the turn that read it, before whoever waits for it does; raises nothing."""
 
 
 class WorkerCallError(Exception):
@@ -61,6 +63,7 @@ class BatchChannel(FrameProtocol):
         self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._number = OPENING
         self._calls: dict[int, asyncio.Future[worker_pb2.InferResponse]] = {}
+        self._came: dict[int, Came] = {}
 
     @classmethod
     async def connect(
@@ -106,6 +109,7 @@ class BatchChannel(FrameProtocol):
         members: Sequence[Member],
         timeout_s: float,
         metadata: Sequence[tuple[str, str]],
+        came: Came | None = None,
     ) -> asyncio.Future[worker_pb2.InferResponse]:
         """Sends one batch; its response, or a WorkerCallError. Cancelling it tells the worker that nobody waits."""
         self._number = number = self._number + 1
@@ -120,11 +124,14 @@ class BatchChannel(FrameProtocol):
             result.set_exception(error)
             return result
         self._calls[number] = result
+        if came is not None:
+            self._came[number] = came
         result.add_done_callback(partial(self._ended, number, loop.call_later(timeout_s, self._too_late, number)))
         return result
 
     def _ended(self, number: int, timer: asyncio.TimerHandle, _: object) -> None:
         timer.cancel()
+        self._came.pop(number, None)
         if self._calls.pop(number, None) is not None and self.open:  # nothing came
             self._write(Cancel(number))
 
@@ -189,11 +196,16 @@ class BatchChannel(FrameProtocol):
         if call is None or call.done():
             return
         try:
-            call.set_result(worker_pb2.InferResponse.FromString(body))
+            response = worker_pb2.InferResponse.FromString(body)
         except DecodeError as error:
             unreadable = WorkerCallError("INTERNAL", "the worker's answer cannot be read")
             unreadable.__cause__ = error
             call.set_exception(unreadable)
+            return
+        came = self._came.pop(number, None)
+        if came is not None:
+            came(response)
+        call.set_result(response)
 
     def _fail(self, number: int, code: str, details: str) -> None:
         call = self._calls.pop(number, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -41,6 +42,19 @@ RETRIED = frozenset({ErrorCode.WORKER_UNAVAILABLE, ErrorCode.OVERLOADED})
 SUSPEND_S = 0.25
 SUSPEND_MAX_S = 8.0
 _logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Sent:
+    """A batch on its way; `seconds` from sending to its answers, once they are given out."""
+
+    link: WorkerLink
+    batch: Batch
+    members: list[Pending]
+    sent_at: float
+    level: CheaperLevel | None
+    trace: BatchTrace
+    seconds: float | None = None
 
 
 class Dispatch:
@@ -135,6 +149,7 @@ class Dispatch:
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
         level = self._level(link, batch)
         trace = begin_batch([member.trace for member in members], sent_at, link.name)
+        sent = _Sent(link, batch, members, sent_at, level, trace)
         try:
             request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision)
             if level is not None:
@@ -144,21 +159,30 @@ class Dispatch:
                 if member.outside_s is not None:
                     estimate_delay(member.item, link.info, member.outside_s + batch.predicted - member.arrived_at)
             items = [(member.item, member.images) for member in members]
-            answer = link.infer(request, items, batch.hangs_at - sent_at, trace.metadata)
+            came = partial(self._came, sent)
+            answer = link.infer(request, items, batch.hangs_at - sent_at, trace.metadata, came)
         except Exception as error:
             answer = failing(error)
-        return self._run(link, batch, members, sent_at, level, trace, answer)
+        return self._run(sent, answer)
 
-    async def _run(
-        self,
-        link: WorkerLink,
-        batch: Batch,
-        members: list[Pending],
-        sent_at: float,
-        level: CheaperLevel | None,
-        trace: BatchTrace,
-        answer: Awaitable[worker_pb2.InferResponse],
-    ) -> None:
+    def _came(self, sent: _Sent, response: worker_pb2.InferResponse) -> None:
+        """A response, in the turn that read it: the robots have their answers before anything else is done.
+
+        Only where no other observation waits or is on a worker, and each has its actions: else others wait for what
+        follows.
+        """
+        members = sent.members
+        if self._scheduler.depth or self.in_flight != len(members) or _rows(response) != len(members):
+            return
+        sent.seconds = time.monotonic() - sent.sent_at
+        self._deliver(sent, response)
+        for member in members:
+            served = member.result
+            if member.tell is not None and not served.cancelled() and served.exception() is None:
+                member.tell(served.result())
+
+    async def _run(self, sent: _Sent, answer: Awaitable[worker_pb2.InferResponse]) -> None:
+        link, batch, members, trace = sent.link, sent.batch, sent.members, sent.trace
         try:
             response = await answer
         except WorkerCallError as error:
@@ -177,34 +201,25 @@ class Dispatch:
             self._batch_failed(link, batch, members, f"the gateway failed on it: {type(error).__name__}")
             return
         trace.end()
-        seconds = time.monotonic() - sent_at
-        rows = sum(result.WhichOneof("outcome") == "actions" for result in response.results)
+        seconds, rows = sent.seconds, _rows(response)
         # Whoever waits for the worker waits for this; what a member's error leads to asks who is free.
         at_once = self._scheduler.depth > 0 or rows < len(members)
-        if at_once:
-            self._ended(link, batch, response, sent_at, seconds, rows)
-        try:
-            self._deliver(link, members, response, sent_at, batch, level)
-        except Exception:  # a fault of ours must not leave robots without an answer
-            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=link.name)
-            for member in members:
-                self.fail(member, internal_error())
+        if seconds is None:
+            seconds = time.monotonic() - sent.sent_at
+            if at_once:
+                self._ended(sent, response, seconds, rows)
+            self._deliver(sent, response)
+        elif at_once:
+            self._ended(sent, response, seconds, rows)
         if at_once:
             self._poll()
         else:
-            _behind_answers(partial(self._ended, link, batch, response, sent_at, seconds, rows))
+            _behind_answers(partial(self._ended, sent, response, seconds, rows))
             _behind_answers(self._poll)
 
-    def _ended(
-        self,
-        link: WorkerLink,
-        batch: Batch,
-        response: worker_pb2.InferResponse,
-        sent_at: float,
-        seconds: float,
-        rows: int,
-    ) -> None:
+    def _ended(self, sent: _Sent, response: worker_pb2.InferResponse, seconds: float, rows: int) -> None:
         """A batch came back after `seconds` with so many rows of actions: its worker is free, and what it taught."""
+        link, batch, sent_at = sent.link, sent.batch, sent.sent_at
         if response.results and all(is_away(result) for result in response.results):
             # It lives and cannot serve, such as a mesh that has lost a rank: its quick answers must attract nobody.
             self._scheduler.failed(batch, self._rests_until(link, sent_at, time.monotonic()))
@@ -225,15 +240,17 @@ class Dispatch:
             )
         )
 
-    def _deliver(
-        self,
-        link: WorkerLink,
-        members: list[Pending],
-        response: worker_pb2.InferResponse,
-        sent_at: float,
-        batch: Batch,
-        level: CheaperLevel | None,
-    ) -> None:
+    def _deliver(self, sent: _Sent, response: worker_pb2.InferResponse) -> None:
+        """Gives each member its result; a fault of ours must not leave robots without one."""
+        try:
+            self._hand_out(sent, response)
+        except Exception:
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self._policy, worker=sent.link.name)
+            for member in sent.members:
+                self.fail(member, internal_error())
+
+    def _hand_out(self, sent: _Sent, response: worker_pb2.InferResponse) -> None:
+        link, members, sent_at, batch, level = sent.link, sent.members, sent.sent_at, sent.batch, sent.level
         returned_at = time.monotonic()
         for member, result in zip(members, results_of(members, response.results), strict=True):
             member.flights -= 1
@@ -385,6 +402,11 @@ class Dispatch:
         """Answers one that gets no chunk."""
         if isinstance(ticket, Pending) and not ticket.result.done():
             ticket.result.set_exception(error)
+
+
+def _rows(response: worker_pb2.InferResponse) -> int:
+    """How many of its results are actions."""
+    return sum(result.WhichOneof("outcome") == "actions" for result in response.results)
 
 
 def _behind_answers(work: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -68,6 +68,8 @@ class Pending(Ticket):
         item, images: what the worker gets, the camera frames apart from the rest.
         outside_s: of a tail without a delay, the part of its way that is not seen here; None where there is none.
         info: what its policy says of itself; None unless such a delay is to be told.
+        tell: answers its robot in the turn that brings the result, where nobody waits for the worker; what waits for
+            `result` finds that done. Raises nothing.
     """
 
     policy: str = ""
@@ -81,6 +83,7 @@ class Pending(Ticket):
     images: Mapping[str, Image] = dataclasses.field(default_factory=dict)
     outside_s: float | None = None
     info: PolicyInfo | None = None
+    tell: Callable[[Served], None] | None = None
     result: asyncio.Future[Served] = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )

@@ -21,7 +21,7 @@ from taktline_protocol.messages import BucketTime, PolicyInfo
 from taktline_protocol.rpc import CHANNEL_OPTIONS, SERVICE_NAME, policy_info
 from taktline_protocol.rpc_encoding import encode_request, image_chunks
 
-from taktline_gateway.batch_channel import BatchChannel, Member, WorkerCallError
+from taktline_gateway.batch_channel import BatchChannel, Came, Member, WorkerCallError
 from taktline_gateway.logs import log
 from taktline_gateway.tls import WorkerTls
 
@@ -112,16 +112,17 @@ class WorkerLink:
         members: Sequence[Member],
         timeout_s: float,
         metadata: tuple[tuple[str, str], ...] | None = None,
+        came: Came | None = None,
     ) -> Coroutine[Any, Any, worker_pb2.InferResponse]:
         """Runs one batch: `request` without its items, and the items; to a batch port it is sent at once.
 
-        What it gives waits for the response, or raises WorkerCallError.
+        What it gives waits for the response, or raises WorkerCallError. `came` hears of one that a batch port gives.
         """
         batches = self._batches
         if batches is None or not batches.open:
             return self._through_grpc(request, members, timeout_s, metadata)
         self._call_begins()
-        call = batches.infer(request, members, timeout_s, metadata or ())
+        call = batches.infer(request, members, timeout_s, metadata or (), came)
         call.add_done_callback(self._call_ends)
         return self._through_port(batches, call)
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from taktline_protocol import ActionChunk, Observation, PolicyInfo, TaktlineError
@@ -22,7 +23,7 @@ from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.demand import Way
 from taktline_gateway.http_io import Exchange
 from taktline_gateway.logs import log
-from taktline_gateway.pending import ClientGone, Pending
+from taktline_gateway.pending import ClientGone, Pending, Served
 from taktline_gateway.refusals import internal_error
 from taktline_gateway.service import Gateway
 
@@ -37,7 +38,7 @@ UnderWay = Callable[[], bool]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Asked:
-    """An observation that waits for its chunk; `reason` is why it was withdrawn."""
+    """An observation that waits for its chunk, or was told it; `reason` is why it was withdrawn."""
 
     policy: str
     observation: Observation
@@ -49,6 +50,7 @@ class _Asked:
     pending: Pending
     received_at: float
     reason: TaktlineError | None = None
+    chunk: ActionChunk | None = None
 
     def withdraw(self, reason: TaktlineError | None) -> bool:
         """See `Withdraw`."""
@@ -137,6 +139,7 @@ class GatewayService:
         received_at: float | None = None,
         checked: bool = False,
         admitted: Callable[[Withdraw, UnderWay], None] | None = None,
+        tell: Callable[[ActionChunk], None] | None = None,
     ) -> Coroutine[Any, Any, ActionChunk]:
         """Queues one observation, whichever protocol brought it; what it gives waits for the chunk.
 
@@ -148,6 +151,7 @@ class GatewayService:
             checked: `check_observation` has been called, or would find nothing.
             admitted: hears when the observation is in the queue, and gets what takes it out again and what says
                 whether a worker has it.
+            tell: hears of the chunk first, where that comes while nobody else waits for a worker.
 
         Raises:
             TaktlineError: every refusal, now or while it waits; counted and logged.
@@ -174,6 +178,8 @@ class GatewayService:
             pending = lane.submit(exchange.request_id, observation, deadline_of(observation, received_at), principal)
             gateway.books.queued(policy, exchange, observation, pending)
             asked = _Asked(policy, observation, exchange, credential, robot, lane, info, pending, received_at)
+            if tell is not None:
+                pending.tell = partial(self._tell, asked, tell)
             if admitted is not None:
                 admitted(asked.withdraw, asked.under_way)
         except Exception as error:
@@ -181,6 +187,19 @@ class GatewayService:
             refusal = self._refusal(error, policy, observation, exchange, credential)
             raise refusal from (None if refusal is error else error)
         return self._chunk(asked)
+
+    def _tell(self, asked: _Asked, tell: Callable[[ActionChunk], None], served: Served) -> None:
+        try:
+            asked.chunk = self._made(asked, served)
+            tell(asked.chunk)
+        except Exception:  # what waits for the result tries it again, and answers
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=asked.policy)
+
+    def _made(self, asked: _Asked, served: Served) -> ActionChunk:
+        self._gateway.robots.touch(asked.robot, time.monotonic())
+        return self._books.chunk(
+            asked.exchange.request_id, asked.observation, asked.info, served, asked.pending, asked.received_at
+        )
 
     async def _chunk(self, asked: _Asked) -> ActionChunk:
         gateway, about = self._gateway, (asked.policy, asked.observation, asked.exchange, asked.credential)
@@ -190,10 +209,7 @@ class GatewayService:
             finally:
                 # Where this wait was cancelled it may still be queued; elsewhere this finds nothing to do.
                 asked.lane.leave(asked.pending)
-            gateway.robots.touch(asked.robot, time.monotonic())
-            return self._books.chunk(
-                asked.exchange.request_id, asked.observation, asked.info, served, asked.pending, asked.received_at
-            )
+            return asked.chunk or self._made(asked, served)
         except asyncio.CancelledError:
             gateway.books.gone(asked.policy, asked.exchange, asked.observation)
             raise

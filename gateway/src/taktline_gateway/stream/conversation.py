@@ -7,19 +7,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
-from taktline_protocol import ActionChunk, ErrorCode, Observation, TaktlineError
-from taktline_protocol.checks import check_observation
+from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.stream import (
     Ack,
-    Backpressure,
     Bye,
     Cancel,
     Clock,
-    FromGateway,
     Observe,
     Ping,
     Pong,
@@ -27,27 +24,20 @@ from taktline_protocol.stream import (
 from taktline_protocol.stream_codec import (
     decode_from_robot,
     encode_frame,
-    to_answer,
-    to_refusal,
 )
 
-from taktline_gateway.access.rights import Principal
-from taktline_gateway.http_io import Exchange
 from taktline_gateway.logs import log
-from taktline_gateway.pending import ClientGone, failing
 from taktline_gateway.refusals import internal_error
 from taktline_gateway.stream.closing import closing_code, goodbye
 from taktline_gateway.stream.greeting import arrive, welcome
-from taktline_gateway.stream.progress import report
-from taktline_gateway.stream.resolving import budget_from, resolve
-from taktline_gateway.stream.sessions import Flight, HeldFrame, Session
+from taktline_gateway.stream.intake import Intake
+from taktline_gateway.stream.sessions import Session
 
 if TYPE_CHECKING:
     from taktline_gateway.stream.endpoint import Caller, Streams
 
 USEFUL_CLOCK_ERROR_S = 0.25
 """A clock estimate with a larger error says nothing about the budgets of robots."""
-_BUSY = frozenset({ErrorCode.OVERLOADED, ErrorCode.RATE_LIMITED})
 _logger = logging.getLogger(__name__)
 
 
@@ -72,9 +62,10 @@ class Conversation:
         send: Send,
         abort: Callable[[], None],
         send_at_once: Callable[[bytes], bool],
+        hear_at_once: Callable[[Callable[[bytes], bool]], None],
     ) -> None:
         """`abort` cuts the connection without waiting for its robot; `send_at_once` sends a message that need not
-        wait, and says whether it did."""
+        wait, and says whether it did; `hear_at_once` gets what is asked whether it takes a message before `receive`."""
         self.policy = policy
         self._streams = streams
         self._caller = caller
@@ -82,10 +73,10 @@ class Conversation:
         self._send_message = send
         self._abort = abort
         self._send_at_once = send_at_once
+        self._hear_at_once = hear_at_once
         self._settings = streams.settings
         self._turn = asyncio.Lock()
         self._session: Session | None = None
-        self._clock: Clock | None = None
         self._open = True
         self._draining = False
         self._sending_since: float | None = None
@@ -93,6 +84,9 @@ class Conversation:
         self._ack: asyncio.TimerHandle | None = None
         self._acked = 0
         self._ending: Ended | None = None
+        self._hearing = True
+        """Whether `run` has something to do before the next message."""
+        self._intake = Intake(streams, policy, caller, self.deliver, self._acknowledge_later)
 
     # ----- the connection
 
@@ -100,8 +94,12 @@ class Conversation:
         """Speaks until the end; returns the word that the end is counted under."""
         try:
             await self._greet()
+            self._hear_at_once(self._heard)
             while True:
-                await self._hear(await self._frame())
+                self._hearing = False
+                came = await self._frame()
+                self._hearing = True
+                await self._hear(came)
         except Ended as end:
             await self._close(end.close_code, end.word)
             return end.word
@@ -114,6 +112,7 @@ class Conversation:
             return ErrorCode.INTERNAL.value
         finally:
             self._open = False
+            self._intake.keep()
             if self._ack is not None:
                 self._ack.cancel()
             session = self._session
@@ -123,6 +122,7 @@ class Conversation:
     async def _frame(self) -> tuple[bytes, float]:
         """The next frame and when it came. Raises Ended where the robot is gone."""
         message = await self._receive()
+        self._intake.keep()
         if message["type"] == "websocket.disconnect":
             raise self._ending or Ended(1000, "dropped")
         self._heard_at = now = time.monotonic()
@@ -136,7 +136,7 @@ class Conversation:
 
     async def deliver(self, body: bytes) -> bool:
         """Sends one frame, in turn; False where the connection is gone, or goes while it waits."""
-        if self._turn.locked() or not self._open or not self._send_at_once(body):
+        if not self.deliver_at_once(body):
             async with self._turn:
                 if not self._open:
                     return False
@@ -149,6 +149,13 @@ class Conversation:
                     return False
                 finally:
                     self._sending_since = None
+            self._streams.telemetry.sent(self.policy, len(body))
+        return True
+
+    def deliver_at_once(self, body: bytes) -> bool:
+        """Whether a frame has been written: not one that would have to wait, or has no connection."""
+        if self._turn.locked() or not self._open or not self._send_at_once(body):
+            return False
         self._streams.telemetry.sent(self.policy, len(body))
         return True
 
@@ -239,13 +246,13 @@ class Conversation:
         assert session is not None
         frame = decode_from_robot(body, self._streams.limits)
         if isinstance(frame, Observe):
-            await self._observe(session, frame, now)
+            await self._intake.observe(session, frame, now)
         elif isinstance(frame, Ping):
             self._streams.alive(session, now)
             await self.deliver(encode_frame(Pong(frame.sent_at, now, time.monotonic())))
         elif isinstance(frame, Clock):
             usable = math.isfinite(frame.offset_s) and frame.error_s <= USEFUL_CLOCK_ERROR_S
-            self._clock = frame if usable else None
+            self._intake.clock = frame if usable else None
         elif isinstance(frame, Cancel):
             session.cancel(
                 frame.seq,
@@ -259,121 +266,28 @@ class Conversation:
         else:
             raise TaktlineError(ErrorCode.INVALID_BODY, "hello came twice", "open a new connection for a new session")
 
-    async def _observe(self, session: Session, frame: Observe, now: float) -> None:
-        exchange = Exchange({"headers": ()})
-        observation: Observation | None = None
-        principal: Principal | None = None
+    def _heard(self, body: bytes) -> bool:
+        """Takes an observation in the turn that read it, where `run` has nothing to do before; else `run` has it."""
+        session = self._session
+        if session is None or self._hearing or not self._open:
+            return False
+        now = time.monotonic()
         try:
-            principal = await self._streams.principal(self._caller, self.policy, session.robot_id, exchange.request_id)
-            observation = resolve(session, frame)
-            check_observation(observation, self._streams.limits)
-        except TaktlineError as error:
-            counted = error
-            if principal is not None:
-                counted = self._streams.counted(self._caller, principal, self.policy, observation, error)
-            await self._refuse(session, exchange, observation, frame.seq, now, counted, held=False)
-            return
-        session.seq = frame.seq
-        refusal = self._begin(session, exchange, principal, observation, now)
-        if refusal is None:
-            for _ in range(2):  # so that it is sent to a worker, where one is free, before what it need not wait for
-                await asyncio.sleep(0)
-        images = {camera: HeldFrame(f.name, observation.images[camera]) for camera, f in frame.images.items()}
-        self._streams.sessions.hold(session, images, frame.instruction)
-        self._streams.telemetry.observation(self.policy, keyframe=not frame.unchanged)
-        if refusal is not None:
-            counted = self._streams.counted(self._caller, principal, self.policy, observation, refusal)
-            await self._refuse(session, exchange, observation, frame.seq, now, counted, held=True)
-        elif len(session.flights) >= self._settings.window:
-            await self.deliver(encode_frame(Backpressure("window", 0.0, len(session.flights))))
-
-    def _begin(
-        self, session: Session, exchange: Exchange, principal: Principal, observation: Observation, now: float
-    ) -> TaktlineError | None:
-        """Queues an observation that came at `now`; or why it may not be."""
-        try:
-            self._streams.check_open()
-        except TaktlineError as error:
-            return error
-        window = self._settings.window
-        if len(session.flights) >= window and not session.make_room(window, _overtaken(observation.seq)):
-            return TaktlineError(
-                ErrorCode.OVERLOADED,
-                f"{len(session.flights)} observations of this robot are unanswered; the window is {window}",
-                "wait for an answer before sending more",
-            )
-        started_at, observation = budget_from(observation, now, self._clock)
-        flight = Flight(observation.seq, now, exchange.request_id)
-        session.flights[observation.seq] = flight
-        if observation.imagine is not None:
-            flight.told = self._streams.spawn(report(session, flight, self._settings.progress_every_s))
-        try:
-            coming = self._streams.service.serve(
-                self.policy,
-                observation,
-                exchange,
-                credential=self._caller.credential,
-                principal=principal,
-                received_at=started_at,
-                checked=True,
-                admitted=flight.admitted,
-            )
-        except TaktlineError as error:
-            coming = failing(error)
-        self._streams.spawn(self._serve(session, flight, exchange, coming))
-        if self._ack is None:
-            self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
-        return None
+            if not self._intake.take(session, body, now):
+                return False
+        except Exception:
+            log(_logger, logging.ERROR, "internal", exc_info=True, policy=self.policy, stream=True)
+            self._leave_soon(internal_error(), closing_code(ErrorCode.INTERNAL))
+            return True
+        self._heard_at = now
+        self._streams.telemetry.received(self.policy, len(body))
+        return True
 
     # ----- answers
 
-    async def _serve(
-        self, session: Session, flight: Flight, exchange: Exchange, coming: Awaitable[ActionChunk]
-    ) -> None:
-        pressure: Backpressure | None = None
-        try:
-            try:
-                chunk = await coming
-                answer: FromGateway | None = to_answer(chunk, flight.received_at, time.monotonic())
-            except ClientGone:
-                answer = None  # it left the queue with its connection
-            except Exception as fault:
-                error = fault if isinstance(fault, TaktlineError) else internal_error()
-                if error is not fault:
-                    log(_logger, logging.ERROR, "internal", exc_info=True, policy=self.policy, stream=True)
-                answer = to_refusal(
-                    flight.seq, error, flight.received_at, time.monotonic(), held=True, request_id=exchange.request_id
-                )
-                if error.code in _BUSY and error.retry_after_ms is not None:
-                    pressure = Backpressure("queue", error.retry_after_ms, len(session.flights) - 1)
-            # Unanswered until its answer is sent: so a robot that reads slowly fills its own window and nothing else.
-            if answer is not None:
-                await session.answer(flight.seq, encode_frame(answer))
-        finally:
-            if flight.told is not None:
-                flight.told.cancel()
-            if session.flights.get(flight.seq) is flight:  # it may have been sent again, under the same number
-                del session.flights[flight.seq]
-            link = session.link
-            if link is not None:
-                link.settled()
-        if pressure is not None and link is not None:
-            await link.deliver(encode_frame(pressure))
-
-    async def _refuse(
-        self,
-        session: Session,
-        exchange: Exchange,
-        observation: Observation | None,
-        seq: int,
-        received_at: float,
-        error: TaktlineError,
-        *,
-        held: bool,
-    ) -> None:
-        self._streams.service.refuse(self.policy, exchange, observation, error)
-        refusal = to_refusal(seq, error, received_at, time.monotonic(), held=held, request_id=exchange.request_id)
-        await self.deliver(encode_frame(refusal))
+    def _acknowledge_later(self) -> None:
+        if self._ack is None:
+            self._ack = asyncio.get_running_loop().call_later(self._settings.ack_after_s, self._acknowledge)
 
     def _acknowledge(self) -> None:
         """Acknowledges what has no answer yet, and comes again while there is such."""
@@ -385,11 +299,3 @@ class Conversation:
         if newest > self._acked:
             self._acked = newest
             self._streams.spawn(self.deliver(encode_frame(Ack(newest))))
-
-
-def _overtaken(seq: int) -> TaktlineError:
-    return TaktlineError(
-        ErrorCode.SUPERSEDED,
-        f"the window was full when observation {seq} came",
-        "use the chunk of the newer observation",
-    )

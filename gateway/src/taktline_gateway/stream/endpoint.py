@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from taktline_gateway.stream.sessions import Session, Sessions, belongs
 from taktline_gateway.stream.settings import StreamSettings
 from taktline_gateway.stream.store import SessionStore
 from taktline_gateway.stream.telemetry import StreamTelemetry
-from taktline_gateway.stream.transport import ABORT, SEND_AT_ONCE
+from taktline_gateway.stream.transport import ABORT, HEAR_AT_ONCE, SEND_AT_ONCE
 
 STREAM_PATH = "/v1/policies/{policy}/stream"
 WATCH_S = 0.05
@@ -87,6 +87,7 @@ class Streams:
             send,
             scope.get(ABORT, _cannot_abort),
             scope.get(SEND_AT_ONCE, _cannot_send_at_once),
+            scope.get(HEAR_AT_ONCE, _cannot_hear_at_once),
         )
         self._conversations.add(conversation)
         try:
@@ -141,6 +142,10 @@ class Streams:
             "connect again: another gateway takes the session; answers under way still come here",
             retry_after_ms=0.0,
         )
+
+    def principal_at_once(self, caller: Caller) -> Principal | None:
+        """Who asks, where everyone may; None where `principal` is to be asked."""
+        return caller.principal if self._gateway.access.open else None
 
     async def principal(self, caller: Caller, policy: str, robot_id: str, request_id: str) -> Principal:
         """Who asks; found anew for each observation, as a key may be revoked while its connection lives.
@@ -294,3 +299,7 @@ def _cannot_abort() -> None:
 def _cannot_send_at_once(body: bytes) -> bool:
     """For the same."""
     return False
+
+
+def _cannot_hear_at_once(hear: Callable[[bytes], bool]) -> None:
+    """For the same: every message goes through `receive`."""

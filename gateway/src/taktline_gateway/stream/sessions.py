@@ -26,7 +26,8 @@ class HeldFrame:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flight:
-    """One observation that has no answer yet; `told` sends its robot progress meanwhile, where it asked for a video."""
+    """One observation; `told` sends its robot progress meanwhile, where it asked for a video. `answered`: its answer
+    is sent, and it is about to go."""
 
     seq: int
     received_at: float
@@ -34,6 +35,7 @@ class Flight:
     withdraw: Withdraw | None = None
     under_way: UnderWay | None = None
     told: asyncio.Task[None] | None = None
+    answered: bool = False
     left: bool = False
     gone: bool = False
     reason: TaktlineError | None = None
@@ -57,6 +59,9 @@ class Link(Protocol):
 
     def deliver(self, body: bytes) -> Awaitable[bool]:
         """Sends one frame; False where the connection is gone."""
+
+    def deliver_at_once(self, body: bytes) -> bool:
+        """Whether one frame has been sent, without waiting for anything."""
 
     def replaced(self) -> None:
         """Another connection has taken the session over."""

@@ -7,6 +7,7 @@ ASGI knows only closes that wait until the robot has taken what was sent, which 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -22,6 +23,10 @@ ABORT = "taktline.abort"
 """Key of the ASGI scope under which the way to cut the connection is found."""
 SEND_AT_ONCE = "taktline.send_at_once"
 """Likewise `StreamTransport.send_at_once`."""
+HEAR_AT_ONCE = "taktline.hear_at_once"
+"""Likewise `StreamTransport.hear_at_once`."""
+Hear = Callable[[bytes], bool]
+"""Takes a message in the turn that read it; False leaves it for `receive`. Raises nothing."""
 
 
 class StreamTransport(WebSocketsSansIOProtocol):
@@ -32,12 +37,14 @@ class StreamTransport(WebSocketsSansIOProtocol):
         self.reading = DirectReading(self, read_in_chunks(self.conn), self)
         """What the transport reads into, once it is upgraded."""
         self._going_on: asyncio.Handle | None = None
+        self._hear: Hear | None = None
 
     async def run_asgi(self) -> None:
         """Runs the application for this connection."""
         scope: dict[str, object] = self.scope  # type: ignore[assignment]
         scope[ABORT] = self.transport.abort
         scope[SEND_AT_ONCE] = self.send_at_once
+        scope[HEAR_AT_ONCE] = self.hear_at_once
         await super().run_asgi()
 
     # ----- what comes
@@ -53,13 +60,17 @@ class StreamTransport(WebSocketsSansIOProtocol):
         return self.read_paused and not self.close_sent
 
     def message_arrived(self, data: bytes) -> None:
-        """A whole message, past the library."""
-        if self.close_sent:
+        """A whole message, past the library, and past the queue where the application takes it at once."""
+        if self.close_sent or (self._hear is not None and self._hear(data)):
             return
         self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
         if not self.read_paused:
             self.read_paused = True
             self.transport.pause_reading()
+
+    def hear_at_once(self, hear: Hear) -> None:
+        """From now on `hear` is asked first, while no other message waits."""
+        self._hear = hear
 
     def pong_arrived(self, number: int) -> bool:
         """uvicorn's own pings are of four bytes: whatever this answers, the library looks at it."""
