@@ -179,7 +179,8 @@ class ServiceTimes:
         # Of a normal distribution, in units of what lies between its median and its 99th percentile.
         self.variance = [(tail - median) ** 2 for median, tail in zip(self.median, self.tail, strict=True)]
         self.thrifty_table = [0]
-        total, parts = [0.0], []
+        total = [0.0]
+        parts: list[tuple[int, float]] = []
         for size, whole in enumerate(self.median[1:], 1):
             # Only full buckets and the whole can come first in a quickest way: padding in between buys nothing. Among
             # equally quick ways the one that begins with the largest batch serves more of them early.
