@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import triton
 from result_rows import Row, save_rows
-from taktline_worker.models.pi.adapter import make_runner
 from taktline_worker.models.pi.profile import PiProfile
+from taktline_worker.models.pi.runners import make_runner
 from taktline_worker.models.pi.synthetic import PI05, conventions, stream_random_tensors
 from taktline_worker.models.pi.weights import BF16_VISION, fewer_steps, pack_weights
 from taktline_worker.profiling.timing import measure_roofs

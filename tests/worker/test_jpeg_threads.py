@@ -68,10 +68,10 @@ def jpeg(pixels: NDArray[np.uint8], **options: Any) -> bytes:
 
 def decoded(threads: JpegThreads, files: list[bytes]) -> Iterator[NDArray[np.uint8] | None]:
     """All of the files in one go; None for each that is refused."""
-    there = [file for file in files if file]
+    there = tuple(file for file in files if file)
     batch = threads.batch(there)
     memory = [
-        None if shape is None or shape[0] * shape[1] > 1 << 20 else torch.empty(shape, dtype=torch.uint8)
+        None if shape is None or shape[0] * shape[1] > 1 << 20 else jpeg_threads.new_memory(shape)
         for shape in batch.shapes
     ]
     begun = iter(threads.begin(batch, memory))
@@ -158,8 +158,8 @@ def test_frames_that_nobody_waits_for_are_decoded_all_the_same(threads: JpegThre
     def many(_: int) -> bool:
         good = True
         for number in range(30):
-            memory = [torch.empty(480, 640, 3, dtype=torch.uint8) for _ in range(3)]
-            begun = threads.begin(threads.batch([bytes(bytearray(file)) for _ in memory]), memory)  # nobody else's
+            memory = [jpeg_threads.new_memory((480, 640, 3)) for _ in range(3)]
+            begun = threads.begin(threads.batch(tuple(bytes(bytearray(file)) for _ in memory)), memory)  # nobody else's
             if number % 3:
                 good &= all(
                     frame is not None and frame.decoded() and np.array_equal(frame.pixels.numpy(), expected)
@@ -227,9 +227,9 @@ def test_frames_begun_before_their_observation_are_its_row(engine: Engine, obser
             assert np.array_equal(frame.numpy(), decode_image(name, plain[name]))
     cache = engine.adapter.processor.seen
     if cache.limit_bytes:
-        again = as_they_come(engine, plain)
-        assert all(image.begun is None for image in again.values()), "it is known"
         hits = cache.hits
+        again = as_they_come(engine, plain)
+        assert all(image.begun.was_known for image in again.values())
         engine.infer([Item(observations.make(images=again))])
         assert cache.hits == hits + len(names)
 
@@ -275,7 +275,7 @@ def test_what_large_frames_need_is_given_back(threads: JpegThreads) -> None:
     side = 4000
     file = jpeg(np.zeros((side, side, 3), np.uint8), subsampling=0)
     before = resident_mib()
-    begun = threads.begin(threads.batch([file]), [torch.empty(side, side, 3, dtype=torch.uint8)])
+    begun = threads.begin(threads.batch((file,)), [jpeg_threads.new_memory((side, side, 3))])
     assert all(frame is not None and frame.decoded() for frame in begun)
     del begun
     list(decoded(threads, [jpeg(picture("smooth", 40, 40, 1))]))  # and forget those before
@@ -294,16 +294,16 @@ def test_more_tables_than_a_frame_can_use_are_refused(threads: JpegThreads) -> N
 
 def test_a_child_refuses_what_it_has_no_threads_for(threads: JpegThreads) -> None:
     file = jpeg(picture("camera", 40, 56, 1))
-    batch = threads.batch([file])
+    batch = threads.batch((file,))
     job = jpeg_threads._Job()
     child = os.fork()
     if not child:
         signal.alarm(20)  # waiting for ever is what it must not do
         good = False
         try:
-            begun = threads.begin(batch, [torch.empty(40, 56, 3, dtype=torch.uint8)])
-            late = jpeg_threads.BegunFrame(threads, job, torch.empty(0))
-            good = threads.batch([file]).shapes == [None] and begun == [None] and not late.decoded()
+            begun = threads.begin(batch, [jpeg_threads.new_memory((40, 56, 3))])
+            late = jpeg_threads.BegunFrame(torch.empty(0), 0, threads, job)
+            good = threads.batch((file,)).shapes == [None] and begun == [None] and not late.decoded()
         finally:
             os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -311,7 +311,7 @@ def test_a_child_refuses_what_it_has_no_threads_for(threads: JpegThreads) -> Non
 
 
 def folders_left() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("taktline-jpeg-")}
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("taktline-c-")}
 
 
 def test_a_compiler_that_cannot_run_or_makes_something_else_is_said(

@@ -219,6 +219,42 @@ def test_large_frames_of_a_neighbour_do_not_matter(captured: Any) -> None:
         assert not torch.equal(one[0], quiet[0])
 
 
+def test_a_row_that_is_alone_is_launched_in_one_call_to_the_same_bits(captured: Any) -> None:
+    from taktline_worker.models.pi.native_rows import NativeRows
+
+    runner, rows, _, tokens = captured
+    generator = torch.Generator().manual_seed(8)
+    runner.shorten(NativeRows())
+
+    def row(height: int, width: int, words: int) -> PiRow:
+        frames = tuple(
+            torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator).pin_memory()
+            for _ in range(len(rows[0].pixels))
+        )
+        noise = torch.randn(rows[0].noise.shape, generator=generator)
+        return dataclasses.replace(
+            rows[0], pixels=torch.empty(len(frames), 0), raw=frames, tokens=rows[0].tokens[:words], noise=noise
+        )
+
+    def short(one: PiRow) -> Any:
+        return runner.single.launch(one.raw, runner.single.draft(one))
+
+    sent = [row(480, 640, words) for words in (9, 4, 12, 9, 1, 12)]
+    expected = [runner.run(collate([one], tokens)).clone() for one in sent]
+    running = [short(one) for one in sent]
+    for one, actions in zip(running, expected, strict=True):
+        assert torch.equal(one.wait(), actions)
+        assert 0.0 < one.seconds < 10.0
+    other = row(240, 320, 9)
+    assert short(other) is None, "the device does not know frames of this size"
+    assert torch.equal(runner.run(collate([other], tokens)), runner.launch(collate([other], tokens)).wait())
+    actions = runner.run(collate([other], tokens)).clone()
+    assert torch.equal(short(other).wait(), actions)
+    assert short(sent[0]) is None
+    runner.run(collate(rows, tokens))
+    assert short(other) is None, "what lies there are pixels"
+
+
 def test_nothing_is_allocated_after_capture(captured: Any) -> None:
     """Neither for pixels nor for frames of sizes not seen before: PyTorch's count of allocations stands still."""
     runner, rows, _, tokens = captured

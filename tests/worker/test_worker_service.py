@@ -349,7 +349,7 @@ def test_a_row_of_frames_begun_by_native_threads_is_begun_on_the_loop_where_they
     worker: Worker, request_of: Any, monkeypatch: pytest.MonkeyPatch, height: int, on_the_loop: bool
 ) -> None:
     service = copy.copy(worker._batches._listener._infer.begin.__self__)
-    begun = BegunFrame(None, None, torch.empty(height, 1280, 3, dtype=torch.uint8))  # type: ignore[arg-type]
+    begun = BegunFrame(torch.empty(height, 1280, 3, dtype=torch.uint8), 0)
     monkeypatch.setattr(type(worker.engine), "launches_at_once", True)
     monkeypatch.setattr(worker.engine, "begin_frames", lambda frames: [begun] * len(frames))
     monkeypatch.setattr(worker.engine, "begin", lambda *_, **__: print)

@@ -92,6 +92,11 @@ class Letter:
         """Copies it behind all that the device has to do, without waiting."""
         self._buffer.copy_(self._own, non_blocking=True)
 
+    @property
+    def copy(self) -> tuple[int, int, int]:
+        """What `send` copies, for whoever does that and keeps the letter meanwhile: to where, from where, bytes."""
+        return self._buffer.data_ptr(), self._own.data_ptr(), self._own.numel()
+
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
@@ -99,8 +104,13 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float3
 class Running:
     """A batch that a GPU runs, or will once it has ended the one before."""
 
-    def __init__(self, began: torch.cuda.Event, answers: Tensor) -> None:
-        """Call it when all work of the batch has been launched on the current stream; `began` lies before that work."""
+    def __init__(self, began: torch.cuda.Event, answers: Tensor, kept: object = None) -> None:
+        """Call it when all work of the batch has been launched on the current stream; `began` lies before that work.
+
+        Args:
+            kept: what the GPU reads meanwhile, unless PyTorch knows that it does.
+        """
+        self._kept = kept
         self._began, self._ended = began, torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._answers = torch.empty(answers.shape, dtype=answers.dtype, pin_memory=True)
         self._answers.copy_(answers, non_blocking=True)

@@ -14,6 +14,9 @@ T = TypeVar("T")
 # A chance hit needs two frames that agree in 128 bits of BLAKE2.
 _DIGEST_BYTES = 16
 
+Key = bytes | int
+"""Of a frame, or of frames that are told apart by their bytes."""
+
 
 def frame_key(image: EncodedImage) -> bytes:
     """Digest of everything that decides a frame's pixels: encoding, shape and bytes."""
@@ -39,16 +42,16 @@ class FrameCache(Generic[T]):
         self.hits = 0
         self.misses = 0
         self.bytes = 0
-        self._values: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
+        self._values: OrderedDict[Key, tuple[T, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._values
 
-    def get(self, key: bytes) -> T | None:
+    def get(self, key: Key) -> T | None:
         """The value of a frame; None where it is not kept (any more)."""
         with self._lock:
             found = self._values.get(key)
@@ -59,7 +62,7 @@ class FrameCache(Generic[T]):
             self._values.move_to_end(key)
             return found[0]
 
-    def put(self, key: bytes, value: T, size: int) -> None:
+    def put(self, key: Key, value: T, size: int) -> None:
         """Keeps `value`, of `size` bytes; it must never be changed afterwards."""
         if size > self.limit_bytes:
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from taktline_kernels import compiling
 
-from taktline_worker.graph_parts import Replayed, captured
+from taktline_worker.graph_parts import Parts, captured
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Captured:
         pool_bytes: growth of the graphs' shared memory pool.
     """
 
-    graph: Replayed
+    graph: Parts
     capture_s: float
     pool_bytes: int
 

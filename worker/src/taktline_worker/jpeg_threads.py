@@ -1,7 +1,7 @@
 """A batch's JPEGs in native threads: decoded from the moment at which they come, without the interpreter's lock.
 
-`jpeg/threads.c` is compiled once a process, by the compiler that Triton needs, too. It reads ordinary files and gives
-the bits that libjpeg-turbo gives; of others it says no. That it does so here is tried before the first frame.
+`jpeg/threads.c` is compiled once a process. It reads ordinary files and gives the bits that libjpeg-turbo gives; of
+others it says no. That it does so here is tried before the first frame.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import ctypes
 import logging
 import os
 import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
 import torch
 from torch import Tensor
 
+from taktline_worker.compiled import compiled
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("jpeg") / "threads.c"
-_COMPILE_LIMIT_S = 60.0
-_FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-shared", "-fPIC", "-pthread", "-w")
 _DECODED, _REFUSED = 1, 2
 _AWAKE_US = 500
 """So long a thread that waits for a frame stays awake, where there are processors to spare."""
@@ -49,6 +48,7 @@ class _Job(ctypes.Structure):
         ("split", ctypes.c_int32),
         ("state", ctypes.c_int32),
         ("room", ctypes.c_void_p),
+        ("key", ctypes.c_int64),
     )
 
 
@@ -57,12 +57,22 @@ class JpegBatch:
 
     Attributes:
         shapes: (H, W, 3) of each; None for what is no ordinary JPEG.
+        keys: of each, the same for the same bytes and mostly another for others.
     """
 
-    def __init__(
-        self, jobs: ctypes.Array[_Job], files: Sequence[bytes | memoryview], shapes: list[tuple[int, int, int] | None]
-    ) -> None:
-        self.jobs, self.files, self.shapes = jobs, files, shapes
+    __slots__ = ("files", "jobs", "keys", "shapes")
+
+    def __init__(self, jobs: ctypes.Array[_Job], files: tuple[bytes | memoryview, ...]) -> None:
+        self.jobs, self.files = jobs, files
+        self.shapes = [None if job.state else (job.height, job.width, 3) for job in jobs]
+        self.keys = [job.key for job in jobs]
+
+
+class Memory(NamedTuple):
+    """Where a frame goes: uint8 of its shape, contiguous on the CPU, and its address."""
+
+    pixels: Tensor
+    address: int
 
 
 _under_way: deque[tuple[JpegBatch, object]] = deque()
@@ -94,21 +104,34 @@ def _end() -> None:
 
 
 class BegunFrame:
-    """A JPEG that is being decoded.
+    """A JPEG that is being decoded, or that has been before.
 
     Attributes:
         pixels: uint8 (H, W, 3), RGB, once `decoded` has said so.
+        key: `JpegBatch.keys` of its file.
     """
 
-    __slots__ = ("_job", "_threads", "pixels")
+    __slots__ = ("_job", "_threads", "key", "pixels")
 
-    def __init__(self, threads: JpegThreads, job: _Job, pixels: Tensor) -> None:
-        self._threads, self._job, self.pixels = threads, job, pixels
+    def __init__(self, pixels: Tensor, key: int, threads: JpegThreads | None = None, job: _Job | None = None) -> None:
+        self.pixels, self.key, self._threads, self._job = pixels, key, threads, job
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, 3)."""
+        height, width, channels = self.pixels.shape
+        return height, width, channels
+
+    @property
+    def was_known(self) -> bool:
+        """Whether there is nothing to be decoded."""
+        return self._job is None
 
     def decoded(self) -> bool:
         """Waits; False where the file is damaged or out of the ordinary."""
-        state = self._job.state or self._threads.wait(self._job)
-        return bool(state == _DECODED)
+        if self._job is None or self._threads is None:
+            return True
+        return bool((self._job.state or self._threads.wait(self._job)) == _DECODED)
 
 
 class JpegThreads:
@@ -122,7 +145,7 @@ class JpegThreads:
 
     def __init__(self, threads: int) -> None:
         self._process = _process
-        path = _compiled()
+        path = compiled(_SOURCE)
         try:
             # What is quickly done keeps the interpreter's lock: another thread would hold it for milliseconds.
             self._quick, self._waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
@@ -132,41 +155,40 @@ class JpegThreads:
             raise OSError(f"the C compiler's library is another one: {error}") from error
         finally:
             shutil.rmtree(path.parent, ignore_errors=True)
-        self._sizes.argtypes = self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._sizes.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+        self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._awake_us = _AWAKE_US if _cores() >= _SPARE_CORES else 0
         if start(threads) < 1:
             raise OSError("no thread can be started")
         self._try_out()
 
-    def batch(self, files: Sequence[bytes | memoryview]) -> JpegBatch:
+    def batch(self, files: tuple[bytes | memoryview, ...]) -> JpegBatch:
         """Files that are not empty, and what their headers say."""
         jobs = (_Job * len(files))()
-        for job, data in zip(jobs, files, strict=True):
-            job.data, job.size = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0]), len(data)
         if self._process == _process:
-            self._sizes(ctypes.addressof(jobs), len(files))
+            self._sizes(files, jobs, len(files))
         else:
             for job in jobs:
                 job.state = _REFUSED
-        return JpegBatch(jobs, files, [None if job.state else (job.height, job.width, 3) for job in jobs])
+        return JpegBatch(jobs, files)
 
-    def begin(self, batch: JpegBatch, memory: Sequence[Tensor | None]) -> list[BegunFrame | None]:
-        """Begins to decode files, each into uint8 of its shape, contiguous on the CPU; those with None are left out."""
+    def begin(self, batch: JpegBatch, memory: Sequence[Memory | None]) -> list[BegunFrame | None]:
+        """Begins to decode files, each into memory of its shape; those with None are left out."""
         begun: list[BegunFrame | None] = []
         if self._process != _process:
             return [None] * len(memory)
-        for job, pixels in zip(batch.jobs, memory, strict=True):
-            if pixels is None:
+        for job, key, taken in zip(batch.jobs, batch.keys, memory, strict=True):
+            if taken is None:
                 job.state = _REFUSED
                 begun.append(None)
             else:
-                job.out = pixels.data_ptr()
-                begun.append(BegunFrame(self, job, pixels))
+                job.out = taken.address
+                begun.append(BegunFrame(taken.pixels, key, self, job))
         with _lock:
             while _under_way and _has_ended(_under_way[0][0]):
                 _under_way.popleft()
             _under_way.append((batch, memory))
-        self._begin(ctypes.addressof(batch.jobs), len(memory))
+        self._begin(batch.jobs, len(memory))
         return begun
 
     def wait(self, job: _Job) -> int:
@@ -179,17 +201,23 @@ class JpegThreads:
         """Raises OSError where a frame's bits are not libjpeg-turbo's."""
         picture = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
         picture[:24] = np.arange(56)[:, None]  # smooth, too
-        files = [
+        files = tuple(
             simplejpeg.encode_jpeg(picture, quality, "RGB", colours)
             for colours in ("444", "422", "420")
             for quality in (50, 95)
-        ]
+        )
         batch = self.batch(files)
-        memory = [None if shape is None else torch.empty(shape, dtype=torch.uint8) for shape in batch.shapes]
+        memory = [None if shape is None else new_memory(shape) for shape in batch.shapes]
         for data, frame in zip(files, self.begin(batch, memory), strict=True):
             wanted = simplejpeg.decode_jpeg(data, "RGB")
             if frame is None or not frame.decoded() or not np.array_equal(frame.pixels.numpy(), wanted):
                 raise OSError("they decode to other bits than libjpeg-turbo")
+
+
+def new_memory(shape: tuple[int, int, int]) -> Memory:
+    """Of a frame of (H, W, 3), on the heap."""
+    pixels = torch.empty(shape, dtype=torch.uint8)
+    return Memory(pixels, pixels.data_ptr())
 
 
 def _cores() -> int:
@@ -203,28 +231,3 @@ def jpeg_threads() -> JpegThreads | None:
     except OSError as error:
         logger.warning("JPEGs are decoded by the interpreter's threads, which is slower: %s", error)
         return None
-
-
-def _compiled() -> Path:
-    """The library, alone in a folder. Raises OSError where it cannot be made."""
-    named = os.environ.get("CC")
-    compiler = next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise OSError(f"there is no C compiler{f' {named!r}' if named else ''}")
-    folder = Path(tempfile.mkdtemp(prefix="taktline-jpeg-"))
-    said = ""
-    for tuned in (["-march=native"], []):  # not every compiler knows what it runs on
-        command = [compiler, *_FLAGS, *tuned, "-o", str(folder / "jpeg.so"), str(_SOURCE)]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False)
-        except subprocess.TimeoutExpired:
-            said = "it does not end"
-            break
-        except OSError as error:
-            said = str(error)
-            break
-        if done.returncode == 0:
-            return folder / "jpeg.so"
-        said = done.stderr.decode(errors="replace")[-300:]
-    shutil.rmtree(folder, ignore_errors=True)
-    raise OSError(f"{compiler} fails on {_SOURCE.name}: {said}")

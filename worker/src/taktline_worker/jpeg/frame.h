@@ -14,6 +14,7 @@ typedef struct {
   int32_t width, height, split;
   atomic_int state; /* 0 open, 1 decoded, 2 refused */
   _Atomic(struct Room *) room;
+  int64_t key; /* another one for most other files */
 } Job; /* `_Job` in jpeg_threads.py */
 
 typedef struct Room { /* what one frame needs meanwhile */

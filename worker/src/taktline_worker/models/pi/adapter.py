@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +22,22 @@ from taktline_worker.adapter import Answer, CapturedGraph, Description, Frame, G
 from taktline_worker.checkpoint import verify_digests
 from taktline_worker.devices import choose_device
 from taktline_worker.engine_options import config_error
-from taktline_worker.fp8_layers import check_device
 from taktline_worker.jpeg_threads import BegunFrame, jpeg_threads
 from taktline_worker.models.pi import byte_expert
-from taktline_worker.models.pi.config import PiArchitecture, PiConventions, resolve
-from taktline_worker.models.pi.folder import PiFolder, open_folder
+from taktline_worker.models.pi.config import resolve
+from taktline_worker.models.pi.folder import open_folder
 from taktline_worker.models.pi.frame_memory import new_frame
-from taktline_worker.models.pi.pending import PendingPiRow, PreparedRow
+from taktline_worker.models.pi.native_rows import native_rows
+from taktline_worker.models.pi.pending import BegunPiRow, PendingPiRow, PreparedRow
 from taktline_worker.models.pi.processor import PiProcessor
 from taktline_worker.models.pi.profile import PiProfile
 from taktline_worker.models.pi.resize import pillow_fit
 from taktline_worker.models.pi.rtc import RtcRow, settings_of
 from taktline_worker.models.pi.runner import PiBatch, PiRow, PiRunner, collate
+from taktline_worker.models.pi.runners import BatchRunner, Launching, make_runner, read_weights, shorten
+from taktline_worker.models.pi.single_row import RowLetter, SingleRows
 from taktline_worker.models.pi.tokenizer import BOS_ID
-from taktline_worker.models.pi.unnormalise import Unnormaliser
-from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, fewer_steps, pack_weights
+from taktline_worker.models.pi.weights import fewer_steps
 from taktline_worker.observation import RobotInput
 from taktline_worker.rtc import RtcPlan
 
@@ -46,28 +47,6 @@ USUAL_FRAME = (480, 640, 3)
 """What most cameras of robots send."""
 # A large vision tower takes a second an image on a CPU, and the check of its reuse encodes a whole batch.
 _CHECKED_ON_CPU = 8
-
-
-class BatchRunner(Protocol):
-    """What the adapter needs of a runner, eager or captured."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-
-    def run(self, batch: PiBatch) -> Tensor:
-        """Actions on the CPU: fp32 (B, H, action width), or (B, H, D) in robot units where `unnormalises` says so."""
-
-
-@runtime_checkable
-class Launching(Protocol):
-    """A runner whose batches need not be waited for."""
-
-    def draft(self, batch: PiBatch) -> Any:
-        """What `launch` can be spared of a batch whose images are not there yet."""
-
-    def launch(self, batch: PiBatch, draft: Any = None) -> RunningBatch:
-        """As `run`; the answers come from what it gives."""
 
 
 class PiAdapter:
@@ -115,7 +94,7 @@ class PiAdapter:
         """What has been begun of each frame, for `begin` to take over."""
         return self.processor.begin_frames(frames)
 
-    def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow | BegunPiRow:
         """Checks an observation and starts decoding its images. Raises TaktlineError where it does not fit."""
         return self.processor.begin(observation, pool)
 
@@ -136,8 +115,16 @@ class PiAdapter:
         remaining = {own: iter(part) for own, part in outputs.items()}
         return torch.stack([next(remaining[own]) for own in apart])
 
-    def draft(self, pending: Sequence[PendingPiRow]) -> tuple[PiBatch, Any] | None:
-        """The batch without its frames, and what the runner makes of it; None for rows that do not go this way."""
+    def draft(self, pending: Sequence[PendingPiRow | BegunPiRow]) -> tuple[PiBatch, Any] | RowLetter | None:
+        """The batch without its frames, and what the runner makes of it, or a row's letter where that will do.
+
+        None for rows that do not go this way.
+        """
+        single = _single(self.runner)
+        if single is not None and len(pending) == 1 and type(pending[0]) is BegunPiRow:
+            letter = single.draft(pending[0].without_frames())
+            if letter is not None:
+                return letter
         guided = self.guided
         runner: Launching | None = as_one(self.runner, Launching)
         tails = guided is not None and any(one.rtc is not None for one in pending)
@@ -151,10 +138,23 @@ class PiAdapter:
         return batch, runner.draft(batch)
 
     def launch(
-        self, rows: Sequence[PreparedRow], bucket: int, draft: tuple[PiBatch, Any] | None = None
+        self, rows: Sequence[PreparedRow], bucket: int, draft: tuple[PiBatch, Any] | RowLetter | None = None
     ) -> RunningBatch | None:
         """Captured graphs run without being waited for; rows that run apart, and eager runners, do not."""
         del bucket
+        launched = self._launched(rows, draft)
+        if launched is not None:
+            self.processor.look_ahead(rows)
+        return launched
+
+    def _launched(
+        self, rows: Sequence[PreparedRow], draft: tuple[PiBatch, Any] | RowLetter | None
+    ) -> RunningBatch | None:
+        single = _single(self.runner)
+        if isinstance(draft, RowLetter):
+            if single is not None and (running := single.launch(rows[0].row.raw or (), draft)) is not None:
+                return running
+            draft = None
         guided = self.guided
         runner: Launching | None = as_one(self.runner, Launching)
         if runner is None or _unnormalises(self.runner) is not self._in_robot_units:
@@ -261,6 +261,11 @@ class PiAdapter:
         return PreparedRow(row, np.zeros(c.state_dim))
 
 
+def _single(runner: BatchRunner) -> SingleRows | None:
+    found: SingleRows | None = getattr(runner, "single", None)
+    return found
+
+
 def _unnormalises(runner: BatchRunner) -> bool:
     return bool(getattr(runner, "unnormalises", False))
 
@@ -317,8 +322,12 @@ def load(config: EngineConfig) -> PiAdapter:
     together = rtc is None or in_batch or device.type == "cpu"
     processor.raw = not isinstance(runner, PiRunner)  # captured graphs resize frames themselves
     processor.raw_tails = together
+    native = None
     if processor.raw:
-        processor.native = jpeg_threads()
+        processor.native, native = jpeg_threads(), native_rows()
+    if native is not None:
+        processor.look_prompts_up(native)
+    shorten(runner, native)
     if isinstance(runner, PiRunner) and config.engine.frame_cache_mb:
         cameras = sum(1 for slot in conventions.slots if slot.names)
         most = cameras * max(config.engine.buckets)
@@ -333,6 +342,7 @@ def load(config: EngineConfig) -> PiAdapter:
         its_weights = fewer_steps(weights, level.solver_steps) if level.solver_steps else weights
         its_processor = processor.shortened(level.horizon) if level.horizon else processor
         its = made(its_weights, conventions=its_processor.conventions)
+        shorten(its, native)
         apart = None if together else its if isinstance(its, PiRunner) else PiRunner(its_weights, folder.architecture)
         cheaper[level] = PiAdapter(its_processor, its, precision, apart, quantisation=quantisation)
     if together:
@@ -346,51 +356,3 @@ def load(config: EngineConfig) -> PiAdapter:
     )
     adapter.warm_guided(config.engine.buckets)
     return adapter
-
-
-def make_runner(
-    weights: PiWeights,
-    architecture: PiArchitecture,
-    conventions: PiConventions,
-    buckets: Sequence[int],
-    precision: str,
-    guidance: float | None = None,
-    quantisation: QuantisationOptions | None = None,
-) -> BatchRunner:
-    """Captured graphs for bf16 and fp8 on a GPU; the eager runner for everything else.
-
-    Args:
-        guidance: bound of the guidance of rows with a tail, where they run among the others.
-        quantisation: how captured graphs store the expert's matrices for small buckets.
-    """
-    if not (weights.embedding.is_cuda and weights.embedding.dtype == torch.bfloat16):
-        return PiRunner(weights, architecture)
-    # Its kernels load only where there is a GPU.
-    from taktline_worker.models.pi.graphs import Bucket, GraphRunner
-
-    views = sum(1 for slot in conventions.slots if slot.names)
-    shapes = [Bucket(rows, views, prompt) for rows in buckets for prompt in conventions.prompt_slots]
-    number_format: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
-    runner = GraphRunner(
-        weights,
-        architecture,
-        conventions.horizon,
-        shapes,
-        number_format,
-        conventions.resize,
-        guidance,
-        quantisation,
-        Unnormaliser(conventions.action_normaliser, conventions.action_dim, weights.embedding.device),
-    )
-    runner.capture()
-    return runner
-
-
-def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, device: torch.device) -> PiWeights:
-    """Reads, checks and packs the weights. Raises TaktlineError where a tensor is corrupt or not finite."""
-    policy = FP32
-    if precision == "fp8":
-        check_device(device)
-    if precision in ("bf16", "fp8"):
-        policy = BF16_VISION if device.type == "cuda" else BF16
-    return pack_weights(folder.files.read(folder.names), folder.architecture, conventions, policy, device)

@@ -114,6 +114,8 @@ class CameraBuffers:
         self._slots.fill_(-1)
         self._told: list[tuple[int, int, int]] | None = None
         """Slot, begin and row bytes of each frame, as the device knows them; None where it knows of pixels."""
+        self._shapes: list[torch.Size] = []
+        """Those of the frames that it knows of; empty where it has others."""
         self._starts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
         self._counts = torch.zeros(images, 2, size, dtype=torch.int32, device=device)
         self._weights = torch.zeros(images, 2, size, _TAPS, dtype=kind, device=device)
@@ -129,7 +131,7 @@ class CameraBuffers:
         """Take images that are ready: fp32 (n, 3, size, size) in [-1, 1]."""
         send(self._pixels[: len(pixels)], pixels)
         self._slots.fill_(-1)
-        self._told = None
+        self._told, self._shapes = None, []
 
     def load_frames(self, frames: Sequence[Tensor]) -> None:
         """Take frames, (H, W, 3) uint8 on the CPU, of any sizes.
@@ -162,6 +164,17 @@ class CameraBuffers:
             send(target, frame)
         if told != self._told:  # one camera sends frames of one size
             self._tell(told)
+        self._shapes = [] if any(slot < 0 for slot, _, _ in told) else [frame.shape for frame in frames]
+
+    def targets(self, frames: Sequence[Tensor]) -> list[int] | None:
+        """Addresses that these frames, which may follow those loaded last, are to be copied to, and that is all.
+
+        None where `load_frames` has more to do: their sizes are others.
+        """
+        if [frame.shape for frame in frames] != self._shapes:
+            return None
+        begin = self._frames.data_ptr()
+        return [begin + index * self.frame_bytes for index in range(len(frames))]
 
     def _tell(self, frames: list[tuple[int, int, int]]) -> None:
         letter = self._staged.letter()

@@ -6,10 +6,13 @@ import functools
 import logging
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from taktline_worker.jpeg_threads import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,38 @@ class FrameMemory:
                 del self._free[oldest]
         self._free.setdefault((memory.shape[0], memory.shape[1], memory.shape[2]), []).append(memory)
         self._bytes += memory.numel()
+
+
+class FramesAhead:
+    """Memory of the next frames, got while nobody waits for it. Safe to share between threads."""
+
+    def __init__(self, memory: FrameMemory) -> None:
+        self._memory = memory
+        self._ahead: dict[Shape, list[Memory]] = {}
+
+    def __contains__(self, shape: Shape) -> bool:
+        """Whether frames of this shape came last."""
+        return shape in self._ahead
+
+    def take(self, shape: Shape) -> Memory:
+        """As `FrameMemory.take`."""
+        try:
+            return self._ahead[shape].pop()
+        except LookupError:
+            return self._one(shape)
+
+    def look_ahead(self, shapes: Sequence[Shape]) -> None:
+        """Gets memory for frames of these shapes, and forgets what it has for others."""
+        wanted, there = Counter(shapes), self._ahead
+        self._ahead = {shape: there.get(shape, []) for shape in wanted}  # the very lists: others take from them
+        for shape, count in wanted.items():
+            ahead = self._ahead[shape]
+            while len(ahead) < count:
+                ahead.append(self._one(shape))
+
+    def _one(self, shape: Shape) -> Memory:
+        pixels = self._memory.take(shape)
+        return Memory(pixels, pixels.data_ptr())
 
 
 def new_frame(shape: Shape) -> Tensor:

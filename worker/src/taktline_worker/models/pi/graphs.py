@@ -20,9 +20,11 @@ from taktline_worker.models.pi import fp8, fused
 from taktline_worker.models.pi.camera import CameraBuffers
 from taktline_worker.models.pi.config import PiArchitecture
 from taktline_worker.models.pi.frame_memory import PINNED_FRAME_BYTES
+from taktline_worker.models.pi.native_rows import NativeRows
 from taktline_worker.models.pi.resize import Resize
 from taktline_worker.models.pi.rtc import guidance_steps
 from taktline_worker.models.pi.runner import PiBatch
+from taktline_worker.models.pi.single_row import SingleRows
 from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.models.pi.weights import PiWeights
 
@@ -63,6 +65,7 @@ class GraphRunner:
 
     Attributes:
         unnormalises: whether `run` answers in robot units.
+        single: a shorter way for a row that is alone; None where there is none.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class GraphRunner:
         self._pool = GraphPool(device)
         self.beside: Beside | None = Beside(device)
         self._images = torch.empty(0, device=device)
+        self.single: SingleRows | None = None
 
     def slots(self, bucket: Bucket) -> int:
         """Prefix slots of a row, S."""
@@ -135,6 +139,16 @@ class GraphRunner:
             self._pool.compile(partial(self.compute, bucket) for bucket in self.buckets)
         for bucket in sorted(self.buckets, key=lambda b: b.rows * self.slots(b), reverse=True):
             self._capture(bucket)
+
+    def shorten(self, rows: NativeRows) -> None:
+        """Lets `single` launch the captured buckets of one row."""
+        graphs = {
+            bucket: [graph.raw_cuda_graph_exec() for graph in captured.graph.graphs]
+            for bucket, captured in self.captured.items()
+            if bucket.rows == 1
+        }
+        tokens = self.architecture.tokens_per_image
+        self.single = SingleRows(rows, self._staged, self.camera, graphs, tokens, self._answers[:1])
 
     def _clear(self) -> None:
         # Indices that another bucket left may lie outside this one, and what none has filled outside everything.

@@ -63,6 +63,20 @@ class Normaliser:
             return np.asarray((x - low) / (high - low + eps) * 2.0 - 1.0)
         return np.asarray(2.0 * (x - low) / self._span(low, high) - 1.0)
 
+    def dividing(self, width: int) -> tuple[int, FloatArray]:
+        """What `rows.c` takes for the first `width` numbers of `forward`: its rule and what it divides by (width,).
+
+        Raises:
+            ValueError: it has no rule for this.
+        """
+        low, high = self.low[:width], self.high[:width]
+        if low.shape != (width,) or not low.dtype == high.dtype == (np.float64 if self.always_add_eps else low.dtype):
+            raise ValueError(f"{self.mode} of {low.dtype} and {high.dtype} for {low.shape} of {width}")
+        eps = low.dtype.type(self.eps)
+        if self.mode == "MEAN_STD":
+            return 0, high + eps
+        return (1, high - low + eps) if self.always_add_eps else (2, self._span(low, high))
+
     def inverse(self, value: FloatArray) -> FloatArray:
         """Model units (..., D) -> robot units (..., D)."""
         if self.mode == "IDENTITY":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from taktline_worker.models.pi.rtc import RtcRow
 from taktline_worker.models.pi.runner import PiRow
+from taktline_worker.observation import EncodedImage
 
 _BEGIN_LIMIT_S = 0.0005
 """Where there are fewer processors than frames, the last ones begin only when the first have ended."""
@@ -39,6 +42,42 @@ class PreparedRow:
 
     row: PiRow
     state: NDArray[np.float64]
+    images: tuple[EncodedImage, ...] = ()
+    """Those of a `BegunPiRow`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunPiRow:
+    """An ordinary observation, checked, whose frames are being decoded by native threads or known.
+
+    Attributes:
+        again: the row of the same observation the long way, for frames that turn out to be none.
+    """
+
+    images: tuple[EncodedImage, ...]
+    tokens: NDArray[np.int64]
+    noise: Tensor
+    state: NDArray[np.float64]
+    again: Callable[[], PendingPiRow]
+    rtc: ClassVar[None] = None
+    raw: ClassVar[bool] = True
+
+    def let_frames_begin(self) -> None:
+        """They have."""
+
+    def without_frames(self) -> PiRow:
+        """As `PendingPiRow.without_frames`."""
+        return PiRow(_no_pixels(len(self.images)), self.tokens, self.noise, None, raw=())
+
+    def result(self) -> PreparedRow:
+        """As `PendingPiRow.result`."""
+        frames = []
+        for image in self.images:
+            if image.begun is None or not image.begun.decoded():
+                return self.again().result()
+            frames.append(image.begun.pixels)
+        row = PiRow(_no_pixels(len(frames)), self.tokens, self.noise, None, raw=tuple(frames))
+        return PreparedRow(row, self.state, self.images)
 
 
 @dataclass(slots=True)
@@ -71,7 +110,7 @@ class PendingPiRow:
     def without_frames(self) -> PiRow:
         """The row of a runner that resizes frames itself, but for these. Raises TaktlineError INSTRUCTION_INVALID."""
         tokens, noise = self._tokens_and_noise()
-        return PiRow(torch.empty(len(self.pixels), 0), tokens, noise, self.model_state, self.rtc, raw=())
+        return PiRow(_no_pixels(len(self.pixels)), tokens, noise, self.model_state, self.rtc, raw=())
 
     def result(self) -> PreparedRow:
         """The finished row. Raises TaktlineError where an image is corrupt or too large, or INSTRUCTION_INVALID."""
@@ -81,7 +120,7 @@ class PendingPiRow:
         frames = [self._own.get(index, future).result() for index, future in enumerate(self.pixels)]
         images = tuple(pixels for pixels, _ in frames)
         row = PiRow(
-            pixels=torch.empty(len(frames), 0) if self.raw else torch.stack(images),
+            pixels=_no_pixels(len(frames)) if self.raw else torch.stack(images),
             tokens=tokens,
             noise=noise,
             state=self.model_state,
@@ -107,3 +146,9 @@ class PendingPiRow:
                     done.set_exception(error)
                 return True
         return False
+
+
+@functools.cache
+def _no_pixels(images: int) -> Tensor:
+    """Of rows whose frames the runner resizes."""
+    return torch.empty(images, 0)

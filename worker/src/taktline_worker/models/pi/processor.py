@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import secrets
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from taktline_worker.adapter import Frame
 from taktline_worker.frames import FrameCache, frame_key
-from taktline_worker.jpeg_threads import BegunFrame, JpegThreads
+from taktline_worker.jpeg_threads import BegunFrame, JpegThreads, Memory
 from taktline_worker.models.pi import aloha
-from taktline_worker.models.pi.config import CameraSlot, PiArchitecture, PiConventions
-from taktline_worker.models.pi.frame_memory import FrameMemory, Shape
+from taktline_worker.models.pi.camera_names import CameraNames
+from taktline_worker.models.pi.config import PiArchitecture, PiConventions
+from taktline_worker.models.pi.frame_memory import FrameMemory, FramesAhead, Shape
+from taktline_worker.models.pi.native_rows import NativePrompts, NativeRows, native_prompts
 from taktline_worker.models.pi.normalise import state_bins
-from taktline_worker.models.pi.pending import BegunByOthers, PendingPiRow
+from taktline_worker.models.pi.pending import BegunByOthers, BegunPiRow, PendingPiRow, PreparedRow
 from taktline_worker.models.pi.resize import to_model_input
 from taktline_worker.models.pi.rtc import read_row
 from taktline_worker.models.pi.tokenizer import BOS_ID, Tokenizer
@@ -49,6 +52,8 @@ class PiProcessor:
         raw_tails: for rows with a tail too, which run among the others then.
         frames: memory of the frames that the runner resizes.
         native: threads that decode those before anybody asks for them; None leaves them to the engine's pool.
+        ahead: memory that the next of those frames go to.
+        prompts: prompts of rows whose frames those have begun; None leaves all to `tokens`.
         unnormalise: network outputs on the CPU to robot units.
 
     Raises:
@@ -71,19 +76,18 @@ class PiProcessor:
         self.raw, self.raw_tails = False, False
         self._whole: tuple[RtcSettings, int] | None = None
         self.seen: FrameCache[tuple[Tensor, bytes]] = FrameCache(frame_bytes)
-        """Network inputs by the digest of their frames; where the runner resizes them, frames by their `_sketch`, with
-        the bytes that they were decoded from."""
+        """Network inputs by the digest of their frames; where the runner resizes them, frames by their `_sketch`, or by
+        `BegunFrame.key`, with the bytes that they were decoded from."""
         self.frames = FrameMemory()
+        self.ahead = FramesAhead(self.frames)
         self.native: JpegThreads | None = None
+        self.prompts: NativePrompts | None = None
+        self._noise: deque[Tensor] = deque()
         self._tokenizer = tokenizer
         self.unnormalise = Unnormaliser(conventions.action_normaliser, conventions.action_dim, torch.device("cpu"))
         self._max_pixels = max_pixels
-        self._slot_of = _accepted_names(conventions.slots, cameras)
-        shown: dict[str, str] = {}
-        for name, slot in self._slot_of.items():
-            shown.setdefault(slot.key, name)
-        self.required_cameras = tuple(shown[s.key] for s in conventions.slots if s.required)
-        self.optional_cameras = tuple(shown[s.key] for s in conventions.slots if s.key in shown and not s.required)
+        self.cameras = CameraNames(conventions.slots, cameras)
+        self.required_cameras, self.optional_cameras = self.cameras.required, self.cameras.optional
 
     def begin_frames(self, frames: Sequence[tuple[str, Frame]]) -> list[BegunFrame | None]:
         """Begins to decode what native threads can and nobody seems to have seen: `EncodedImage.begun` of each frame.
@@ -94,28 +98,75 @@ class PiProcessor:
         native = self.native
         if native is None or not self.raw:
             return begun
-        files = {
-            at: data
+        places = [
+            at
             for at, (name, (encoding, _, data)) in enumerate(frames)
-            if encoding == "jpeg" and data and name in self._slot_of
-        }
-        batch = native.batch(tuple(files.values()))
-        memory: list[Tensor | None] = []
-        for at, shape in zip(files, batch.shapes, strict=True):
-            good = shape is not None and shape[0] * shape[1] <= self._max_pixels and self._can_be_fitted(shape[:2])
-            known = bool(self.seen.limit_bytes) and _sketch(*frames[at][1]) in self.seen
-            memory.append(self.frames.take(shape) if good and not known and shape is not None else None)
-        for at, one in zip(files, native.begin(batch, memory), strict=True):
-            begun[at] = one
+            if encoding == "jpeg" and data and name in self.cameras
+        ]
+        batch = native.batch(tuple([frames[at][1][2] for at in places]))
+        memory: list[Memory | None] = []
+        for at, shape, key in zip(places, batch.shapes, batch.keys, strict=True):
+            known = self._known(key, frames[at][1][2]) if shape is not None and self.seen.limit_bytes else None
+            if known is not None:
+                begun[at] = BegunFrame(known, key)
+            taken = shape is not None and known is None and self._is_good(shape)
+            memory.append(self.ahead.take(shape) if taken and shape is not None else None)
+        for at, one in zip(places, native.begin(batch, memory), strict=True):
+            begun[at] = begun[at] or one
         return begun
 
-    def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow:
-        """Checks an observation, and hands its images and its prompt to `pool`.
+    def _known(self, key: int, data: bytes | memoryview) -> Tensor | None:
+        """The pixels of a frame seen before."""
+        kept = self.seen.get(key)
+        return None if kept is None or kept[1] != bytes(data) else kept[0]
+
+    def _keep(self, image: EncodedImage, early: BegunFrame) -> None:
+        if self.seen.limit_bytes and not early.was_known:
+            file = bytes(image.data)
+            self.seen.put(early.key, (early.pixels, file), early.pixels.numel() + len(file))
+
+    def look_ahead(self, rows: Sequence[PreparedRow]) -> None:
+        """Behind the launch of these, while the engine runs: keeps their frames, and gets what the next ones need."""
+        shapes = []
+        for image in [image for row in rows for image in row.images]:
+            if image.begun is not None:
+                self._keep(image, image.begun)
+                shapes.append(image.begun.shape)
+        self.ahead.look_ahead(shapes)
+        if self.prompts is not None:
+            self.prompts.look_ahead()
+        if not self._noise:
+            self._noise.append(self.noise(secrets.randbits(63)))
+
+    def begin(self, observation: RobotInput, pool: Executor) -> PendingPiRow | BegunPiRow:
+        """Checks an observation, and hands to `pool` its images, unless others have begun them, and its prompt.
 
         Raises:
-            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID or RTC_INVALID.
+            TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, RTC_INVALID or INSTRUCTION_INVALID.
         """
-        frames = self._frames(observation.images)
+        frames = self.cameras.in_order(observation.images)
+        if self.prompts is not None and observation.rtc is None:
+            begun_row = self._begun(frames, observation, pool)
+            if begun_row is not None:
+                return begun_row
+        return self._pending(frames, observation, pool)
+
+    def _begun(
+        self, frames: list[tuple[str, EncodedImage]], observation: RobotInput, pool: Executor
+    ) -> BegunPiRow | None:
+        """The row of an ordinary observation whose frames have all been begun."""
+        assert self.prompts is not None
+        if not self.raw or not all(image.begun is not None for _, image in frames):
+            return None
+        state = observation.state
+        tokens = self.prompts.tokens(observation.instruction, state, self._words)
+        if tokens is None:
+            return None
+        again = functools.partial(self._pending, frames, observation, pool)
+        noise = self.drawn(observation.seed)
+        return BegunPiRow(tuple([image for _, image in frames]), tokens, noise, state.astype(np.float64), again)
+
+    def _pending(self, frames: list[tuple[str, EncodedImage]], observation: RobotInput, pool: Executor) -> PendingPiRow:
         raw = self.raw and (observation.rtc is None or self.raw_tails)
         state = self._state(observation.state)
         policy_state = aloha.to_policy_state(state) if self.conventions.adapt_to_pi else state
@@ -151,17 +202,35 @@ class PiProcessor:
         Where the whole policy was trained with delays, it keeps to those that such a chunk has.
         """
         found = copy.copy(self)
-        found.conventions = replace(self.conventions, horizon=horizon)
+        found.conventions, found._noise = replace(self.conventions, horizon=horizon), deque()
         if self.rtc is not None:
             found._whole = self.rtc, self.conventions.horizon
             found.rtc = replace(self.rtc, max_delay=min(self.rtc.max_delay, horizon))
         return found
 
+    def look_prompts_up(self, rows: NativeRows) -> None:
+        """Lets `prompts` make those that it can."""
+        self.prompts = native_prompts(rows, self.conventions, self._tokenizer, self.architecture.vocabulary)
+
+    def _words(self, instruction: str) -> str:
+        """The words of an instruction in the prompt. Raises TaktlineError INSTRUCTION_INVALID as `tokens`."""
+        self.tokens(instruction, np.zeros(0))
+        return cleaned(instruction)
+
     def _text(
         self, instruction: str, normalised: NDArray[np.floating], seed: int | None
     ) -> tuple[NDArray[np.int64], Tensor]:
         """Tokens and noise of a row."""
-        return self.tokens(instruction, normalised), self.noise(secrets.randbits(63) if seed is None else seed)
+        return self.tokens(instruction, normalised), self.drawn(seed)
+
+    def drawn(self, seed: int | None) -> Tensor:
+        """Noise by a seed; of none that somebody has seen where it is None, and then it may have been drawn ahead."""
+        if seed is not None:
+            return self.noise(seed)
+        try:
+            return self._noise.pop()
+        except IndexError:
+            return self.noise(secrets.randbits(63))
 
     def _pixels(self, name: str, image: EncodedImage, raw: bool, begun: set[str]) -> tuple[Tensor, bytes]:
         """A frame (`raw`) or its network input, and its key, empty where none is kept; the same bytes give the same.
@@ -169,21 +238,22 @@ class PiProcessor:
         It is noted in `begun` when what follows needs no lock, or nothing does.
         """
         try:
+            if raw and image.begun is not None and image.begun.decoded():
+                self._keep(image, image.begun)
+                return image.begun.pixels, b""
             key = b""
             if self.seen.limit_bytes:
                 key = _sketch(image.encoding, image.shape, image.data) if raw else frame_key(image)
             kept = self.seen.get(key) if key else None
             if kept is not None and (not raw or kept[1] == bytes(image.data)):
                 return kept[0], b"" if raw else key
-            if not raw:
+            if raw:
+                whole = image if image.begun is None else EncodedImage(image.encoding, bytes(image.data), image.shape)
+                pixels = self._decoded(name, whole, begun)
+            else:
                 frame = decode_image(name, image, self._max_pixels)
                 self._check_fitted(name, frame.shape)
                 pixels = to_model_input(frame, self.architecture.image_size, self.conventions.resize)
-            elif image.begun is not None and image.begun.decoded():
-                pixels = image.begun.pixels
-            else:
-                whole = image if image.begun is None else EncodedImage(image.encoding, bytes(image.data), image.shape)
-                pixels = self._decoded(name, whole, begun)
             if key:
                 file = bytes(image.data) if raw else b""
                 self.seen.put(key, (pixels, file), pixels.numel() * pixels.element_size() + len(file))
@@ -214,6 +284,9 @@ class PiProcessor:
                 "send what the camera sees, not a strip of it",
             )
 
+    def _is_good(self, shape: Shape) -> bool:
+        return shape in self.ahead or (shape[0] * shape[1] <= self._max_pixels and self._can_be_fitted(shape[:2]))
+
     def _can_be_fitted(self, shape: tuple[int, ...]) -> bool:
         return _is_left(shape[0], shape[1], self.architecture.image_size)
 
@@ -226,13 +299,13 @@ class PiProcessor:
         """The text that is tokenised, for a normalised state (D,)."""
         if self.conventions.prompt == "text_newline":
             return instruction if instruction.endswith("\n") else f"{instruction}\n"
-        cleaned = instruction.strip().replace("_", " ").replace("\n", " ")
+        words = cleaned(instruction)
         if self.conventions.prompt == "text_then_newline":
-            return cleaned
+            return words
         width = self.conventions.state_prompt_width
         padded = np.pad(normalised, (0, width - len(normalised))) if width else normalised
         numbers = " ".join(str(index) for index in state_bins(padded))
-        return f"Task: {cleaned}, State: {numbers};\nAction: "
+        return f"Task: {words}, State: {numbers};\nAction: "
 
     def tokens(self, instruction: str, normalised: NDArray[np.floating]) -> NDArray[np.int64]:
         """Ids of the prompt, BOS first, no padding.
@@ -290,33 +363,6 @@ class PiProcessor:
             )
         return result
 
-    def _frames(self, images: Mapping[str, EncodedImage]) -> list[tuple[str, EncodedImage]]:
-        """(robot name, frame) in the checkpoint's camera order; absent optional cameras are left out."""
-        by_slot: dict[str, tuple[str, EncodedImage]] = {}
-        for name, image in images.items():
-            slot = self._slot_of.get(name)
-            if slot is None:
-                raise TaktlineError(
-                    ErrorCode.CAMERA_UNKNOWN,
-                    f"the policy has no camera {name!r}",
-                    f"send {', '.join((*self.required_cameras, *self.optional_cameras))}; model.cameras maps names",
-                )
-            if slot.key in by_slot:
-                raise TaktlineError(
-                    ErrorCode.CAMERA_UNKNOWN,
-                    f"cameras {by_slot[slot.key][0]!r} and {name!r} are the same camera",
-                    "send it once",
-                )
-            by_slot[slot.key] = (name, image)
-        missing = [slot.key for slot in self.conventions.slots if slot.required and slot.key not in by_slot]
-        if missing or not by_slot:
-            raise TaktlineError(
-                ErrorCode.CAMERA_MISSING,
-                f"cameras are missing: {', '.join(missing) or 'all of them'}",
-                f"send {', '.join(self.required_cameras or self.optional_cameras)}",
-            )
-        return [by_slot[slot.key] for slot in self.conventions.slots if slot.key in by_slot]
-
     def _state(self, state: NDArray[np.generic]) -> NDArray[np.float64]:
         expected = self.conventions.state_dim
         if state.shape != (expected,):
@@ -335,34 +381,14 @@ def _is_left(height: int, width: int, size: int) -> bool:
     return min(fitted_size(height, width, size, size)) >= 1
 
 
-def _accepted_names(slots: tuple[CameraSlot, ...], cameras: Mapping[str, str]) -> dict[str, CameraSlot]:
-    """Robot camera name -> slot."""
-    own = {name: slot for slot in slots for name in slot.names}
-    if not cameras:
-        return own
-    by_key = own | {slot.key: slot for slot in slots if slot.names}
-    unknown = {robot: key for robot, key in cameras.items() if key not in by_key}
-    if unknown:
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID,
-            f"model.cameras maps to cameras that the checkpoint lacks: {unknown}",
-            f"map to {', '.join(sorted(by_key))}",
-        )
-    mapped = {robot: by_key[key] for robot, key in cameras.items()}
-    covered = [slot.key for slot in mapped.values()]
-    left_out = [slot.key for slot in slots if slot.required and slot.key not in covered]
-    if left_out or len(set(covered)) != len(covered):
-        raise TaktlineError(
-            ErrorCode.CONFIG_INVALID,
-            f"model.cameras leaves out {left_out} or maps two names to one camera: {dict(cameras)}",
-            "map one robot camera to each camera of the checkpoint; see optional_cameras in docs/checkpoints.md",
-        )
-    return mapped
-
-
 def _sketch(encoding: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
     """Of another frame it is mostly another, of the same frame the same; it takes a tenth of what a digest takes."""
     return b"%b %r %d " % (encoding.encode(), shape, len(data)) + bytes(data[:64]) + bytes(data[-64:])
+
+
+def cleaned(instruction: str) -> str:
+    """As prompts have it."""
+    return instruction.strip().replace("_", " ").replace("\n", " ")
 
 
 def _state_error(reason: str, next_step: str) -> TaktlineError:

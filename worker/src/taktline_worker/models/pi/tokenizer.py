@@ -29,6 +29,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no BOS, no EOS."""
 
+    def vocabulary(self) -> list[str]:
+        """All that an id may stand for; a space may be another sign there."""
+
 
 class SentencePieceTokenizer:
     """A `tokenizer.model` file."""
@@ -46,6 +49,10 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no BOS, no EOS."""
         return [int(i) for i in self._processor.encode(text)]
+
+    def vocabulary(self) -> list[str]:
+        """All that an id may stand for; a space is `▁`."""
+        return list(self._processor.id_to_piece(list(range(self.pieces))))
 
 
 class JsonTokenizer:
@@ -67,6 +74,10 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no BOS, no EOS."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def vocabulary(self) -> list[str]:
+        """All that an id may stand for; a space may be another sign there."""
+        return list(self._tokenizer.get_vocab(with_added_tokens=True))
 
 
 def load_tokenizer(folder: Path, named: str, *, prefer_json: bool) -> Tokenizer:
