@@ -25,6 +25,8 @@ from taktline_gateway.tls import following
 
 KEEP_ALIVE_S = 75
 """Robots ask a few times a second and pause between episodes; a reconnect inside a control budget costs margin."""
+PING_S = 20.0
+"""From one ping of a stream to the next, and how long its pong may take; inference is never waited for meanwhile."""
 GC_ALLOCATIONS = 20_000
 KEPT_BYTES = 64 * 1024 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -61,6 +63,8 @@ async def serve(settings: Settings, host: str, port: int) -> None:
         timeout_graceful_shutdown=5,
         backlog=2048,
         ws=StreamTransport,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
         ws_max_size=settings.limits.body_bytes,
         # Camera frames are compressed already, and an inflating message is a bomb.
         ws_per_message_deflate=False,
