@@ -174,7 +174,7 @@ async def test_a_robot_is_told_in_the_turn_that_brings_its_answer_where_nobody_e
     dispatch.in_flight = 2 if other == "on a worker" else 1
     dispatch._calls[id(batch)] = None
     told, ended = [], []
-    dispatch._poll = dispatch.poll_later = lambda: None
+    dispatch._poll, dispatch.poll_later = dispatch._end_landed, lambda: None
     dispatch._ended = lambda *args: ended.append(len(told))
     pending.attempts = 1
     pending.tell = lambda served: told.append((served.worker, pending.result.result() is served))
@@ -194,11 +194,39 @@ async def test_a_robot_is_told_in_the_turn_that_brings_its_answer_where_nobody_e
     dispatch.stop()
 
 
+async def test_a_batch_that_has_come_back_is_ended_before_anything_is_decided():
+    """A gateway that had stood still took two answered batches for a silent one and one to recall, and failed on it:
+    what that decision sent was lost.
+    """
+    dispatch, pending, batch = world(level=0)
+    done = []
+    dispatch._scheduler.finished = lambda batch, *_, **__: done.append(batch)
+    dispatch._scheduler.poll = lambda _: done.append("poll") or Plan((), (), None, (), (), ())
+    dispatch._calls[id(batch)] = None
+    dispatch.in_flight = 1
+    await dispatch._send(Link(actions), batch, time.monotonic())
+    assert pending.result.done()
+    dispatch._poll()  # a timer that was due, in the turn that brought the answer
+    assert done == [batch, "poll"]
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert done == [batch, "poll"], "it has ended once, and nothing is left to decide"
+    dispatch.stop()
+
+
 class NeverLink(Link):
-    """A worker that never answers."""
+    """A worker that never answers; `told` says what it heard of its batch."""
+
+    def __init__(self) -> None:
+        self.told = []
 
     async def infer(self, request, members, timeout_s: float, metadata, came=None) -> worker_pb2.InferResponse:
-        await asyncio.sleep(3600)
+        self.told.append("begun")
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.told.append("cancelled")
+            raise
         raise AssertionError
 
 
@@ -210,7 +238,8 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         dispatch.poll_later = lambda: None
         pending.gone = gone  # its robot left while it was on the worker
         dispatch.in_flight = 1
-        call = dispatch._calls[id(batch)] = dispatch.spawn(dispatch._send(NeverLink(actions), batch, time.monotonic()))
+        link = NeverLink()
+        call = dispatch._calls[id(batch)] = dispatch.spawn(dispatch._send(link, batch, time.monotonic()))
         call.add_done_callback(lambda task: dispatch._landed(batch, task))
         if begun:
             await asyncio.sleep(0)
@@ -219,6 +248,7 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         await asyncio.sleep(0)
         assert dispatch.in_flight == 0
         assert not dispatch._calls
+        assert link.told == ["begun", "cancelled"], "also of one that is recalled in the turn that sent it"
         assert (pending in dispatch._scheduler.queue) is not gone
         assert pending.flights == 0
         dispatch.stop()

@@ -87,6 +87,7 @@ class Dispatch:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[int, asyncio.Task[None]] = {}  # by id of the batch
+        self._endings: list[Callable[[], None]] = []  # of batches that have come back, untold to the scheduler
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` beside the loop; `close` waits for it."""
@@ -115,6 +116,7 @@ class Dispatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._end_landed()
         now = time.monotonic()
         plan = self._scheduler.poll(now)
         for refused in plan.refused:
@@ -174,6 +176,8 @@ class Dispatch:
         members = sent.members
         if self._scheduler.depth or self.in_flight != len(members) or _rows(response) != len(members):
             return
+        if not all(member.flights for member in members):
+            return  # recalled in this turn
         sent.seconds = time.monotonic() - sent.sent_at
         self._deliver(sent, response)
         for member in members:
@@ -214,8 +218,19 @@ class Dispatch:
         if at_once:
             self._poll()
         else:
-            _behind_answers(partial(self._ended, sent, response, seconds, rows))
-            _behind_answers(self._poll)
+            self._endings.append(partial(self._ended, sent, response, seconds, rows))
+            _behind_answers(self._poll_if_landed)
+
+    def _poll_if_landed(self) -> None:
+        """Decides, unless a decision has been made since the batch came back that was looked out for."""
+        if self._endings:
+            self._poll()
+
+    def _end_landed(self) -> None:
+        """Before any decision: a batch that has come back is neither silent nor to be recalled."""
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
 
     def _ended(self, sent: _Sent, response: worker_pb2.InferResponse, seconds: float, rows: int) -> None:
         """A batch came back after `seconds` with so many rows of actions: its worker is free, and what it taught."""
@@ -376,7 +391,8 @@ class Dispatch:
 
     def _recall(self, batch: Batch, now: float) -> None:
         """A batch that waits behind a silent one: the worker may forget it, and its members queue again."""
-        self._calls.pop(id(batch)).cancel()
+        # What waits for it may have been made in this turn, and must have begun to be told that it waits no more.
+        asyncio.get_running_loop().call_soon(self._calls.pop(id(batch)).cancel)
         for ticket in batch.tickets:
             if not isinstance(ticket, Pending):
                 continue
