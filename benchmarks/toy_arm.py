@@ -130,16 +130,20 @@ def untrained(seed: int = 0) -> CheckpointFile:
 
 
 def world_of(
-    checkpoint: CheckpointFile, precision: Precision = FP32, micro_batch: int = 100, fused: bool | None = None
+    checkpoint: CheckpointFile,
+    device: torch.device | None = None,
+    precision: Precision = FP32,
+    micro_batch: int = 100,
+    fused: bool | None = None,
 ) -> VJepa2World:
-    """The world model on the CPU, for plans of two actions."""
-    weights = pack_weights(checkpoint, precision, torch.device("cpu"))
+    """The world model, on the CPU unless stated, for plans of two actions."""
+    weights = pack_weights(checkpoint, precision, device or torch.device("cpu"))
     return VJepa2World(weights, checkpoint.architecture, micro_batch, 2, fused=fused)
 
 
-def trained() -> CheckpointFile:
-    """The weights in the repository."""
-    return open_checkpoint(FOLDER / "model.safetensors", STATED)
+def trained(folder: Path = FOLDER) -> CheckpointFile:
+    """The weights in the repository, or others that were made here."""
+    return open_checkpoint(folder / "model.safetensors", STATED)
 
 
 def transitions(encoder: CheckpointFile, count: int, device: torch.device, seed: int = 5) -> tuple[Tensor, ...]:
