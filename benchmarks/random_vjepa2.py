@@ -5,26 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from taktline_worker.models.vjepa2_ac.config import (
-    VJepa2Architecture,
-    expected_encoder_shapes,
-    expected_predictor_shapes,
-)
+from taktline_worker.models.vjepa2_ac.config import expected_encoder_shapes, expected_predictor_shapes
+from taktline_worker.models.vjepa2_ac.synthetic import PUBLISHED
 from taktline_worker.models.vjepa2_ac.weights import CheckpointFile
 from torch import Tensor
 
-PUBLISHED = VJepa2Architecture(
-    image_size=256,
-    patch_size=16,
-    encoder_width=1408,
-    encoder_depth=40,
-    encoder_heads=22,
-    encoder_mlp=6144,
-    width=1024,
-    depth=24,
-    heads=16,
-    mlp=4096,
-)
 _ACTION_BIAS, _ACTION_SCALE, _LOOK = 400.0, (200.0, 200.0, 200.0, 20.0, 20.0, 20.0, 20.0), 0.33
 """What makes energies differ between candidates as a trained model's do, and not by rounding alone: the action's
 embedding is as large as the late residual stream, metres weigh as much as the gripper, and every head looks at the

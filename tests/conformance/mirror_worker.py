@@ -3,6 +3,7 @@
 Every action row holds, in this order: the state, the mean pixel value of each camera in the order of --cameras (-1
 where absent; a PNG or JPEG counts as 1000 plus its first byte), and the length of the instruction; then zeros, and in
 the last column the row's number. So a client can check that its images, state and text arrived under the right names.
+With a tail the last but one column holds the number of the tail's first row, and the report says what was asked.
 The instruction steers it: `slow MS` takes longer, `fail` fails the RPC, `item-error` is a typed error.
 """
 
@@ -48,6 +49,7 @@ class MirrorWorker(worker_pb2_grpc.WorkerServicer):
             action_dim=a.action_dim,
             horizon=a.horizon,
             dt_s=0.02,
+            rtc=a.rtc,
             t_sync=[
                 worker_pb2.BucketTime(batch=batch, median_ms=a.says_ms, p99_ms=2 * a.says_ms) for batch in (1, 2, 4, 8)
             ],
@@ -68,6 +70,9 @@ class MirrorWorker(worker_pb2_grpc.WorkerServicer):
                 result.error.next_step = "send a whole image"
             else:
                 result.actions.CopyFrom(to_tensor(self.actions(item)))
+                if item.rtc.HasField("tail"):
+                    asked = {"delay": item.rtc.delay, "prefix_end": item.rtc.prefix_end}
+                    result.rtc.CopyFrom(worker_pb2.RtcApplied(mode="guided", schedule="exp", path="batched", **asked))
             results.append(result)
         total = 1e3 * (time.monotonic() - began)
         return worker_pb2.InferResponse(results=results, engine_ms=total, total_ms=total, bucket=1, revision="m1")
@@ -79,6 +84,9 @@ class MirrorWorker(worker_pb2_grpc.WorkerServicer):
         row = (row + [0.0] * self.arguments.action_dim)[: self.arguments.action_dim]
         actions = np.tile(np.asarray(row, np.float32), (self.arguments.horizon, 1))
         actions[:, -1] = np.arange(self.arguments.horizon)
+        if item.rtc.HasField("tail"):
+            tail = item.rtc.tail
+            actions[:, -2] = np.frombuffer(tail.data, tail.dtype).reshape(tuple(tail.shape))[0, -1]
         return actions
 
 
@@ -91,6 +99,7 @@ async def main() -> None:
     parser.add_argument("--state-dim", type=int, default=8)
     parser.add_argument("--action-dim", type=int, default=16)
     parser.add_argument("--horizon", type=int, default=10)
+    parser.add_argument("--rtc", default="", help="guided: observations may carry a tail")
     parser.add_argument("--says-ms", type=float, default=2.0, help="what it says that a batch takes")
     arguments = parser.parse_args()
     server = grpc.aio.server(options=SERVER_OPTIONS)

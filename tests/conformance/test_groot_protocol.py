@@ -16,7 +16,8 @@ from hypothesis.extra import numpy as hnp
 from taktline_gateway.access.keys import new_key
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot, npy_array
 from taktline_gateway.compat.groot_observations import joined_keys, joined_mapping, mapping_of, rows_of
-from taktline_protocol import TaktlineError
+from taktline_gateway.compat.groot_options import rtc_of
+from taktline_protocol import Array, TaktlineError
 from taktline_protocol.deployment import ClientMapping
 from taktline_protocol.limits import Limits
 
@@ -36,7 +37,7 @@ def served(shared_fleet):
     shared_fleet.port = free_port()
     shared_fleet.route(
         "pick",
-        shared_fleet.worker("pick", cameras="ego_view,wrist"),
+        shared_fleet.worker("pick", cameras="ego_view,wrist", rtc="guided"),
         control_budget_ms=20_000,
         clients={"groot": MAPPING},
     )
@@ -66,6 +67,57 @@ def test_all_endpoints(served, documented_client, generation):
     assert batch["shape"] == [3, 10, 6]
     assert batch["first"] == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
     assert len(set(answers["batch"]["info"]["request_id"])) == 3
+
+
+def test_options_are_obeyed_or_refused(fleet, documented_client):
+    """They were ignored: a robot that asked for real-time chunking got chunks that began anew, and was not told."""
+    port = free_port()
+    address = fleet.worker("pick", cameras="ego_view,wrist", action_dim=8, rtc="guided")
+    fleet.route("pick", address, clients={"groot": MAPPING}, control_budget_ms=20_000)
+    fleet.start("--groot-listen", f"127.0.0.1:{port}")
+    fleet.wait_ready("pick")
+    said = documented_client.run("groot_protocol.py", "options", str(port), "npy")
+    applied = {"mode": "guided", "delay": 2, "prefix_end": 6, "schedule": "exp", "path": "batched"}
+    assert said["first"][0] == [None, None], "there is no last chunk to continue, and it says so"
+    rows, tails = said["next"]
+    assert rows == [applied, applied]
+    assert tails == [4.0, 4.0], "the tail is the last 6 of 10 actions"
+    assert not said["plain"]
+    assert said["after a reset"] == [None, None]
+    codes = ["invalid_body", "invalid_body", "rtc_invalid", "invalid_body", "invalid_body"]
+    for code, text in zip(codes, said["refused"], strict=True):
+        assert text.startswith(f"Server error: {code}: "), text
+    assert "checkpoint" in said["refused"][0]
+
+
+CHUNK = Array.from_numpy(np.arange(20, dtype=np.float32).reshape(10, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rtc_frozen_steps": 2},
+        {"rtc_overlap_steps": 11},
+        {"rtc_overlap_steps": -1},
+        {"rtc_overlap_steps": 4.0},
+        {"rtc_overlap_steps": True},
+        {"rtc_overlap_steps": 4, "rtc_frozen_steps": 5},
+        {"rtc_overlap_steps": 4, "action_horizon": 16},
+        {1: 2},
+        "text",
+    ],
+)
+def test_options_that_cannot_be_obeyed(options):
+    with pytest.raises(TaktlineError):
+        rtc_of(options, CHUNK)
+
+
+def test_options_that_ask_for_nothing():
+    assert rtc_of(None, CHUNK) is rtc_of({}, CHUNK) is rtc_of({"rtc_overlap_steps": 0}, CHUNK) is None
+    assert rtc_of({"rtc_overlap_steps": 4}, None) is None
+    found = rtc_of({"rtc_overlap_steps": 4, "rtc_frozen_steps": None}, CHUNK)
+    assert (found.delay, found.prefix_end) == (None, 4)
+    assert found.tail.to_numpy().tolist() == CHUNK.to_numpy()[6:].tolist()
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

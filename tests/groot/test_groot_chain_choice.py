@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from taktline_kernels.selector import KernelSelector
 from taktline_worker.models.groot import runner
 from taktline_worker.models.groot.synthetic import PUBLISHED
+from taktline_worker.profiling.kernels import selecting_by
 
 few_tokens = pytest.importorskip("taktline_kernels.cuda.few_tokens")
 
@@ -44,3 +46,13 @@ def test_a_row_that_the_chain_does_not_take_is_named_once(
     named = [one.getMessage() for one in caplog.records]
     assert len(named) == (not taken)
     assert all(f"{tokens} action tokens" in one and f"{keys} keys" in one for one in named)
+
+
+def test_what_computes_the_head_is_explained(kit: Any) -> None:
+    selector = KernelSelector()
+    _, rows = kit.case("case_b1")
+    with selecting_by(selector):
+        kit.runner().run(rows)
+    ((shape, choice),) = [(shape, choice) for op, shape, _, choice in selector.explain() if op == "head"]
+    assert shape.startswith("batch=1 tokens=")
+    assert (choice.kernel, choice.reason) == ("blocks", "the kernel chain is for one row, in bf16 on Hopper")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from taktline_kernels import selector as selector_module
 from taktline_kernels.gpu_table import GPU_KERNELS
-from taktline_kernels.ops.dispatch import REGISTRY, Op
-from taktline_kernels.selector import KernelSelector, parse_table
+from taktline_kernels.ops.dispatch import REGISTRY, Op, one_kernel
+from taktline_kernels.selector import NO_TABLE, KernelSelector, parse_table
 
 TABLE = """
 [[rule]]
@@ -49,12 +50,57 @@ def test_unknown_op_falls_back_and_says_so_once(h200: KernelSelector, caplog: py
     assert len(caplog.records) == 1
 
 
-def test_unknown_gpu_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_gpu_runs_defaults_and_says_which(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """References where there are any, else kernels that any GPU has; the log says both, `explain` each."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
+    monkeypatch.setattr(selector_module, "_shared_bytes", lambda device: 99 << 10)
+    selector, gpu = KernelSelector(), torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING):
-        choice = KernelSelector().choose("linear", {"m": 1}, torch.bfloat16, torch.device("cuda", 0))
-    assert choice.kernel == "torch"
-    assert "no kernel table for this GPU" in caplog.records[0].message
+        assert selector.choose("linear", {"m": 1}, torch.bfloat16, gpu).kernel == "torch"
+        attention = {"batch": 1, "rows": 8, "cache": 9, "heads": 8, "head_dim": 256, "dense": 1}
+        shapes = {"attention_cached": attention, "linear_geglu": {"m": 900, "n": 256, "k": 64}}
+        for op in GPU_KERNELS:
+            choice = selector.choose(op, shapes.get(op, {"m": 1, "n": 8, "k": 8}), torch.bfloat16, gpu)
+            assert choice.kernel in ("triton", "cublas", "cublaslt", "separate"), "no kernel that is for Hopper alone"
+            assert "Imaginary 9000" in choice.reason or "one kernel" in choice.reason
+    assert [record.message for record in caplog.records] == [NO_TABLE]
+    assert "those that exist on a GPU only" in NO_TABLE
+    told = {op: choice for op, _, _, choice in selector.explain()}
+    assert told["attention_cached"].config == {"block_n": 32}, "a small GPU's blocks, as they are launched"
+    assert told["rope_cache"].kernel == "triton"
+
+
+def test_a_rule_whose_kernel_is_not_written_for_a_call_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `explain` names is what runs: the selector knows what a kernel takes, and nobody decides after it."""
+    table = """
+[[rule]]
+op = "linear_geglu"
+kernel = "hopper"
+bounds = { m = [300, 1000] }
+
+[[rule]]
+op = "attention_cached"
+kernel = "hopper"
+
+[[rule]]
+op = "attention_cached"
+kernel = "triton"
+config = { block_m = 64 }
+"""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    selector, gpu = KernelSelector({"h200": parse_table(table)}), torch.device("cuda", 0)
+    fits = {"m": 768, "n": 16384, "k": 2048}
+    assert selector.choose("linear_geglu", fits, torch.bfloat16, gpu).kernel == "hopper"
+    for other in ({"n": 16384 + 64}, {"k": 2048 + 32}):
+        assert selector.choose("linear_geglu", {**fits, **other}, torch.bfloat16, gpu).kernel == "cublas"
+    shape = {"batch": 1, "rows": 800, "cache": 900, "heads": 8, "head_dim": 256, "dense": 1}
+    assert selector.choose("attention_cached", shape, torch.bfloat16, gpu).kernel == "hopper"
+    for other in ({"heads": 4}, {"head_dim": 128}, {"dense": 0}):
+        choice = selector.choose("attention_cached", {**shape, **other}, torch.bfloat16, gpu)
+        assert (choice.kernel, dict(choice.config)) == ("triton", {"block_m": 64})
+    assert selector.choose("attention_cached", shape, torch.float32, gpu).kernel == "triton"
 
 
 def test_cpu_runs_the_reference() -> None:
@@ -113,5 +159,40 @@ def test_missing_module_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         dtype, device, requires_grad = torch.float32, torch.device("cuda", 0), False
 
     with caplog.at_level(logging.WARNING):
-        assert op.run({"m": 1}, Like(), 1) == 2
+        for _ in range(2):
+            assert op.run({"m": 1}, Like(), 1) == 2
+    assert len(caplog.records) == 1
     assert "cannot be loaded" in caplog.records[0].message
+    ((_, _, _, told),) = selector.explain()
+    assert told.kernel == "torch", "what runs, not what the table wanted"
+    assert "kernel gone cannot be loaded" in told.reason
+
+
+def test_operations_with_one_kernel_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = KernelSelector()
+    monkeypatch.setattr("taktline_kernels.ops.dispatch.default_selector", lambda: selector)
+
+    def rope_cache(x: torch.Tensor, *, suffix: bool) -> float:
+        return float(x.sum()) + suffix
+
+    assert one_kernel(rope_cache)(torch.ones(2, 3), suffix=True) == 7.0
+    ((op, shape, _, _),) = selector.explain()
+    assert (op, shape) == ("rope_cache", "rows=2 width=3")
+
+
+def test_every_operation_of_a_gpu_is_in_the_selectors_list() -> None:
+    pytest.importorskip("triton")
+    from taktline_kernels import gpu
+
+    helpers = {"CACHE_MARGIN", "ByteWeight", "Fp8Rows", "byte_weight", "pack_gate_up", "quantise_weight"}
+    asks_as = {
+        "linear": "product",
+        "linear_add_layer_norm": "product_add_layer_norm",
+        "linear_bytes": "byte_product",
+        "linear_geglu_bytes": "byte_product",
+        "attention_cached_fp8": "attention_cached",
+        "layer_norm": "stream_layer_norm",
+        "linear_add_rms_norm": "linear_add_rms_norm",
+    }
+    for name in set(gpu.__all__) - helpers:
+        assert asks_as.get(name, name) in {**GPU_KERNELS, **REGISTRY}, name

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from taktline_kernels.selector import KernelSelector
 from taktline_worker.models.minicpm_robot.synthetic import PUBLISHED
+from taktline_worker.profiling.kernels import selecting_by
 
 kernels = pytest.importorskip("taktline_kernels.cuda.action_block")
 chains = pytest.importorskip("taktline_worker.models.minicpm_robot.head_chain")
@@ -40,3 +43,12 @@ def test_a_row_that_the_chain_does_not_hold_is_named_once(
     named = [one.getMessage() for one in caplog.records]
     assert len(named) == (rows == 1 and not covered)
     assert all(f"{slots} slots" in one for one in named)
+
+
+def test_what_computes_the_head_is_explained(kit: Any, folder: Path) -> None:
+    selector = KernelSelector()
+    with selecting_by(selector):
+        kit.runner(folder).run([kit.row(1, 5, 1, seed=6)])
+    ((shape, choice),) = [(shape, choice) for op, shape, _, choice in selector.explain() if op == "head"]
+    assert shape.startswith("batch=1 tokens=")
+    assert (choice.kernel, choice.reason) == ("blocks", "the kernel chain is for one row, in bf16 on Hopper")

@@ -21,6 +21,7 @@ GPU_KERNELS: dict[str, tuple[str, ...]] = {
     "linear_geglu": ("hopper", "cublas"),
     "linear_gelu": ("cublaslt",),
     "linear_swiglu": ("hopper", "cublas"),
+    "patches": ("triton",),
     "product": ("cublaslt", "hopper", "cublas"),
     "product_add_layer_norm": ("hopper", "separate"),
     "quantise_rows": ("triton",),

@@ -128,6 +128,32 @@ def talk(port, generation):
     }
 
 
+def options(port, generation):
+    client = Client(port, generation)
+    asked = {"rtc_overlap_steps": 6, "rtc_frozen_steps": 2, "action_horizon": 10}
+    said = {}
+    for name in ("first", "next"):
+        action, info = client.get_action(nested(2), asked)
+        said[name] = [info["rtc"], action["hand"][:, 0, 0].tolist()]
+    said["plain"] = "rtc" in client.get_action(nested(2))[1]
+    client.call("reset", {"options": None})
+    said["after a reset"] = client.get_action(nested(2), asked)[1]["rtc"]
+    said["refused"] = []
+    for endpoint, sent in (
+        ("get_action", asked | {"rtc_ramp_rate": 6.0}),
+        ("get_action", {"denoising_steps": 8}),
+        ("get_action", asked | {"rtc_overlap_steps": 11}),
+        ("get_action", [1]),
+        ("reset", {"episode_index": 3}),
+    ):
+        try:
+            client.call(endpoint, {"observation": nested(2), "options": sent})
+            said["refused"].append(None)
+        except RuntimeError as error:
+            said["refused"].append(str(error))
+    return said
+
+
 def errors(port, generation):
     client = Client(port, generation)
     two_frames = nested()

@@ -11,9 +11,10 @@ import logging
 from collections import OrderedDict
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
-from taktline_protocol import ErrorCode, TaktlineError
+from taktline_protocol import Array, ErrorCode, TaktlineError
 
 from taktline_gateway.access.keys import PortToken
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot
@@ -27,6 +28,7 @@ from taktline_gateway.compat.groot_observations import (
     modality_config,
     rows_of,
 )
+from taktline_gateway.compat.groot_options import check_no_options, rtc_of
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import (
@@ -57,6 +59,8 @@ class _Client:
     generation: Generation = Generation.MSGPACK_NUMPY
     conversations: list[Conversation] = dataclasses.field(default_factory=list)
     """One for each place in its batch."""
+    last: list[Array] = dataclasses.field(default_factory=list)
+    """The chunk that each of those got last in this episode."""
     answering: asyncio.Task[None] | None = None
 
 
@@ -184,6 +188,8 @@ class GrootListener:
             case "ping":
                 return {"status": "ok", "message": "Server is running"}
             case "reset":
+                check_no_options(data.get("options"))
+                client.last = []
                 for conversation in client.conversations:
                     conversation.begin_episode()
                 return {}
@@ -192,16 +198,18 @@ class GrootListener:
                 mapping = joined_mapping(self._service.mapping(policy, "groot"))
                 return modality_config(self._service.info(policy), mapping)
             case "get_action":
-                return await self._get_action(client, data.get("observation"))
+                return await self._get_action(client, data.get("observation"), data.get("options"))
             case _:
                 return {"error": f"Unknown endpoint: {str(endpoint)[:64]}"}
 
-    async def _get_action(self, client: _Client, observation: Any) -> list[dict[str, Any]]:
+    async def _get_action(self, client: _Client, observation: Any, options: Any) -> list[dict[str, Any]]:
         policy = await self._ready(client)
         rows = rows_of(joined_keys(observation))
         mapping = joined_mapping(self._service.mapping(policy, "groot"))
         info = self._service.info(policy)
         reads = [read_observation(row, mapping_of(row, mapping), info, "groot") for row in rows]
+        lasts = client.last if len(client.last) == len(reads) else [None] * len(reads)
+        tails = [rtc_of(options, last) for last in lasts]
         while len(client.conversations) < len(reads):
             caller = client.caller
             if len(reads) > 1:
@@ -213,7 +221,8 @@ class GrootListener:
                 conversation.caller, api_key=client.caller.api_key, principal=client.caller.principal
             )
         acting = [
-            asyncio.ensure_future(talk.act(read)) for talk, read in zip(client.conversations, reads, strict=False)
+            asyncio.ensure_future(talk.act(read, rtc=tail))
+            for talk, read, tail in zip(client.conversations, reads, tails, strict=False)
         ]
         try:
             chunks = await asyncio.gather(*acting)
@@ -225,6 +234,9 @@ class GrootListener:
             "revision": [chunk.revision for chunk in chunks],
             "margin_ms": [chunk.margin_ms for chunk in chunks],
         }
+        client.last = [chunk.actions for chunk in chunks]
+        if options:
+            facts["rtc"] = [None if chunk.rtc is None else msgspec.to_builtins(chunk.rtc) for chunk in chunks]
         if any(chunk.degraded for chunk in chunks):
             facts["degraded"] = [degraded_of(chunk) for chunk in chunks]
         return [action_map(chunks, mapping, flat=is_flat(observation)), facts]

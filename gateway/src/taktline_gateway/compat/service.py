@@ -13,6 +13,7 @@ import msgspec
 from taktline_protocol import ActionChunk, ErrorCode, Observation, PolicyInfo, TaktlineError
 from taktline_protocol.deployment import ClientMapping, ClientProtocol
 from taktline_protocol.limits import Limits
+from taktline_protocol.messages import Rtc
 
 from taktline_gateway.access.rights import OPEN, Principal
 from taktline_gateway.compat.deadlines import (
@@ -147,6 +148,7 @@ class Conversation:
         *,
         budget_ms: float | None = None,
         seed: int | None = None,
+        rtc: Rtc | None = None,
         checked: bool = False,
         info: PolicyInfo | None = None,
         mapping: ClientMapping | None = None,
@@ -155,6 +157,7 @@ class Conversation:
 
         Args:
             budget_ms: None infers it.
+            rtc: the rest of the robot's last chunk, where its protocol can say it.
             checked: it would pass `check_observation`.
             info, mapping: the policy's, where they are at hand.
         """
@@ -171,6 +174,7 @@ class Conversation:
             state=read.state,
             instruction=read.instruction,
             seed=seed,
+            rtc=rtc,
         )
         chunk = await self.service.submit(self.caller, self.policy, observation, checked=checked)
         self._rows = chunk.actions.shape[0] if chunk.plan is None else 0

@@ -75,7 +75,11 @@ _R = TypeVar("_R")
 
 
 def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """An operation with one kernel, which the selector is asked for all the same: `explain` lists it as any other."""
+    """An operation with one kernel, which the selector is asked for all the same: `explain` lists it as any other.
+
+    Args:
+        function: named as the operation; its first argument is the tensor that the operation is about.
+    """
 
     @functools.wraps(function)
     def run(*args: _P.args, **settings: _P.kwargs) -> _R:

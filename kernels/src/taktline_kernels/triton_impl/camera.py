@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from taktline_kernels.ops.dispatch import one_kernel
 from taktline_kernels.triton_impl.launch import launch, power_of_two
 
 
@@ -95,6 +96,7 @@ def _patches_kernel(
             tl.store(target + channel * PATCH * PATCH, value, mask=inside)
 
 
+@one_kernel
 def patches(
     frames: Tensor,
     offsets: Tensor,

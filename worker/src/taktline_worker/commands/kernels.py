@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,8 @@ from taktline_worker.commands.options import (
     PromptOption,
     QuantisationOption,
     ViewsOption,
+    check_place,
+    check_quantisation,
     open_profile,
     progress,
     read_batches,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from taktline_worker.profiling.kernels import Recorded
     from taktline_worker.profiling.rehearsal import Rehearsed
+    from taktline_worker.profiling.subject import Request
     from taktline_worker.profiling.tuning import Tuned
 
 app = typer.Typer(help="Look at and measure the kernels of an engine.", no_args_is_help=True)
@@ -78,7 +81,12 @@ def explain(
 @app.command()
 def tune(
     policies: Annotated[
-        list[str], typer.Argument(metavar="POLICY...", help="As for the other commands; several make one table.")
+        list[str],
+        typer.Argument(
+            metavar="POLICY...",
+            help="As for the other commands; several make one table. `shipped` is all that the shipped tables are"
+            " measured on, shipped:pi05 a part of it (pi05, pi0, groot, minicpm, cosmos3, planner).",
+        ),
     ],
     batches: Annotated[str, typer.Option("--batches", help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32",
     precision: PrecisionOption = "",
@@ -122,22 +130,15 @@ def tune(
 
     gpu = torch.cuda.get_device_name()
     path = out or Path(f"{gpu.lower().replace('nvidia', '').strip().replace(' ', '-')}.toml")
-    wanted = tuning_run.Wanted(
-        policies=tuple(policies),
-        batches=read_batches(batches),
-        precision=precision,
-        quantisation=quantisation,
-        views=read_batches(views, "cameras", "--views"),
-        prompt_tokens=read_batches(prompt_tokens, "prompt tokens", "--prompt-tokens"),
-        layers=layers,
-        ops=tuple(name.strip() for name in ops.split(",") if name.strip()),
-        runs=runs,
-        grids=grids,
-        complete=complete,
-        limit_s=limit_s,
-    )
+    requests = [
+        request
+        for policy in policies
+        for request in _requests(policy, batches, precision, quantisation, views, prompt_tokens, layers)
+    ]
+    wanted = tuple(name.strip() for name in ops.split(",") if name.strip())
+    settings = tuning_run.Settings(wanted, runs, grids, complete, limit_s)
     with progress() as say:
-        results = tuning_run.run(wanted, path, say)
+        results = tuning_run.run(requests, settings, path, say)
     if as_json:
         import json
 
@@ -145,6 +146,35 @@ def tune(
     else:
         _print_tuned(results)
         typer.echo(f"written: {path}; use it with TAKTLINE_KERNEL_TABLE={path}")
+
+
+def _requests(
+    policy: str, batches: str, precision: str, quantisation: str, views: str, prompt_tokens: str, layers: int
+) -> Iterator[Request]:
+    """What `tune` is asked to measure of one policy."""
+    import itertools
+
+    from taktline_worker.profiling.subject import Request, check_batches
+    from taktline_worker.profiling.tuning_plan import SHIPPED, planned
+
+    check_place("cuda", precision)
+    if policy.partition(":")[0] == SHIPPED:
+        yield from planned(policy)
+        return
+    cameras = read_batches(views, "cameras", "--views")
+    prompts = read_batches(prompt_tokens, "prompt tokens", "--prompt-tokens")
+    sizes = check_batches(read_batches(batches))
+    for count, tokens in itertools.product(cameras, prompts):
+        yield Request(
+            policy,
+            sizes,
+            "cuda",
+            precision,
+            count,
+            tokens,
+            quantisation=check_quantisation(quantisation),
+            layers=layers,
+        )
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -59,6 +59,15 @@ def check_place(device: str, precision: str) -> None:
         raise typer.BadParameter(f"{precision!r} is no precision; write fp32, bf16 or fp8", param_hint="--precision")
 
 
+def check_quantisation(quantisation: str) -> Literal["", "fp8", "int8"]:
+    """The format of stored weights. Raises typer.BadParameter for one that there is not."""
+    formats: dict[str, Literal["", "fp8", "int8"]] = {"": "", "fp8": "fp8", "int8": "int8"}
+    if quantisation not in formats:
+        text = f"{quantisation!r} is no format of weights; write fp8 or int8"
+        raise typer.BadParameter(text, param_hint="--quantisation")
+    return formats[quantisation]
+
+
 def open_profile(
     policy: str,
     batches: tuple[int, ...],
@@ -73,10 +82,7 @@ def open_profile(
 ) -> Profile:
     """The policy, loaded; torch is imported here. Raises TaktlineError where it is refused."""
     check_place(device, precision)
-    if quantisation not in ("", "fp8", "int8"):
-        raise typer.BadParameter(
-            f"{quantisation!r} is no format of weights; write fp8 or int8", param_hint="--quantisation"
-        )
+    stored = check_quantisation(quantisation)
     let_others_run()  # as a worker does: what is measured here is what it will take
     from taktline_worker.profiling.subject import Request, check_batches, open_subject
 
@@ -90,7 +96,7 @@ def open_profile(
             prompt_tokens=prompt_tokens,
             solver_steps=steps,
             action_horizon=horizon,
-            quantisation=quantisation,  # type: ignore[arg-type]  # checked above
+            quantisation=stored,
             statistics=statistics,
         )
     )

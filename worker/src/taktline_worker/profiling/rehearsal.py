@@ -8,6 +8,7 @@ device finds, a stop for the device) is a finding with the line that does it.
 
 from __future__ import annotations
 
+import importlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from taktline_worker import branches, graph_capture
 from taktline_worker.profiling.kernels import packaged_table, selecting_by
-from taktline_worker.profiling.subject import Request
+from taktline_worker.profiling.subject import RANDOM_POLICIES, Request
 
 _aten = torch.ops.aten
 # Operations whose result's size only the device knows: PyTorch stops and reads it.
@@ -297,69 +298,24 @@ def _pi(policy: str, precision: str, batches: tuple[int, ...]) -> None:
         make_runner(weights, architecture, plan, batches, precision, guidance)
 
 
-def _groot(policy: str, precision: str, batches: tuple[int, ...]) -> None:
-    from taktline_worker.models.groot import synthetic
-
-    a = synthetic.PUBLISHED
-    vision = replace(a.vision, depth=3, deepstack=(0, 1, 2))
-    head = replace(a.head, layers=4, vl_layers=1, solver_steps=2)
-    small = replace(a, vision=vision, text=replace(a.text, layers=4), head=head)
-    with mock.patch.object(synthetic, "PUBLISHED", small):
-        synthetic.random_profile(policy, Request(f"random:{policy}", batches), _DEVICE, precision)
-
-
-def _minicpm(policy: str, precision: str, batches: tuple[int, ...]) -> None:
-    from taktline_worker.models.minicpm_robot import synthetic
-
-    a = synthetic.PUBLISHED
-    vision = replace(a.vision, depth=4, insert=1)
-    small = replace(a, vision=vision, text=replace(a.text, layers=4, full=(3,)), head=replace(a.head, layers=4))
-    with mock.patch.object(synthetic, "PUBLISHED", small):
-        synthetic.random_profile(policy, Request(f"random:{policy}", batches), _DEVICE, precision)
-
-
-def _cosmos3(policy: str, precision: str, batches: tuple[int, ...]) -> None:
-    from taktline_worker.models.cosmos3 import synthetic
-
-    a, settings = synthetic.POLICIES[policy]
-    small = {policy: (replace(a, layers=2), replace(settings, steps=2))}
-    with mock.patch.dict(synthetic.POLICIES, small):
-        synthetic.random_profile(policy, Request(f"random:{policy}", batches), _DEVICE, precision)
+def _random(policy: str, precision: str, batches: tuple[int, ...]) -> None:
+    module = importlib.import_module(RANDOM_POLICIES[policy])
+    layers = {"gr00t-n1.7": 3, "minicpm-robot": 4}.get(policy, 2)  # some of each kind
+    module.random_profile(policy, Request(f"random:{policy}", batches, layers=layers), _DEVICE, precision)
 
 
 def _planner(policy: str, precision: str, batches: tuple[int, ...]) -> None:
-    from taktline_worker.models.vjepa2_ac import config, weights
-    from taktline_worker.models.vjepa2_ac.runner import VJepa2World
-
-    del policy, batches
-    a = config.VJepa2Architecture(
-        image_size=256,
-        patch_size=16,
-        encoder_width=1408,
-        encoder_depth=2,
-        encoder_heads=22,
-        encoder_mlp=6144,
-        width=1024,
-        depth=2,
-        heads=16,
-        mlp=4096,
-    )
-    towers = [
-        {name: torch.randn(shape, device=_DEVICE) for name, shape in shapes(a).items()}
-        for shapes in (config.expected_encoder_shapes, config.expected_predictor_shapes)
-    ]
-    checkpoint = weights.CheckpointFile(Path("random"), towers[0], towers[1], a)
-    packed = weights.pack_weights(checkpoint, weights.BF16, _DEVICE)
-    VJepa2World(packed, a, 100, 2, quantised=precision == "fp8").capture()
+    del batches
+    _random(policy, precision, (100,))
 
 
 POLICIES: dict[str, Callable[[str, str, tuple[int, ...]], None]] = {
     "pi05": _pi,
     "pi0": _pi,
-    "gr00t-n1.7": _groot,
-    "minicpm-robot": _minicpm,
-    "cosmos3-nano": _cosmos3,
-    "cosmos3-edge": _cosmos3,
+    "gr00t-n1.7": _random,
+    "minicpm-robot": _random,
+    "cosmos3-nano": _random,
+    "cosmos3-edge": _random,
     "vjepa2-ac": _planner,
 }
 """Policy -> what prepares it for the pretended GPU: (policy, precision, batches)."""

@@ -25,6 +25,7 @@ RANDOM_POLICIES = {
     "cosmos3-nano-paper": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-edge": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-edge-paper": "taktline_worker.models.cosmos3.synthetic",
+    "vjepa2-ac": "taktline_worker.models.vjepa2_ac.synthetic",
 }
 """Published size with random weights -> the module whose `random_profile` makes it."""
 

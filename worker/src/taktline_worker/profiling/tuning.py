@@ -23,7 +23,6 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.profiling.kernels import Key, Recorded, implementations, key_of, selecting_by
 
 Call = Callable[[], Any]
-Say = Callable[[str], None]
 
 # Relative L2 distance from the choice of now that a candidate may have, by dtype: twice a rounding of its inputs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -73,12 +72,10 @@ class Group:
     """One request of a policy.
 
     Attributes:
-        label: what it is, for the log.
         phases: by name, each a call over the whole of it.
         calls: the kinds of calls in it.
     """
 
-    label: str
     phases: Mapping[str, Call]
     calls: Sequence[Recorded]
 
@@ -132,8 +129,9 @@ class Tuned:
         others = [each for each in self.candidates[1:] if each.us is not None]
         text = f"{self.best.us:.2f} us alone" if self.best.us is not None else "not measured alone"
         text += "".join(f", {each.label} {each.us:.2f}" for each in others[:2]) or ", nothing else ran"
-        for trial in self.trials:
-            text += f"; {trial.phase} {trial.ms:.3f} ms with {trial.label}, {trial.now_ms:.3f} before"
+        if self.trials:
+            tried = min(self.trials, key=lambda trial: trial.ms)
+            text += f"; {tried.phase} {tried.ms:.3f} ms with {tried.label}, {tried.now_ms:.3f} before"
         return text
 
 
@@ -161,9 +159,9 @@ class Tuner:
     """
 
     def __init__(
-        self, selector: KernelSelector, clock: Clock, say: Say, known: Sequence[Rule] = (), *, grids: bool = True
+        self, selector: KernelSelector, clock: Clock, known: Sequence[Rule] = (), *, grids: bool = True
     ) -> None:
-        self._selector, self._clock, self._say = selector, clock, say
+        self._selector, self._clock = selector, clock
         self._known, self._grids = (*known, *_shipped_rules()), grids
         self._found: dict[Key, Choice] = {}
         self.results: list[Tuned] = []
@@ -184,7 +182,6 @@ class Tuner:
                 self._found[call.key] = Choice(found.best.kernel, "measured", found.best.config)
                 self.results.append(found)
                 call.again = None  # what it holds is as large as the request
-                self._say(f"{group.label}: {call.text}: {found.best.label}: {found.figures}")
                 yield found
 
     def candidates(self, call: Recorded) -> list[Candidate]:

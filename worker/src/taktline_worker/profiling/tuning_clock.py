@@ -14,7 +14,7 @@ Call = Callable[[], Any]
 
 _CACHE_FLOATS = 24 << 20
 """That are read between two calls: more than the L2 of any GPU that is served on holds."""
-_GRAPH_US = 600.0
+_GRAPH_US = 400.0
 _MOST_CALLS = 16
 _HOPELESS = 1.3
 

@@ -14,7 +14,7 @@ from taktline_kernels.selector import Choice, Rule, covering
 from taktline_worker.profiling.kernels import Recorded, implementations
 from taktline_worker.profiling.tuning import WORTH, Candidate, Tuned, together
 
-_MOST_FIGURES = 4
+_MOST_FIGURES = 3
 _ANY_ROWS = (1, 10_000_000)
 
 
@@ -64,14 +64,17 @@ def text_of(rules: Iterable[Rule], gpu: str, subjects: Sequence[str]) -> str:
     """The table as TOML.
 
     Args:
-        gpu: device name, for the heading.
-        subjects: what was measured, for the heading.
+        gpu: device name.
+        subjects: what was measured, in words.
     """
-    day = time.strftime("%Y-%m-%d")
     lines = [
-        f"# Kernel table of {gpu}: the first rule that covers a call decides.",
-        f"# Written by `taktline kernels tune` on {day} with torch {torch.__version__}. Measured on:",
-        *(f"# {subject}" for subject in subjects),
+        "# Written by `taktline kernels tune`: the first rule that covers a call decides.",
+        f'gpu = "{gpu}"',
+        f'date = "{time.strftime("%Y-%m-%d")}"',
+        f'torch = "{torch.__version__}"',
+        "measured_on = [",
+        *(f'  "{subject}",' for subject in subjects),
+        "]",
     ]
     for rule in rules:
         lines += ["", "[[rule]]", f'op = "{rule.op}"', f'kernel = "{rule.kernel}"']

@@ -133,6 +133,8 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     if request.views or request.action_horizon:
         raise _refused("views and horizon of this family are its request's", "leave --views and --horizon out")
     a, settings = POLICIES[name]
+    if request.layers:
+        a, settings = replace(a, layers=request.layers), replace(settings, steps=2)
     if request.solver_steps:
         settings = replace(settings, steps=request.solver_steps)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16

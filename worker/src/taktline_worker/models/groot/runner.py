@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from taktline_kernels.selector import Choice, default_selector
 from torch import Tensor
 
 from taktline_worker.branches import Branch
@@ -133,7 +134,13 @@ class GrootRunner:
         x, strength = batch.start.to(weights.dtype), batch.strength.to(weights.dtype)
         dt = 1.0 / a.head.solver_steps
         chain = self._chain
-        if chain is not None and rows is not None and observer is None and chain.takes(1 + x.shape[1], seen):
+        if rows is None or observer is not None or chain is None or not chain.takes(1 + x.shape[1], seen):
+            chain = None
+        limit = "one row, in bf16 on Hopper"
+        shape = {"batch": len(x), "tokens": 1 + x.shape[1]}
+        choice = Choice("blocks", f"the kernel chain is for {limit}") if chain is None else Choice("chain", limit)
+        default_selector().note("head", shape, weights.dtype, x.device, choice)
+        if chain is not None and rows is not None:
             for step in range(a.head.solver_steps):
                 x = chain(batch.embodiments[0], x, strength, rows, step, seen, dt)
             return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,6 +94,16 @@ def random_tensors(a: GrootArchitecture, device: torch.device, seed: int = 0) ->
     return {name: made(name, shape) for name, shape in expected_shapes(a).items()}
 
 
+def _of_layers(a: GrootArchitecture, layers: int) -> GrootArchitecture:
+    """The same with so many layers a tower, three of vision's feeding the text at least; 0 changes nothing."""
+    if not layers:
+        return a
+    depth = max(3, layers)
+    vision = replace(a.vision, depth=depth, deepstack=(depth - 3, depth - 2, depth - 1))
+    head = replace(a.head, layers=2 * -(-layers // 2), vl_layers=min(layers, a.head.vl_layers), solver_steps=2)
+    return replace(a, vision=vision, text=replace(a.text, layers=max(3, layers)), head=head)
+
+
 def random_row(a: GrootArchitecture, images: int, tokens: int, seed: int = 0) -> GrootRow:
     """A row of `images` square frames and `tokens` tokens in all, the frames' among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,15 +137,15 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     del name
     if precision == "fp8":
         check_device(device)
-    views = request.views or 2
+    views, a = request.views or 2, _of_layers(PUBLISHED, request.layers)
     # The chat's frame takes 5 tokens and each image 2; LIBERO's instructions take about 19.
-    each = (SIDE // PUBLISHED.vision.patch // PUBLISHED.vision.merge) ** 2
+    each = (SIDE // a.vision.patch // a.vision.merge) ** 2
     tokens = 5 + views * (each + 2) + (request.prompt_tokens or 19)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    weights = pack_weights(random_tensors(PUBLISHED, device), PUBLISHED, [0], dtype, device)
+    weights = pack_weights(random_tensors(a, device), a, [0], dtype, device)
     weights = quantise(weights) if precision == "fp8" else weights
-    row = random_row(PUBLISHED, views, tokens)
-    eager = GrootRunner(weights, PUBLISHED)
+    row = random_row(a, views, tokens)
+    eager = GrootRunner(weights, a)
     if device.type != "cuda":
         return GrootProfile(eager, row, precision)
     graphs = GrootGraphs(eager, row, request.batches)

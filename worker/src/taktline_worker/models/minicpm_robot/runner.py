@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from taktline_kernels.selector import Choice, default_selector
 from torch import Tensor
 
 from taktline_worker.branches import Branch
@@ -138,6 +139,9 @@ class MiniCpmRunner:
         states = [bank.state(batch.state[rows])[:, None].repeat(1, horizon, 1) for rows, bank in banks]
         x = batch.noise.to(self.weights.dtype)
         chain = self._chain if self._chain is not None and self._chain.covers(batch.valid) else None
+        limit = "one row, in bf16 on Hopper"
+        choice = Choice("blocks", f"the kernel chain is for {limit}") if chain is None else Choice("chain", limit)
+        default_selector().note("head", {"batch": len(x), "tokens": horizon}, self.weights.dtype, x.device, choice)
         return _Begun(banks, states, x, self._tokens(banks, states, x, 0, chain), chain)
 
     def _tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,6 +102,16 @@ def random_tensors(a: MiniCpmArchitecture, device: torch.device, seed: int = 0) 
     return {name: made(name, shape) for name, shape in expected_shapes(a).items()}
 
 
+def _of_layers(a: MiniCpmArchitecture, layers: int) -> MiniCpmArchitecture:
+    """The same with so many layers a tower, whole fours of the text's and as many of vision; 0 changes nothing."""
+    if not layers:
+        return a
+    text = 4 * -(-layers // 4)
+    vision = replace(a.vision, depth=max(2, layers), insert=min(a.vision.insert, max(2, layers) // 2 - 1))
+    full = tuple(index for index in a.text.full if index < text)
+    return replace(a, vision=vision, text=replace(a.text, layers=text, full=full), head=replace(a.head, layers=layers))
+
+
 def random_row(a: MiniCpmArchitecture, views: int, text: int, seed: int = 0) -> MiniCpmRow:
     """A row of `views` images and `text` tokens beside them and their symbols."""
     generator = torch.Generator().manual_seed(seed)
@@ -124,12 +135,13 @@ def random_profile(name: str, request: Request, device: torch.device, precision:
     del name
     if precision == "fp8":
         check_device(device)
+    a = _of_layers(PUBLISHED, request.layers)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    weights = pack_weights(random_tensors(PUBLISHED, device), PUBLISHED, [0], dtype, device)
+    weights = pack_weights(random_tensors(a, device), a, [0], dtype, device)
     weights = quantise(weights) if precision == "fp8" else weights
     # The template takes about 9 tokens, LIBERO's instructions about 19.
-    row = random_row(PUBLISHED, request.views or 2, request.prompt_tokens or 28)
-    eager = MiniCpmRunner(weights, PUBLISHED, IMAGE_TOKEN)
+    row = random_row(a, request.views or 2, request.prompt_tokens or 28)
+    eager = MiniCpmRunner(weights, a, IMAGE_TOKEN)
     if device.type != "cuda":
         return MiniCpmProfile(eager, row, precision)
     graphs = MiniCpmGraphs(eager, row, request.batches)
