@@ -63,6 +63,13 @@ def test_help_lists_every_command_and_loads_none():
     assert loaded.stdout.strip().endswith("[]")
 
 
+def test_a_planner_is_profiled_by_two_words_as_well():
+    done = taktline("profile", "planner", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "profile-planner" in done.stdout
+    assert "--deadline-ms" in done.stdout
+
+
 def test_the_version_is_an_option_too():
     assert taktline("--version").stdout.strip() == f"taktline {version('taktline')}"
 
