@@ -66,6 +66,17 @@ def test_and_where_its_robots_come_a_millisecond_or_two_off_their_rhythm():
     assert worst > -0.03
 
 
+def test_a_plan_is_kept_to_while_one_who_cannot_be_made_any_more_is_still_queued():
+    """Four come within a millisecond, which is all that a batch of four leaves them: who waits is given up for them."""
+    phases_ms = (0.9, 4.4, 4.4, 5.0, 5.0, 6.5, 11.6, 15.5)
+    arrivals = [
+        ticket(robot, (16.0 * turn + phase + 12.8) / 1e3, at=(16.0 * turn + phase) / 1e3, seq=turn)
+        for turn in range(200)
+        for robot, phase in enumerate(phases_ms)
+    ]
+    assert share(arrivals, table={1: 5.88, 2: 9.25, 4: 11.95, 8: 17.6}, tail=1.0) > 0.47
+
+
 @pytest.mark.parametrize(
     ("arrivals", "options"),
     [

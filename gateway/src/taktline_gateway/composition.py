@@ -93,7 +93,8 @@ def compose(
             dues, now, levels[level], limit, rate_hz, beyond, price_hz, patience_hz=patience_hz, bold=bold
         )
 
-    step = foresees(dues) if bold and not low and not beyond and len(levels) == 1 else None
+    known = beyond == position  # but for the hopeless, whom nobody has refused yet, all are in sight
+    step = foresees(dues) if bold and not low and known and len(levels) == 1 else None
     if step is not None and step.wait_until is not None:
         return Composition(wait_until=step.wait_until)
     start, size, on_time = weighed(0) if step is None else (*step[:2], 0.0)
