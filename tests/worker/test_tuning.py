@@ -227,7 +227,9 @@ def test_rules_that_hold_stay_and_get_figures() -> None:
     assert "m=16: 1.00 us" in rules[0].measured
     assert "m=100" in rules[1].measured
     assert rules[2].measured == "by hand", "not measured in this run"
-    assert [rule.op for rule in merged([result("a", m=8)], base, complete=True)] == ["probe", "probe"]
+    whole = merged([result("a", m=8)], [*base, Rule("probe", "c", "float32")], complete=True)
+    assert [(rule.op, rule.kernel) for rule in whole] == [("probe", "a"), ("probe", "b")]
+    assert whole[1].measured == "for shapes that no measured call has"
 
 
 def test_a_new_winner_goes_before_the_rule_that_it_beats() -> None:

@@ -23,6 +23,7 @@ RANDOM_POLICIES = {
     "minicpm-robot": "taktline_worker.models.minicpm_robot.synthetic",
     "cosmos3-nano": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-nano-paper": "taktline_worker.models.cosmos3.synthetic",
+    "cosmos3-nano-branch": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-edge": "taktline_worker.models.cosmos3.synthetic",
     "cosmos3-edge-paper": "taktline_worker.models.cosmos3.synthetic",
     "vjepa2-ac": "taktline_worker.models.vjepa2_ac.synthetic",

@@ -15,7 +15,6 @@ from taktline_worker.profiling.subject import Request
 SHIPPED = "shipped"
 """Policy argument that stands for all of `PLAN`; followed by a colon and a key, for that part."""
 
-_LAYERS = 4
 _ALL = (1, 2, 4, 8, 16, 32)
 _ENDS = (1, 32)
 
@@ -26,9 +25,10 @@ def _requests(
     views: tuple[int, ...] = (0,),
     prompts: tuple[int, ...] = (0,),
     precision: str = "bf16",
+    layers: int = 4,
 ) -> Iterator[Request]:
     for cameras, tokens in product(views, prompts):
-        yield Request(f"random:{policy}", batches, "cuda", precision, cameras, tokens, layers=_LAYERS)
+        yield Request(f"random:{policy}", batches, "cuda", precision, cameras, tokens, layers=layers)
 
 
 def _pi05() -> Iterator[Request]:
@@ -49,26 +49,31 @@ def _pi0() -> Iterator[Request]:
 
 
 def _groot() -> Iterator[Request]:
-    yield from _requests("gr00t-n1.7", _ALL, (2,))
-    yield from _requests("gr00t-n1.7", (1,), (1, 4))
-    yield from _requests("gr00t-n1.7", (1, 8), (2,), precision="fp8")
+    """Three layers of the text take the vision tower's features and end otherwise than those behind them."""
+    yield from _requests("gr00t-n1.7", _ALL, (2,), layers=6)
+    # Five views are more than the head's chain of kernels holds.
+    yield from _requests("gr00t-n1.7", (1,), (1, 4, 5), layers=6)
+    yield from _requests("gr00t-n1.7", (1, 8), (2,), precision="fp8", layers=6)
 
 
 def _minicpm() -> Iterator[Request]:
-    yield from _requests("minicpm-robot", _ALL, (2,))
-    yield from _requests("minicpm-robot", (1,), (1, 3))
-    # More than the head's chain of kernels holds.
-    yield from _requests("minicpm-robot", (1,), (2,), (420,))
-    yield from _requests("minicpm-robot", (1, 8), (2,), precision="fp8")
+    """Layers of the head are small: eight of them are more than the cache holds."""
+    yield from _requests("minicpm-robot", _ALL, (2,), layers=8)
+    # A long prompt is more than the head's chain of kernels holds.
+    yield from _requests("minicpm-robot", (1,), (2,), (420,), layers=8)
+    yield from _requests("minicpm-robot", (1,), (1, 3), layers=8)
+    yield from _requests("minicpm-robot", (1, 8), (2,), precision="fp8", layers=8)
+    yield from _requests("minicpm-robot", (1,), (2,), precision="fp32")
 
 
 def _cosmos3() -> Iterator[Request]:
-    for name in ("cosmos3-nano", "cosmos3-edge"):
+    for name in ("cosmos3-nano", "cosmos3-nano-branch", "cosmos3-edge"):
         for precision in ("bf16", "fp8"):
             yield from _requests(name, (1,), precision=precision)
 
 
 def _planner() -> Iterator[Request]:
+    """Units of candidates as one GPU and many have them."""
     for precision in ("bf16", "fp8"):
         yield from _requests("vjepa2-ac", (100, 16), precision=precision)
 

@@ -15,6 +15,7 @@ from taktline_worker.profiling.kernels import Recorded, implementations
 from taktline_worker.profiling.tuning import WORTH, Candidate, Tuned, together
 
 _MOST_FIGURES = 3
+_OTHERS = "for shapes that no measured call has"
 _ANY_ROWS = (1, 10_000_000)
 
 
@@ -28,7 +29,8 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
     Args:
         results: one for each kind of call.
         base: the table in force; empty on a GPU that has none.
-        complete: leave out rules that decide none of the measured calls, and those of operations without any.
+        complete: leave out rules that decide none of the measured calls, but for an operation's last one, which is for
+            all other shapes, and those of operations that have none.
     """
     results = _agreed(results)
     decided: dict[int, list[Tuned]] = defaultdict(list)
@@ -53,6 +55,8 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
             rules.append(replace(rule, measured=_figures(same)))
         elif not complete:
             rules.append(rule)
+        elif not rule.bounds and not rule.dtype and any(one.call.name == rule.op for one in results):
+            rules.append(replace(rule, measured=_OTHERS))
     rules += _exact(anew)
     for name in dict.fromkeys(result.call.name for result in results):
         if not any(rule.op == name and not rule.bounds and not rule.dtype for rule in rules):

@@ -79,6 +79,7 @@ VAE = VaeConfig(
 POLICIES: dict[str, tuple[Cosmos3Architecture, RequestSettings]] = {
     "cosmos3-nano": (NANO, OFFICIAL),
     "cosmos3-nano-paper": (NANO, PAPER),
+    "cosmos3-nano-branch": (NANO, replace(OFFICIAL, guidance=1.0)),  # as a rank computes that has one of the branches
     "cosmos3-edge": (EDGE, replace(OFFICIAL, interval=(960.0, 1001.0))),
     "cosmos3-edge-paper": (EDGE, PAPER),
 }
