@@ -206,7 +206,7 @@ def as_row(found: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
         "floor_ms": None,
         "versions": {"torch": torch.__version__, "ray": version("ray")},
         "date": time.strftime("%Y-%m-%d"),
-        "command": "benchmarks/planner_ray.py ENGINE_JSON",
+        "command": f"python benchmarks/planner_ray.py ENGINE_JSON --plans {len(times)}",
         "details": details,
     }
 
