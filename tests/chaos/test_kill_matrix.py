@@ -43,7 +43,7 @@ def test_every_request_is_accounted_for(stage, target, number):
 def test_the_account_shows_what_must_not_be():
     """The check itself: silence, a missing outcome and a gateway that does not come back are faults."""
     good = {"target": "redis", "signal": "SIGKILL", "requests": 5, "accounted": 5, "chunks_after": 1}
-    good |= {SILENT: 0, CONNECTION: 0}
+    good |= {SILENT: 0, CONNECTION: 0, "silent_robots": []}
     assert chaos.faults(good) == []
     for change in ({"accounted": 4}, {SILENT: 1}, {"chunks_after": 0}, {CONNECTION: 1}):
         assert len(chaos.faults(good | change)) == 1
