@@ -336,7 +336,7 @@ def test_only_a_single_row_that_need_not_wait_is_begun_on_the_loop(
     assert rest is not None
     assert begun == [call.received]
     rest(answers.append)
-    assert answers[0].results[0].actions.shape
+    assert worker_pb2.InferResponse.FromString(answers[0]).results[0].actions.shape
     refused = service.begin(request_of({}, policy="other"), images_of(one), call)
     assert refused is not None
     refused(answers.append)

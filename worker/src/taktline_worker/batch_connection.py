@@ -87,7 +87,8 @@ class CallContext:
 
 
 Infer = Callable[[worker_pb2.InferRequest, Frames, CallContext], Coroutine[Any, Any, worker_pb2.InferResponse]]
-Answered = Callable[[worker_pb2.InferResponse], None]
+Answered = Callable[[worker_pb2.InferResponse | bytes], None]
+"""Gets a response, as it is or serialised."""
 Images = Sequence[Mapping[str, EncodedImage]]
 Coming = Callable[[worker_pb2.InferRequest, Frames], Images]
 """Takes the frames of a batch on the loop, as soon as they have come."""
@@ -297,8 +298,9 @@ class _Work:
         except Exception as error:
             self._say(frame(_fault(self._number, error)))
 
-    def _answer(self, response: worker_pb2.InferResponse) -> None:
-        self._say(frame(Answer(self._number), (response.SerializeToString(),)))
+    def _answer(self, response: worker_pb2.InferResponse | bytes) -> None:
+        body = response if isinstance(response, bytes) else response.SerializeToString()
+        self._say(frame(Answer(self._number), (body,)))
 
     def _say(self, pieces: list[bytes | memoryview]) -> None:
         if not self._told:

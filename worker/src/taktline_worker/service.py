@@ -18,6 +18,7 @@ from taktline_protocol.deployment import EngineConfig
 from taktline_protocol.rpc import to_error, to_image_fit, to_search_work
 
 from taktline_worker.adapter import GuidedChunk, ImaginedChunk, Level, PlannedChunk
+from taktline_worker.answer_ahead import AnswerAhead
 from taktline_worker.batch_port import Answered, BatchPort, CallContext, Frame, Frames, Images
 from taktline_worker.engine import FULL, BatchDroppedError, BatchResult, BucketTiming, Engine, Item, Outcome
 from taktline_worker.instruments import Instruments
@@ -103,9 +104,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             {name: (image.encoding, tuple(image.shape), image.data) for name, image in item.images.items()}
             for item in request.items
         ]
-        answers: list[worker_pb2.InferResponse] = []
+        answers: list[worker_pb2.InferResponse | bytes] = []
         self.infer(request, self.coming(request, frames), context, answers.append)
-        return answers[0]
+        (answer,) = answers
+        return worker_pb2.InferResponse.FromString(answer) if isinstance(answer, bytes) else answer
 
     def infer(
         self,
@@ -171,11 +173,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise
 
         def rest(answered: Answered) -> None:
+            ahead = None
             try:
+                if isinstance(context, CallContext):
+                    ahead = self._ahead(request)
                 result = wait()
             finally:
                 self._places.append(None)
-            self._answer(request, result, received, answered)
+            self._answer(request, result, received, answered, ahead)
             self._traces.batch(context.invocation_metadata(), received, result, self._config.model.revision)
 
         return rest
@@ -202,11 +207,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         return None
 
+    def _ahead(self, request: worker_pb2.InferRequest) -> AnswerAhead:
+        """What can be said of the answer while the engine runs."""
+        description = self._engine.adapter.description
+        shape = (request.action_horizon or description.horizon, description.action_dim)
+        return AnswerAhead([item.request_id for item in request.items], shape, self._config.model.revision)
+
     def _answer(
-        self, request: worker_pb2.InferRequest, result: BatchResult, received: float, answered: Answered
+        self,
+        request: worker_pb2.InferRequest,
+        result: BatchResult,
+        received: float,
+        answered: Answered,
+        ahead: AnswerAhead | None = None,
     ) -> None:
         total_ms = (time.monotonic() - received) * 1000.0
-        answered(self._response(request, result, total_ms))
+        serialised = None if ahead is None else ahead.serialised(result, total_ms)
+        answered(serialised or self._response(request, result, total_ms))
         self._instruments.batch(result, total_ms)
         for item, outcome in zip(request.items, result.outcomes, strict=True):
             if isinstance(outcome, TaktlineError):
