@@ -169,5 +169,12 @@ def is_away(result: worker_pb2.InferResult) -> bool:
 
 
 def _finite(actions: Array) -> bool:
-    """Whether every number is finite: a sum of float32 in float64 cannot overflow, and keeps any inf and nan."""
+    """Whether every number is finite: a sum of float32 in float64 cannot overflow, and keeps any inf and nan.
+
+    Sums are needed only where a number is 2**127 or more, or none: NumPy, which has rested since the last answer, takes
+    50 us to find it out.
+    """
+    highest = actions.data[3::4]  # the sign of each number, and all of its exponent but one bit
+    if 0x7F not in highest and 0xFF not in highest:
+        return True
     return math.isfinite(np.add.reduce(np.frombuffer(actions.data, "<f4"), dtype=np.float64))

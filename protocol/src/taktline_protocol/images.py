@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 from taktline_protocol.errors import ErrorCode, TaktlineError
@@ -26,6 +27,8 @@ _JPEG_END = b"\xff\xd9"
 _SOF_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # Markers without a length: TEM, RST0-7.
 _BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xD8)})
+# Of a segment: 0xFF, marker, length; of a frame header what follows these: precision, height, width, components.
+_SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">BHHB")
 _MOST_SEGMENTS = 4096
 """And fill bytes, before a scan, each a step: a camera's file has a dozen, one with a large profile some hundred."""
 
@@ -93,24 +96,23 @@ def jpeg_size(data: bytes, camera: str = "") -> ImageSize:
     end = len(data)
     size: ImageSize | None = None
     for _ in range(_MOST_SEGMENTS):
-        if position + 4 > end or data[position] != 0xFF:
+        if position + 4 > end:
             raise _corrupt(camera, f"the JPEG is cut short or damaged at byte {position}")
-        marker = data[position + 1]
+        lead, marker, length = _SEGMENT.unpack_from(data, position)
+        if lead != 0xFF:
+            raise _corrupt(camera, f"the JPEG is cut short or damaged at byte {position}")
         if marker == 0xFF:  # fill byte
             position += 1
             continue
         if marker in _BARE_MARKERS:
             position += 2
             continue
-        length = int.from_bytes(data[position + 2 : position + 4], "big")
         if length < 2 or position + 2 + length > end:
             raise _corrupt(camera, f"the JPEG is cut short or damaged at byte {position}")
         if marker in _SOF_MARKERS:
             if size is not None or length < 8:
                 raise _corrupt(camera, "the JPEG has a second or damaged frame header")
-            height = int.from_bytes(data[position + 5 : position + 7], "big")
-            width = int.from_bytes(data[position + 7 : position + 9], "big")
-            channels = data[position + 9]
+            _, height, width, channels = _FRAME.unpack_from(data, position + 4)
             if height == 0 or width == 0 or channels not in (1, 3, 4):
                 raise _corrupt(camera, f"the JPEG declares {width}x{height} with {channels} components")
             size = ImageSize(height, width, channels)
