@@ -353,12 +353,14 @@ class StreamClient:
             self._held.took(frame.seq)
         if waiting is None or waiting.answer.done():
             return  # given up, or answered before a resume
-        self._note_trip(link, waiting, frame, now)
-        outside_ms = 1e3 * max(0.0, (now - waiting.sent_at) - (frame.sent_at - frame.received_at))
+        sent_at = waiting.sent_at
+        outside_ms = 1e3 * max(0.0, (now - sent_at) - (frame.sent_at - frame.received_at))
         try:
             waiting.answer.set_result((to_chunk(frame, self._policy, self._robot_id), outside_ms))
         except TaktlineError as error:
             waiting.fail(error)
+        if waiting.link is link:  # noted behind the robot, which goes on in the loop's next turn
+            asyncio.get_running_loop().call_soon(self._note_clock, link, sent_at, frame, now)
 
     def _refusal(self, link: Link, frame: Refusal, now: float) -> None:
         if not frame.held:
@@ -368,7 +370,8 @@ class StreamClient:
         waiting = self._waiting.get(frame.seq)
         if waiting is None or waiting.answer.done():
             return
-        self._note_trip(link, waiting, frame, now)
+        if waiting.link is link:
+            self._note_clock(link, waiting.sent_at, frame, now)
         waiting.pending_on = None
         error = typed(frame)
         renewed = self._renewed(link, error)
@@ -384,10 +387,6 @@ class StreamClient:
     def _renewed(self, link: Link, error: TaktlineError) -> bool:
         """Whether what a connection shows is no longer known, and a new one would show another key."""
         return error.code is ErrorCode.UNAUTHENTICATED and self._access.renewed(link.shown)
-
-    def _note_trip(self, link: Link, waiting: Waiting, frame: Answer | Refusal, now: float) -> None:
-        if waiting.link is link:
-            self._note_clock(link, waiting.sent_at, frame, now)
 
     def _note_clock(self, link: Link, sent_at: float, frame: Answer | Refusal | Pong, now: float) -> None:
         if link is self._connector.link:  # the gateway that leaves has another clock

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import struct
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, cast
@@ -20,10 +22,18 @@ from websockets.frames import Opcode
 from websockets.protocol import State
 from websockets.streams import StreamReader
 
+try:
+    from websockets.speedups import apply_mask
+except ImportError:  # the library was installed without its C extension
+    from websockets.utils import apply_mask
+
 from taktline.access import Access
 from taktline.address import unreachable
 from taktline.observing import TOO_LARGE_STEP
 
+# Heads of a message in one piece, by the length of its length (RFC 6455, section 5.2).
+_SHORT, _MEDIUM, _LONG = struct.Struct(">BB4s"), struct.Struct(">BBH4s"), struct.Struct(">BBQ4s")
+_FINAL_BINARY, _MASKED = 0x82, 0x80
 Timeout = asyncio.TimeoutError
 """What asyncio raises; a class of its own on Python 3.10."""
 OPEN_S = 5.0
@@ -74,8 +84,14 @@ class _Connection(ClientConnection):
         protocol = self.protocol
         if protocol.state is not State.OPEN or protocol.close_expected():
             return False
-        protocol.send_binary(body)
-        self.send_data()
+        mask, size = os.urandom(4), len(body)
+        if size < 126:
+            head = _SHORT.pack(_FINAL_BINARY, _MASKED | size, mask)
+        elif size < 65_536:
+            head = _MEDIUM.pack(_FINAL_BINARY, _MASKED | 126, size, mask)
+        else:
+            head = _LONG.pack(_FINAL_BINARY, _MASKED | 127, size, mask)
+        self.transport.write(head + apply_mask(body, mask))
         return True
 
     def process_event(self, event: object) -> None:
