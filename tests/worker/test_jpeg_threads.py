@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,6 +116,31 @@ def test_a_file_that_is_damaged_is_refused_or_gives_the_same_bits(threads: JpegT
             accepted += 1
             assert np.array_equal(pixels, decode_image("front", EncodedImage("jpeg", bytes(file))))
     assert accepted > 500
+
+
+@pytest.mark.parametrize("colours", SUBSAMPLINGS)
+def test_a_large_frame_that_is_alone_has_two_painters(threads: JpegThreads, colours: str) -> None:
+    """And a damaged one none too few: whoever waits for it is told."""
+    draw, painters = np.random.default_rng(2), set()
+    for height, width in ((480, 640), (367, 411), (300, 1000)):
+        file = jpeg(picture("camera", height, width, 7), quality=85, subsampling=SUBSAMPLINGS[colours])
+        for damage in range(6):
+            sent = bytearray(file)
+            for _ in range(damage):
+                sent[int(draw.integers(0, len(sent)))] = int(draw.integers(0, 256))
+            batch = threads.batch((bytes(sent),))
+            memory = [None if shape != (height, width, 3) else jpeg_threads.new_memory(shape) for shape in batch.shapes]
+            time.sleep(0.01)  # all threads are at rest then
+            (frame,) = threads.begin(batch, memory)
+            assert damage or frame is not None
+            if frame is None:
+                continue
+            painters.add(batch.jobs[0].painters)
+            pixels = frame.pixels.numpy() if frame.decoded() else None
+            assert damage or pixels is not None
+            if pixels is not None:
+                assert np.array_equal(pixels, decode_image("front", EncodedImage("jpeg", bytes(sent))))
+    assert 2 in painters
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ _AWAKE_US = 500
 """So long a thread that waits for a frame stays awake, where there are processors to spare."""
 _SPARE_CORES = 4
 _END_LIMIT_S = 5.0
-_MOST_THREADS = 8
+_MOST_THREADS = 12
 
 
 class _Job(ctypes.Structure):
@@ -45,10 +45,12 @@ class _Job(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("width", ctypes.c_int32),
         ("height", ctypes.c_int32),
-        ("split", ctypes.c_int32),
+        ("painters", ctypes.c_int32),
         ("state", ctypes.c_int32),
         ("room", ctypes.c_void_p),
         ("key", ctypes.c_int64),
+        ("left", ctypes.c_int32),
+        ("bad", ctypes.c_int32),
     )
 
 
@@ -225,7 +227,7 @@ def _cores() -> int:
 
 
 def jpeg_threads() -> JpegThreads | None:
-    """One thread a core, at most 8; None where they cannot be had, which is logged: the interpreter's decode then."""
+    """One thread a core, at most 12; None where they cannot be had, which is logged: the interpreter's decode then."""
     try:
         return JpegThreads(min(_MOST_THREADS, _cores()))
     except OSError as error:

@@ -11,22 +11,25 @@ typedef struct {
   const uint8_t *data;
   int64_t size;
   uint8_t *out; /* height * width * 3 */
-  int32_t width, height, split;
-  atomic_int state; /* 0 open, 1 decoded, 2 refused */
+  int32_t width, height;
+  int32_t painters;  /* tasks beside the one that reads, for all behind the entropy decoding; 0: it does that, too */
+  atomic_int state;  /* 0 open, 1 decoded, 2 refused */
   _Atomic(struct Room *) room;
-  int64_t key; /* another one for most other files */
+  int64_t key;       /* another one for most other files */
+  atomic_int left, bad; /* painters that have not ended; whether one has refused the file */
 } Job; /* `_Job` in jpeg_threads.py */
 
 typedef struct Room { /* what one frame needs meanwhile */
   struct Room *next;
   Plan plan;
-  size_t held;
+  size_t held, line; /* bytes: of the memory; of each painter's own */
   uint8_t *memory, *bits, *planes[3], *lines;
+  _Atomic uint8_t *transformed; /* of each row of MCUs whether its samples are there */
   int16_t *blocks;
   atomic_int read; /* rows of MCUs whose coefficients are there; -1 where the file is refused */
 } Room;
 
-static void line_of(Room *room, int line, uint8_t *out) {
+static void line_of(Room *room, int line, uint8_t *own, uint8_t *out) {
   Plan *p = &room->plan;
   int wide = 8 * p->mcus, high = (p->height + p->down - 1) / p->down;
   size_t n = (size_t)(p->width + p->across - 1) / p->across;
@@ -39,8 +42,8 @@ static void line_of(Room *room, int line, uint8_t *out) {
     if (p->down == 2) far += line & 1 ? 1 : -1;
     far = far < 0 ? 0 : far >= high ? high - 1 : far;
     const uint8_t *a = c[k], *b = plane + (size_t)far * wide;
-    uint16_t *sums = (uint16_t *)room->lines;
-    uint8_t *full = room->lines + 4 * (size_t)wide + 2 * (size_t)wide * k;
+    uint16_t *sums = (uint16_t *)own;
+    uint8_t *full = own + 4 * (size_t)wide + 2 * (size_t)wide * k;
     for (size_t i = 0; i < n; i++) sums[i] = p->down == 2 ? (uint16_t)(3 * a[i] + b[i]) : a[i];
     doubled(sums, full, n, p->down == 2);
     c[k] = full;
@@ -53,8 +56,9 @@ static int furnish(Room *room, Job *job) {
   if (!plan_of(job->data, job->size, p, 0) || p->width != job->width || p->height != job->height) return 0;
   size_t mcu = (size_t)p->across * p->down + 2, wide = 8 * (size_t)p->mcus;
   size_t bits = (size_t)(p->end - p->scan) + 64, luma = wide * p->across * 8 * p->down * p->rows, chroma = wide * 8 * p->rows;
-  size_t rows = job->split ? (size_t)p->rows : 1, blocks = rows * p->mcus * mcu * 65, lines = 8 * wide;
-  size_t need = bits + luma + 2 * chroma + 2 * blocks + lines + 6 * 64;
+  size_t rows = job->painters ? (size_t)p->rows : 1, blocks = rows * p->mcus * mcu * 65;
+  size_t lines = (8 * wide + 63) & ~(size_t)63, painters = job->painters ? (size_t)job->painters : 1;
+  size_t need = bits + luma + 2 * chroma + 2 * blocks + painters * lines + p->rows + 7 * 64;
   if (room->held < need) {
     free(room->memory);
     room->held = 0;
@@ -65,7 +69,9 @@ static int furnish(Room *room, Job *job) {
 #define TAKE(n) (at += ((n) + 63) & ~(size_t)63, at - (((n) + 63) & ~(size_t)63))
   room->blocks = (int16_t *)TAKE(2 * blocks);
   room->planes[0] = TAKE(luma), room->planes[1] = TAKE(chroma), room->planes[2] = TAKE(chroma);
-  room->lines = TAKE(lines);
+  room->lines = TAKE(painters * lines), room->line = lines;
+  room->transformed = (_Atomic uint8_t *)TAKE((size_t)p->rows);
+  memset((void *)room->transformed, 0, (size_t)p->rows);
   room->bits = TAKE(bits);
   return 1;
 }
@@ -85,8 +91,8 @@ static uint8_t *unstuffed(const Plan *p, uint8_t *out) {
   }
 }
 
-/* A row of MCUs, as far as the next row is not needed; zero where the file is refused. */
-static int show(Room *room, int row, const int16_t *blocks, uint8_t *out) {
+/* Samples of a row of MCUs; zero where the file is refused. */
+static int transform_row(Room *room, int row, const int16_t *blocks) {
   int wild = 0;
   Plan *p = &room->plan;
   int wide = 8 * p->mcus, luma = wide * p->across, step = 8 * p->down;
@@ -100,10 +106,16 @@ static int show(Room *room, int row, const int16_t *blocks, uint8_t *out) {
         if (blocks[64] == 2) wild |= transform(blocks, to, stride);
         else flat(blocks[0], to, stride);
       }
-  int first = row ? row * step - (p->down == 2) : 0;
-  int last = row + 1 == p->rows ? p->height : (row + 1) * step - (p->down == 2);
-  for (int line = first; line < last && line < p->height; line++) line_of(room, line, out + (size_t)line * p->width * 3);
   return !wild;
+}
+
+/* Pixels of a row of MCUs whose samples are there, as those of the row before are: all lines that do not need the next. */
+static void paint_row(Room *room, int row, uint8_t *own, uint8_t *out) {
+  Plan *p = &room->plan;
+  int step = 8 * p->down, first = row ? row * step - (p->down == 2) : 0;
+  int last = row + 1 == p->rows ? p->height : (row + 1) * step - (p->down == 2);
+  for (int line = first; line < last && line < p->height; line++)
+    line_of(room, line, own, out + (size_t)line * p->width * 3);
 }
 
 static int read_frame(Room *room, int split, uint8_t *out) {
@@ -124,7 +136,8 @@ static int read_frame(Room *room, int split, uint8_t *out) {
           to[64] = (int16_t)kind;
         }
     if (split) atomic_store_explicit(&room->read, row + 1, memory_order_release);
-    else if (!show(room, row, begin, out)) return 0;
+    else if (transform_row(room, row, begin)) paint_row(room, row, room->lines, out);
+    else return 0;
   }
   int64_t left = 8 * (b.end - b.p) + b.left - 8 * (int64_t)b.over;
   return left >= 0 && left < 8; /* all of the scan, and no more */

@@ -15,7 +15,7 @@ enum { MOST_THREADS = 64, MOST_KEPT = 16 << 20 }; /* bytes of a room that waits 
 
 typedef struct Task {
   Job *job;
-  int shows; /* the second half of a frame that is split: everything behind the entropy decoding */
+  int painter; /* which one of a frame's, from 1; 0 reads it */
 } Task;
 
 static struct {
@@ -55,13 +55,13 @@ static void end_job(Job *job, Room *room, int good) {
 }
 
 static void read_job(Job *job) {
-  int split = job->split;
+  int apart = job->painters;
   Room *room = take_room();
   if (room) atomic_store(&room->read, 0);
   int good = room && furnish(room, job);
-  if (!good || !split) {
+  if (!apart || !good) {
     if (good) good = read_frame(room, 0, job->out);
-    if (!split) {
+    if (!apart) {
       end_job(job, room, good);
       return;
     }
@@ -74,29 +74,43 @@ static void read_job(Job *job) {
   atomic_store(&room->read, good ? room->plan.rows + 1 : -1);
 }
 
-static void show_job(Job *job) {
+/* Whether so many rows of MCUs have been read, once they have; not those of a file that is refused. */
+static int have_been_read(Room *room, int rows) {
+  int read;
+  while ((read = atomic_load_explicit(&room->read, memory_order_acquire)) >= 0 && read < rows) rest();
+  return read >= 0;
+}
+
+/* The same of the samples of one row, which another painter makes. */
+static int is_transformed(Room *room, int row) {
+  while (!atomic_load_explicit(&room->transformed[row], memory_order_acquire)) {
+    if (atomic_load(&room->read) < 0) return 0;
+    rest();
+  }
+  return 1;
+}
+
+/* One row of so many as there are painters. All tasks of a frame run at once, or will: they wait for one another. */
+static void paint_job(Job *job, int painter) {
   Room *room;
+  int painters = job->painters, good = 0;
   while (!(room = atomic_load(&job->room))) rest();
   if (room == (Room *)-1) {
-    end_job(job, NULL, 0);
-    return;
-  }
-  size_t per_row = 0;
-  int good = 1;
-  for (int row = 0;;) {
-    int read = atomic_load_explicit(&room->read, memory_order_acquire);
-    if (read > 0 && !per_row) per_row = (size_t)room->plan.mcus * (room->plan.across * room->plan.down + 2) * 65;
-    if (read < 0 || (read && row == room->plan.rows && read > row)) {
-      end_job(job, room, good && read > 0);
-      return;
+    room = NULL;
+  } else {
+    Plan *p = &room->plan;
+    size_t per_row = (size_t)p->mcus * (p->across * p->down + 2) * 65;
+    int row = painter - 1;
+    for (; row < p->rows && have_been_read(room, row + 1); row += painters) {
+      if (!transform_row(room, row, room->blocks + row * per_row)) atomic_store(&job->bad, 1);
+      atomic_store_explicit(&room->transformed[row], 1, memory_order_release);
+      if (row && !is_transformed(room, row - 1)) break;
+      paint_row(room, row, room->lines + room->line * (size_t)(painter - 1), job->out);
     }
-    if (row < read && row < room->plan.rows) {
-      good &= show(room, row, room->blocks + row * per_row, job->out);
-      row++;
-    } else {
-      rest();
-    }
+    good = row >= p->rows && have_been_read(room, p->rows + 1);
   }
+  if (!good) atomic_store(&job->bad, 1);
+  if (atomic_fetch_sub(&job->left, 1) == 1) end_job(job, room, !atomic_load(&job->bad));
 }
 
 static void *thread(void *unused) {
@@ -110,7 +124,7 @@ static void *thread(void *unused) {
     }
     Task task = pool.tasks[pool.begin++ % pool.room];
     pthread_mutex_unlock(&pool.lock);
-    if (task.shows) show_job(task.job);
+    if (task.painter) paint_job(task.job, task.painter);
     else read_job(task.job);
     pthread_mutex_lock(&pool.lock);
   }
@@ -178,11 +192,13 @@ void taktline_jpeg_sizes(void *files, Job *jobs, int count) {
 }
 
 /* Begins to decode what is open; the jobs, their data and their memory must stay until each one's state says that it has
-   ended. Frames are cut in two, for two threads each, where there are threads enough. Not to be called without threads. */
+   ended. Where threads enough have nothing to do, each frame is cut into reading and painting, and a large one's painting,
+   which takes longer than its reading then, in two. Not to be called without threads. */
 void taktline_jpeg_begin(Job *jobs, int count) {
+  enum { LARGE = 1 << 17, MOST_PAINTERS = 2 };
   pthread_mutex_lock(&pool.lock);
-  size_t there = pool.end - pool.begin, most = there + 2 * (size_t)count;
-  int split = pool.threads >= 4 && 2 * count <= pool.idle;
+  size_t there = pool.end - pool.begin, most = there + (1 + MOST_PAINTERS) * (size_t)count;
+  int painters = pool.threads < 4 || 2 * count > pool.idle ? 0 : 3 * count > pool.idle ? 1 : MOST_PAINTERS, added = 0;
   if (most > pool.room) {
     size_t room = 2 * most;
     Task *tasks = malloc(room * sizeof *tasks);
@@ -195,13 +211,20 @@ void taktline_jpeg_begin(Job *jobs, int count) {
     free(pool.tasks);
     pool.tasks = tasks, pool.room = room, pool.begin = 0, pool.end = there;
   }
-  for (int shows = 0; shows <= split; shows++)
+  for (int painter = 0; painter <= painters; painter++)
     for (int i = 0; i < count; i++) {
       if (atomic_load(&jobs[i].state)) continue;
-      jobs[i].split = split;
-      pool.tasks[pool.end++ % pool.room] = (Task){&jobs[i], shows};
+      if (!painter) {
+        int large = (int64_t)jobs[i].width * jobs[i].height > LARGE;
+        jobs[i].painters = painters > 1 && !large ? 1 : painters;
+        atomic_store(&jobs[i].left, jobs[i].painters);
+      }
+      if (painter > jobs[i].painters) continue;
+      pool.tasks[pool.end++ % pool.room] = (Task){&jobs[i], painter};
+      added++;
     }
-  pthread_cond_broadcast(&pool.work);
+  if (added >= pool.idle) pthread_cond_broadcast(&pool.work);
+  else while (added--) pthread_cond_signal(&pool.work);
   pthread_mutex_unlock(&pool.lock);
 }
 
