@@ -144,7 +144,7 @@ def test_a_call_whose_answer_cannot_be_written_has_ended_all_the_same() -> None:
 
         connection._writing = Broken()  # type: ignore[assignment]
         with pytest.raises(OSError, match="no more room"):
-            connection._finish(7, True, said)
+            connection._finish(7, said)
         assert said.is_set()
         assert done.done()
         assert connection.running() == []

@@ -247,22 +247,23 @@ class BatchConnection(FrameProtocol):
     def _tell(self, loop: asyncio.AbstractEventLoop, number: int, pieces: list[bytes | memoryview]) -> None:
         """In a thread. Where the loop has to write, it goes on when that is said: it would hold the interpreter's lock
         while the loop wakes."""
-        said, data = threading.Event(), b"".join(pieces)
-        left = self._writing is not None and self._writing.now(data)
-        loop.call_soon_threadsafe(self._finish, number, left, said)
-        if left:
+        left = self._writing is not None and self._writing.now(b"".join(pieces))
+        said = threading.Event() if left else None
+        loop.call_soon_threadsafe(self._finish, number, said)
+        if said is not None:
             said.wait(SAY_LIMIT_S)
 
-    def _finish(self, number: int, left: bool, said: threading.Event) -> None:
-        """A thread has answered a call, but for what is left to be written."""
+    def _finish(self, number: int, said: threading.Event | None) -> None:
+        """A thread has answered a call, but for what is left to be written where it waits for that."""
         found = self._calls.pop(number, None)
         try:
-            if left and self._writing is not None:
+            if said is not None and self._writing is not None:
                 self._writing.rest()
         finally:  # whoever drains waits for the one, the thread for the other
             if found is not None:
                 found[0].set_result(None)
-            said.set()
+            if said is not None:
+                said.set()
 
     async def _run(
         self, infer: Infer, number: int, request: worker_pb2.InferRequest, images: Frames, context: CallContext
