@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -15,12 +14,11 @@ from taktline_protocol.messages import CheaperLevel
 
 from taktline_gateway.batch_channel import WorkerCallError
 from taktline_gateway.deadline_queue import Priority, Ticket
-from taktline_gateway.degrade import Levels, degraded
+from taktline_gateway.degrade import Levels
 from taktline_gateway.logs import log
 from taktline_gateway.pending import (
     ClientGone,
     Pending,
-    Served,
     failing,
     is_away,
     outside_s,
@@ -32,8 +30,9 @@ from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.refusals import internal_error, superseded, worker_failed
 from taktline_gateway.rtc_delay import estimate_delay
 from taktline_gateway.scheduler import Batch, Refused, Scheduler
+from taktline_gateway.sent_batch import SentBatch, rows_of
 from taktline_gateway.telemetry import Telemetry
-from taktline_gateway.tracing.requests import BatchTrace, begin_batch
+from taktline_gateway.tracing.requests import begin_batch
 from taktline_gateway.worker_link import WorkerLink
 
 MAX_ATTEMPTS = 2
@@ -42,19 +41,6 @@ RETRIED = frozenset({ErrorCode.WORKER_UNAVAILABLE, ErrorCode.OVERLOADED})
 SUSPEND_S = 0.25
 SUSPEND_MAX_S = 8.0
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Sent:
-    """A batch on its way; `seconds` from sending to its answers, once they are given out."""
-
-    link: WorkerLink
-    batch: Batch
-    members: list[Pending]
-    sent_at: float
-    level: CheaperLevel | None
-    trace: BatchTrace
-    seconds: float | None = None
 
 
 class Dispatch:
@@ -151,7 +137,7 @@ class Dispatch:
         members = [ticket for ticket in batch.tickets if isinstance(ticket, Pending)]
         level = self._level(link, batch)
         trace = begin_batch([member.trace for member in members], sent_at, link.name)
-        sent = _Sent(link, batch, members, sent_at, level, trace)
+        sent = SentBatch(link, batch, members, sent_at, level, trace)
         try:
             request = worker_pb2.InferRequest(policy=self._policy, revision=link.revision)
             if level is not None:
@@ -167,14 +153,14 @@ class Dispatch:
             answer = failing(error)
         return self._run(sent, answer)
 
-    def _came(self, sent: _Sent, response: worker_pb2.InferResponse) -> None:
+    def _came(self, sent: SentBatch, response: worker_pb2.InferResponse) -> None:
         """A response, in the turn that read it: the robots have their answers before anything else is done.
 
         Only where no other observation waits or is on a worker, and each has its actions: else others wait for what
         follows.
         """
         members = sent.members
-        if self._scheduler.depth or self.in_flight != len(members) or _rows(response) != len(members):
+        if self._scheduler.depth or self.in_flight != len(members) or rows_of(response) != len(members):
             return
         if not all(member.flights for member in members):
             return  # recalled in this turn
@@ -185,7 +171,7 @@ class Dispatch:
             if member.tell is not None and not served.cancelled() and served.exception() is None:
                 member.tell(served.result())
 
-    async def _run(self, sent: _Sent, answer: Awaitable[worker_pb2.InferResponse]) -> None:
+    async def _run(self, sent: SentBatch, answer: Awaitable[worker_pb2.InferResponse]) -> None:
         link, batch, members, trace = sent.link, sent.batch, sent.members, sent.trace
         try:
             response = await answer
@@ -205,7 +191,7 @@ class Dispatch:
             self._batch_failed(link, batch, members, f"the gateway failed on it: {type(error).__name__}")
             return
         trace.end()
-        seconds, rows = sent.seconds, _rows(response)
+        seconds, rows = sent.seconds, rows_of(response)
         # Whoever waits for the worker waits for this; what a member's error leads to asks who is free.
         at_once = self._scheduler.depth > 0 or rows < len(members)
         if seconds is None:
@@ -232,7 +218,7 @@ class Dispatch:
         for end in endings:
             end()
 
-    def _ended(self, sent: _Sent, response: worker_pb2.InferResponse, seconds: float, rows: int) -> None:
+    def _ended(self, sent: SentBatch, response: worker_pb2.InferResponse, seconds: float, rows: int) -> None:
         """A batch came back after `seconds` with so many rows of actions: its worker is free, and what it taught."""
         link, batch, sent_at = sent.link, sent.batch, sent.sent_at
         if response.results and all(is_away(result) for result in response.results):
@@ -247,7 +233,7 @@ class Dispatch:
                 self._telemetry.batch_finished,
                 self._policy,
                 link.target.pool,
-                response.revision or link.revision,
+                sent.revision(response),
                 rows,
                 response.bucket,
                 seconds - (waited_s(response) or 0.0),
@@ -255,7 +241,7 @@ class Dispatch:
             )
         )
 
-    def _deliver(self, sent: _Sent, response: worker_pb2.InferResponse) -> None:
+    def _deliver(self, sent: SentBatch, response: worker_pb2.InferResponse) -> None:
         """Gives each member its result; a fault of ours must not leave robots without one."""
         try:
             self._hand_out(sent, response)
@@ -264,15 +250,14 @@ class Dispatch:
             for member in sent.members:
                 self.fail(member, internal_error())
 
-    def _hand_out(self, sent: _Sent, response: worker_pb2.InferResponse) -> None:
-        link, members, sent_at, batch, level = sent.link, sent.members, sent.sent_at, sent.batch, sent.level
+    def _hand_out(self, sent: SentBatch, response: worker_pb2.InferResponse) -> None:
         returned_at = time.monotonic()
-        for member, result in zip(members, results_of(members, response.results), strict=True):
+        for member, result in zip(sent.members, results_of(sent.members, response.results), strict=True):
             member.flights -= 1
             if member.result.done():
                 continue
             try:
-                actions, plan, rtc, imagined = read_result(result, link.name)
+                made = read_result(result, sent.link.name)
             except TaktlineError as error:
                 if error.code in RETRIED and self._again(member, returned_at):
                     continue
@@ -282,27 +267,11 @@ class Dispatch:
                 self.fail(member, error)
                 continue
             self._scheduler.cancel(member)  # a hedged copy may still be queued
-            if member.hedged is not None and member.hedged is not batch:
+            if member.hedged is not None and member.hedged is not sent.batch:
                 self._telemetry.hedge_won(self._policy)
-            member.result.set_result(
-                Served(
-                    actions=actions,
-                    revision=response.revision or link.revision,
-                    worker=link.name,
-                    pool=link.target.pool,
-                    batch_size=len(members),
-                    sent_at=sent_at,
-                    returned_at=returned_at,
-                    inference_s=(response.total_ms - response.waited_ms) / 1e3,
-                    waited_s=response.waited_ms / 1e3,
-                    phases_ms=(response.preprocess_ms, response.engine_ms, response.postprocess_ms),
-                    plan=plan,
-                    rtc=rtc,
-                    imagined=imagined,
-                    next_at=self._next_at(member, batch.worker, returned_at),
-                    degraded=degraded(level, self._policy if member.policy != self._policy else ""),
-                )
-            )
+            next_at = self._next_at(member, sent.batch.worker, returned_at)
+            instead = self._policy if member.policy != self._policy else ""
+            member.result.set_result(sent.served(made, response, returned_at, next_at, instead))
 
     def _level(self, link: WorkerLink, batch: Batch) -> CheaperLevel | None:
         return self.levels[link.name].qualities[batch.level - 1] if batch.level else None
@@ -418,11 +387,6 @@ class Dispatch:
         """Answers one that gets no chunk."""
         if isinstance(ticket, Pending) and not ticket.result.done():
             ticket.result.set_exception(error)
-
-
-def _rows(response: worker_pb2.InferResponse) -> int:
-    """How many of its results are actions."""
-    return sum(result.WhichOneof("outcome") == "actions" for result in response.results)
 
 
 def _behind_answers(work: Callable[[], object]) -> None:

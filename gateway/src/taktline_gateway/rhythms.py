@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
@@ -61,6 +62,12 @@ class Rhythm(NamedTuple):
         gain = off / (beats * (beats + 1))
         period_s = self.period_s + 6.0 * gain
         return Rhythm(now, budget_s, self.expected + (4.0 * beats - 2.0) * gain + period_s, period_s, beats)
+
+
+@functools.lru_cache(maxsize=1024)
+def _positions(count: int, exact: int, every: int) -> tuple[float, ...]:
+    """The plotting positions of each so-many-th of the first `exact` among `count`."""
+    return tuple((index + 0.625) / (count + 0.25) for index in range(every - 1, exact, every))
 
 
 class Spreads:
@@ -159,18 +166,15 @@ class Rhythms:
         sigma = max(OFF_LEAST_S, self.spread_s)
         first = bisect_left(self._next, (now - PRESENT * sigma, 0.0))
         found = self._next[first : bisect_right(self._next, (until, math.inf), first, len(self._next))][:most]
-        at: list[float] = []
-        offs, count, apart_s = [], len(found), sigma * _SQRT2
-        for index in range(every - 1, min(exact, count), every):
-            expected = found[index][0]
-            left = 0.5 - 0.5 * math.erf((now - expected) / apart_s)
-            share = (index + 0.625) / (count + 0.25)
-            off = _inv_cdf(1.0 - (1.0 - share) * left)
-            when = expected + sigma * off
-            at.append(when if when > now else now)
-            offs.append((share, off, left))
+        count, apart_s, inv_cdf, erf = len(found), sigma * _SQRT2, _inv_cdf, math.erf
         told = found[every - 1 :: every]
-        at += [expected if expected > now else now for expected, _ in told[len(at) :]]
+        offs = []
+        for (expected, _), share in zip(told, _positions(count, min(exact, count), every), strict=False):
+            left = 0.5 - 0.5 * erf((now - expected) / apart_s)
+            offs.append((share, inv_cdf(1.0 - (1.0 - share) * left), left))
+        at = [expected + sigma * off for (expected, _), (_, off, _) in zip(told, offs, strict=False)]
+        at += [expected for expected, _ in told[len(offs) :]]
+        at = [when if when > now else now for when in at]
         due = [when + budget_s for when, (_, budget_s) in zip(at, told, strict=True)]
         return Coming(at, due, Spreads(offs, count, sigma))
 
