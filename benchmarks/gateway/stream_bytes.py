@@ -1,6 +1,6 @@
-"""Bytes a request of the timed stream against stateless POSTs, on recorded camera sequences; and their overhead.
+"""Bytes a request of the timed stream against stateless POSTs, on recorded camera sequences.
 
-python -m benchmarks.gateway.stream_bytes [--episodes N] [--seconds S] [--skip-overhead] [--output FILE]
+python -m benchmarks.gateway.stream_bytes [--episodes N] [--output FILE]
 
 Scene and wrist camera of the demo's arm, 84 x 84, JPEG as the fleet sends it. Each sequence is sent twice by the SDK
 through a relay that counts every byte on TCP, headers and control frames included: once as POST .../act in msgpack,
@@ -16,7 +16,7 @@ once over the stream. What the stream saves depends on what the cameras see, so 
 
 `region_bytes` is what the images would take if only the bounding box of the 16 x 16 blocks that changed were sent as
 JPEG: the saving that is left on the table, as the gateway would have to decode and paste pictures that it now passes on
-as they are. The overhead part runs both in front of a worker that does nothing, with two raw 224 x 224 frames.
+as they are. How long both take: `benchmarks.gateway.overhead`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import json
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -237,47 +236,10 @@ def measured_bytes(episodes: int) -> list[dict[str, object]]:
     return rows
 
 
-def measured_overhead(seconds: float, rounds: int) -> Iterator[dict[str, object]]:
-    """One row for each number of clients: the stream beside POST, rounds alternating."""
-    from benchmarks.gateway import overhead
-
-    found: dict[tuple[str, int], list[overhead.Measured]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(rounds):
-            for name in ("taktline rest", "taktline stream"):
-                place = Path(folder) / f"{name}-{turn}"
-                place.mkdir()
-                for measured in overhead.measure(name, [1, 16], seconds, place):
-                    found.setdefault((name, measured.clients), []).append(measured)
-    for clients in (1, 16):
-        stream = overhead.median_of(found["taktline stream", clients])
-        post = overhead.median_of(found["taktline rest", clients])
-        yield {
-            "bench": "gateway-stream-overhead",
-            "policy": "noop",
-            "clients": clients,
-            "n": rounds,
-            "median_ms": round(stream.p50_ms, 3),
-            "p99_ms": round(stream.p99_ms, 3),
-            "per_s": round(stream.per_s, 1),
-            "peer": "POST act, msgpack",
-            "peer_median_ms": round(post.p50_ms, 3),
-            "peer_p99_ms": round(post.p99_ms, 3),
-            "peer_per_s": round(post.per_s, 1),
-            "ratio": round(post.p50_ms / stream.p50_ms, 3),
-            "gateway_cpu_us": stream.cpu_us["gateway"],
-            "peer_gateway_cpu_us": post.cpu_us["gateway"],
-            "errors": stream.errors + post.errors,
-        }
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=6, help="rendered episodes of each sequence")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each overhead measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="of the overhead measurement")
-    parser.add_argument("--skip-overhead", action="store_true", help="count bytes only")
     parser.add_argument("--output", type=Path, help="also write the rows as JSON")
     options = parser.parse_args()
     rows = measured_bytes(options.episodes)
@@ -289,15 +251,6 @@ def main() -> None:
             f"{row['sequence']:12} {row['n']:8} {row['image_bytes']:8} {post:8} {stream:8} {row['ratio']:6}"
             f" {row['region_bytes']:8}"
         )
-    if not options.skip_overhead:
-        for row in measured_overhead(options.seconds, options.rounds):
-            rows.append(row)
-            print(
-                f"{row['clients']:2} clients: stream p50 {row['median_ms']:.2f} p99 {row['p99_ms']:.2f} ms,"
-                f" {row['per_s']:.0f}/s, {row['gateway_cpu_us']:.0f} us of the gateway's CPU; POST p50"
-                f" {row['peer_median_ms']:.2f} p99 {row['peer_p99_ms']:.2f} ms, {row['peer_per_s']:.0f}/s,"
-                f" {row['peer_gateway_cpu_us']:.0f} us"
-            )
     if options.output is not None:
         names = ("taktline", "taktline-gateway", "uvicorn", "websockets", "httpx")
         versions = {name: version(name) for name in names}
