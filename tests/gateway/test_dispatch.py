@@ -214,6 +214,20 @@ async def test_a_batch_that_has_come_back_is_ended_before_anything_is_decided():
     dispatch.stop()
 
 
+async def test_what_is_decided_when_a_batch_comes_back_counts_all_that_its_turn_has_read():
+    dispatch, _, batch = world(level=0)
+    now, scheduler, seen = time.monotonic(), dispatch._scheduler, []
+    scheduler.poll = lambda _: seen.append(scheduler.depth) or Plan((), (), None, (), (), ())
+    waits, read = (Pending(robot, 1, now + 10.0, now, policy="p") for robot in ("waits", "read"))
+    assert scheduler.submit(waits, now) == (None, None)
+    link = Link(actions, lambda: asyncio.get_running_loop().call_soon(scheduler.submit, read, now))
+    await dispatch._send(link, batch, now)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert seen == [2]
+    dispatch.stop()
+
+
 class NeverLink(Link):
     """A worker that never answers; `told` says what it heard of its batch."""
 

@@ -202,7 +202,7 @@ class Dispatch:
         elif at_once:
             self._ended(sent, response, seconds, rows)
         if at_once:
-            self._poll()
+            self.poll_later()  # so that those count whose frames this turn has read, of many robots half as many again
         else:
             self._endings.append(partial(self._ended, sent, response, seconds, rows))
             _behind_answers(self._poll_if_landed)
