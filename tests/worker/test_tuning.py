@@ -151,6 +151,11 @@ def test_a_gain_must_be_beyond_the_noise_of_its_turns() -> None:
     assert tuning.gained(before, [one - 0.2 for one in before]) == pytest.approx(0.2)
     assert tuning.gained(before, [one + 0.2 for one in before]) == 0.0
     assert tuning.gained(before, before) == 0.0
+    # Slow turns that both had side by side, but for one: the medians are the other way round.
+    both = [1.0, 1.1, 1.2, 2.0, 2.1, 2.2, 2.3]
+    shifted = [0.9, 1.0, 2.1, 2.15, 2.0, 2.1, 2.2]
+    assert statistics.median(shifted) > statistics.median(both)
+    assert tuning.gained(both, shifted) == 0.0
     noisy = [one + shift for one, shift in zip(before, (0.5, -0.6, 0.4, -0.3, -0.5, 0.6, -0.2), strict=True)]
     assert statistics.median(old - new for old, new in zip(before, noisy, strict=True)) > 0
     assert tuning.gained(before, noisy) == 0.0
@@ -230,6 +235,8 @@ def test_rules_that_hold_stay_and_get_figures() -> None:
     whole = merged([result("a", m=8)], [*base, Rule("probe", "c", "float32")], complete=True)
     assert [(rule.op, rule.kernel) for rule in whole] == [("probe", "a"), ("probe", "b")]
     assert whole[1].measured == "for shapes that no measured call has"
+    before = Rule("probe", "z", "bfloat16", {"m": (99, 99)}, measured="m=99: 3.00 us alone, a 4.00")
+    assert before in merged([result("a", m=8)], [before, *base], complete=True), "measured by a run before"
 
 
 def test_a_new_winner_goes_before_the_rule_that_it_beats() -> None:

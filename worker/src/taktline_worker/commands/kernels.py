@@ -52,24 +52,41 @@ def explain(
     table: Annotated[
         str, typer.Option(help="Say what the GPU of this shipped table would run, such as h200; in bf16 by default.")
     ] = "",
+    arch: Annotated[
+        str, typer.Option(help="Of random policies, say what a GPU of this architecture without a table would run.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Run one request of POLICY and list each kind of operation with its kernel and the reason.
 
-    On a CPU every operation runs its torch reference. `--table` then tells what a GPU would run for the same shapes;
-    the operations that a GPU's engine fuses (attention over the cache, gated feed-forward) are only seen on a GPU.
+    On a CPU every operation runs its torch reference. `--table` then tells what a GPU would run: of random policies all
+    of it, over tensors that have shapes only; of others the same operations, without those that a GPU's engine fuses
+    (attention over the cache, gated feed-forward).
     """
     with progress() as say:
-        say(f"loading {policy}")
-        # On a CPU the default is fp32, which no table is about.
-        served = precision or ("bf16" if table else "")
-        subject = open_profile(policy, (batch,), device, served, views, prompt_tokens, 0, 0, quantisation)
         from taktline_worker.profiling.kernels import choice_by, packaged_table, record
 
         rules = packaged_table(table) if table else ()
-        say(f"one request of {batch} row(s)")
-        calls = record(subject, batch)
-    choices = [choice_by(rules, table, call) if table else call.choice for call in calls]
+        if (table or arch) and policy.startswith("random:"):
+            from taktline_worker.profiling.rehearsal import explained
+            from taktline_worker.profiling.subject import Request, check_batches
+
+            check_place(device, precision)
+            say(f"{policy} for {table or arch}")
+            stored = check_quantisation(quantisation)
+            request = Request(
+                policy, check_batches((batch,)), "cuda", precision, views, prompt_tokens, quantisation=stored
+            )
+            calls = explained(request, arch or "sm_90", table)
+            choices = [call.choice for call in calls]
+        else:
+            say(f"loading {policy}")
+            # On a CPU the default is fp32, which no table is about.
+            served = precision or ("bf16" if table else "")
+            subject = open_profile(policy, (batch,), device, served, views, prompt_tokens, 0, 0, quantisation)
+            say(f"one request of {batch} row(s)")
+            calls = record(subject, batch)
+            choices = [choice_by(rules, table, call) if table else call.choice for call in calls]
     if as_json:
         import json
 
@@ -105,7 +122,7 @@ def tune(
         bool, typer.Option("--grids/--known", help="Also try settings that no table names; or only those.")
     ] = True,
     complete: Annotated[
-        bool, typer.Option("--complete", help="Leave out rules of the table in force that decide nothing measured.")
+        bool, typer.Option("--complete", help="At the end, leave out rules that no run has measured.")
     ] = False,
     limit_s: Annotated[float, typer.Option("--limit-s", help="Begin no further request after so long.")] = 1e9,
     as_json: Annotated[bool, typer.Option("--json", help="Print every candidate's time as JSON.")] = False,

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from taktline_worker import branches, graph_capture
-from taktline_worker.profiling.kernels import packaged_table, selecting_by
-from taktline_worker.profiling.subject import RANDOM_POLICIES, Request
+from taktline_worker.profiling.kernels import Recorded, packaged_table, record, selecting_by
+from taktline_worker.profiling.subject import RANDOM, RANDOM_POLICIES, Request
 
 _aten = torch.ops.aten
 # Operations whose result's size only the device knows: PyTorch stops and reads it.
@@ -117,6 +117,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._read(args[0], func)
+        if func is _aten._pin_memory.default:  # which needs the driver
+            return args[0]
         self._look(func, args, kwargs)
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, FakeTensor | torch.device)]
         if any(isinstance(one, FakeTensor) or one.type == "cuda" for one in given):
@@ -125,7 +127,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _aten._scaled_mm.default(*args, **{name: one for name, one in kwargs.items() if name != "out"})
                 return kwargs["out"]
             return func(*args, **kwargs)
-        if kwargs.get("pin_memory"):  # which needs the driver
+        if kwargs.get("pin_memory"):  # likewise
             kwargs = kwargs | {"pin_memory": False}
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -279,6 +281,22 @@ def rehearse(
     return Rehearsed(
         policy, precision, arch, list(ledger.kernels.values()), sorted(watch.found), watch.graphs, selector.explain()
     )
+
+
+def explained(request: Request, arch: str, table: str) -> list[Recorded]:
+    """What a request of a random policy would run on a GPU that is not here, each kind of call once.
+
+    Args:
+        request: of the published widths and depths, or of so many layers.
+        arch: such as "sm_90".
+        table: shipped table whose GPU it is; none for a GPU without one.
+    """
+    name = request.policy.removeprefix(RANDOM)
+    with warnings.catch_warnings(), pretended_gpu(arch, table, compiled=False):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        module = importlib.import_module(RANDOM_POLICIES[name])
+        profile = module.random_profile(name, request, _DEVICE, request.precision or "bf16")
+        return record(profile, request.batches[0])
 
 
 _DEVICE = torch.device("cuda")

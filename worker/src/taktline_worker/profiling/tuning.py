@@ -26,6 +26,8 @@ Call = Callable[[], Any]
 
 # Relative L2 distance from the choice of now that a candidate may have, by dtype: twice a rounding of its inputs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+ALONE = "us alone"
+"""What every figure of a rule says."""
 # Alone a candidate must be faster by this share to be tried in its phase: below it is noise.
 WORTH = 0.02
 # So many of the fastest are tried there.
@@ -127,10 +129,10 @@ class Tuned:
     def figures(self) -> str:
         """What was measured, in words."""
         others = [each for each in self.candidates[1:] if each.us is not None]
-        text = f"{self.best.us:.2f} us alone" if self.best.us is not None else "not measured alone"
+        text = f"{self.best.us:.2f} {ALONE}" if self.best.us is not None else f"not measured {ALONE}"
         text += "".join(f", {each.label} {each.us:.2f}" for each in others[:2]) or ", nothing else ran"
         if self.trials:
-            tried = min(self.trials, key=lambda trial: trial.ms)
+            tried = min(self.trials, key=lambda trial: (trial.label != self.best.label, trial.ms))
             text += f"; {tried.phase} {tried.ms:.3f} ms with {tried.label}, {tried.now_ms:.3f} before"
         return text
 
@@ -278,12 +280,13 @@ class Tuner:
 
 
 def gained(before: Sequence[float], after: Sequence[float]) -> float:
-    """Median gain of turns measured side by side; 0 where it is within the noise of its own turns."""
+    """Median gain of turns measured side by side; 0 where it is within their noise, or the medians say otherwise."""
     gains = [old - new for old, new in zip(before, after, strict=True)]
     middle = statistics.median(gains)
     # Of a median, by the median deviation: 1.4826 for a normal spread, 1.2533 for the median's own.
     error = 1.4826 * 1.2533 * statistics.median(abs(one - middle) for one in gains) / len(gains) ** 0.5
-    return middle if middle > _CERTAIN * error else 0.0
+    sure = middle > _CERTAIN * error and statistics.median(after) < statistics.median(before)
+    return middle if sure else 0.0
 
 
 def together(name: str) -> bool:

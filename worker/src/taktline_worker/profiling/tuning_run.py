@@ -33,7 +33,7 @@ class Settings:
         ops: operations to measure; all where none is named.
         runs: replays of each candidate, and turns of each phase.
         grids: also settings that no table names.
-        complete: leave out rules that decide nothing measured.
+        complete: at the end, leave out rules that neither this run nor one before it has measured.
         limit_s: begin no further request after so long.
     """
 
@@ -51,14 +51,17 @@ def run(requests: Iterable[Request], settings: Settings, path: Path, say: Say) -
     selector = default_selector()
     name, base = selector.rules(device)
     tuner = Tuner(selector, GpuClock(device, settings.runs), base, grids=settings.grids)
-    subjects = [] if settings.complete else measured_on(name)
+    subjects, gpu = measured_on(name), torch.cuda.get_device_name(device)
     path.parent.mkdir(parents=True, exist_ok=True)
+    every = True
     for request in requests:
-        if time.monotonic() - began > settings.limit_s:
+        every = every and time.monotonic() - began < settings.limit_s
+        if not every:
             break
         subject = open_subject(request)
         for batch in request.batches:
-            if time.monotonic() - began > settings.limit_s:
+            every = every and time.monotonic() - began < settings.limit_s
+            if not every:
                 break
             label = _label(request, subject, batch)
             say(f"[{time.monotonic() - began:.0f} s] {label}")
@@ -70,11 +73,13 @@ def run(requests: Iterable[Request], settings: Settings, path: Path, say: Say) -
             del calls, phases
             gc.collect()
             subjects = [*(one for one in subjects if one != label), label]
-            rules = merged(tuner.results, base, complete=settings.complete)
-            path.write_text(text_of(rules, torch.cuda.get_device_name(device), subjects), encoding="utf-8")
+            path.write_text(text_of(merged(tuner.results, base), gpu, subjects), encoding="utf-8")
         del subject
         gc.collect()
         torch.cuda.empty_cache()
+    if every and settings.complete:
+        rules = merged(tuner.results, base, complete=True)
+        path.write_text(text_of(rules, gpu, subjects), encoding="utf-8")
     return tuner.results
 
 

@@ -12,7 +12,7 @@ from taktline_kernels.gpu_table import GPU_KERNELS
 from taktline_kernels.selector import Choice, Rule, covering
 
 from taktline_worker.profiling.kernels import Recorded, implementations
-from taktline_worker.profiling.tuning import WORTH, Candidate, Tuned, together
+from taktline_worker.profiling.tuning import ALONE, WORTH, Candidate, Tuned, together
 
 _MOST_FIGURES = 3
 _OTHERS = "for shapes that no measured call has"
@@ -29,8 +29,8 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
     Args:
         results: one for each kind of call.
         base: the table in force; empty on a GPU that has none.
-        complete: leave out rules that decide none of the measured calls, but for an operation's last one, which is for
-            all other shapes, and those of operations that have none.
+        complete: leave out rules that no run has measured, but for an operation's last one, which is for all other
+            shapes.
     """
     results = _agreed(results)
     decided: dict[int, list[Tuned]] = defaultdict(list)
@@ -53,11 +53,14 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
         rules += _exact(others)
         if same:
             rules.append(replace(rule, measured=_figures(same)))
-        elif not complete:
+        elif not complete or ALONE in rule.measured:
             rules.append(rule)
-        elif not rule.bounds and not rule.dtype and any(one.call.name == rule.op for one in results):
+        elif not rule.bounds and not rule.dtype:
             rules.append(replace(rule, measured=_OTHERS))
     rules += _exact(anew)
+    if complete:  # an operation that nothing runs needs no last rule
+        known = {rule.op for rule in rules if ALONE in rule.measured}
+        rules = [rule for rule in rules if rule.op in known]
     for name in dict.fromkeys(result.call.name for result in results):
         if not any(rule.op == name and not rule.bounds and not rule.dtype for rule in rules):
             rules.append(_rest(name, [one for one in results if one.call.name == name]))
