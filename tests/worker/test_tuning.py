@@ -233,7 +233,7 @@ def test_rules_that_hold_stay_and_get_figures() -> None:
     assert "m=100" in rules[1].measured
     assert rules[2].measured == "by hand", "not measured in this run"
     whole = merged([result("a", m=8)], [*base, Rule("probe", "c", "float32")], complete=True)
-    assert [(rule.op, rule.kernel) for rule in whole] == [("probe", "a"), ("probe", "b")]
+    assert [(rule.op, rule.kernel) for rule in whole] == [("probe", "a"), ("probe", "b"), ("other", "c")]
     assert whole[1].measured == "for shapes that no measured call has"
     before = Rule("probe", "z", "bfloat16", {"m": (99, 99)}, measured="m=99: 3.00 us alone, a 4.00")
     assert before in merged([result("a", m=8)], [before, *base], complete=True), "measured by a run before"
@@ -273,7 +273,7 @@ def test_rows_of_a_plan_do_not_decide_its_kernel() -> None:
     other = result("cuda", "triton", op="frame_norm", rows=100, width=16)
     rules = merged([few, many, other], [Rule("frame_norm", "torch")])
     found = {rule.bounds["width"][0]: (rule.kernel, rule.bounds["rows"]) for rule in rules if rule.bounds}
-    assert found[8] == ("triton", (1, 10_000_000))
+    assert found[8] == ("triton", (256, 10_000_000))
     assert found[16][0] == "cuda"
 
 

@@ -40,6 +40,7 @@ def _pi05() -> Iterator[Request]:
     yield from _requests("pi05", (1,), (2,), (200,))
     yield from _requests("pi05", (1,), (1,), (64,))
     yield from _requests("pi05", (1, 8, 32), (3,), (1,), precision="fp8")
+    yield from _requests("pi05", (1,), (3,), (1,), precision="fp32")
 
 
 def _pi0() -> Iterator[Request]:

@@ -16,7 +16,7 @@ from taktline_worker.profiling.tuning import ALONE, WORTH, Candidate, Tuned, tog
 
 _MOST_FIGURES = 3
 _OTHERS = "for shapes that no measured call has"
-_ANY_ROWS = (1, 10_000_000)
+_ANY_ROWS = (256, 10_000_000)
 
 
 def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = False) -> list[Rule]:
@@ -58,9 +58,6 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
         elif not rule.bounds and not rule.dtype:
             rules.append(replace(rule, measured=_OTHERS))
     rules += _exact(anew)
-    if complete:  # an operation that nothing runs needs no last rule
-        known = {rule.op for rule in rules if ALONE in rule.measured}
-        rules = [rule for rule in rules if rule.op in known]
     for name in dict.fromkeys(result.call.name for result in results):
         if not any(rule.op == name and not rule.bounds and not rule.dtype for rule in rules):
             rules.append(_rest(name, [one for one in results if one.call.name == name]))
