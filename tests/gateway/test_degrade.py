@@ -324,8 +324,8 @@ def test_an_observation_that_the_large_policy_would_make_with_luck_only_goes_to_
 
 def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):
     stack = bare_stack
-    large = stack.start_worker(t_sync="1:800,8:1200")
-    small = stack.start_worker(policy="small", t_sync="1:40,8:80")
+    large = stack.start_worker(t_sync="1:4000,8:6000")
+    small = stack.start_worker(policy="small", t_sync="1:600,8:700")
     stack.write_routes(large, degrade={"fallback_policy": "small"})
     table = json.loads(stack.routes.read_text())
     table["routes"].append({"policy": "small", "targets": [{"address": small}], "max_batch": 8, "max_wait_ms": 0})
@@ -333,11 +333,12 @@ def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):
     stack.start_gateway()
     stack.wait_workers(1)
     stack.wait_workers(1, "small")
-    status, chunk = stack.act(robot="a", budget_ms=600.0)
+    status, chunk = stack.act(robot="a", budget_ms=2000.0)
     assert (status, chunk.policy, chunk.degraded) == (200, "scripted", Degraded(policy="small"))
     assert chunk.worker == small
     with ThreadPoolExecutor() as pool:
         # The large one takes a batch of one; behind it there is time for one more, not for its slow neighbour.
-        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=1800.0, instruction="slow 600"), range(3)))
+        # What stands in has seconds to spare where this machine is busy: T of the large one less all of the small one.
+        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=9000.0, instruction="slow 1000"), range(3)))
     assert [status for status, _ in answers] == [200] * 3
     assert {chunk.worker for _, chunk in answers} == {large, small}
