@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,18 @@ for policy in rehearsal.POLICIES:
 one = rehearsal.rehearse("pi05", "sm_86", compiled=False)
 found.append(asdict(one) | {"without_rule": []})
 json.dump(found, sys.stdout)
+"""
+
+_EXPLAINED = """
+import json, sys
+from taktline_worker.profiling.rehearsal import explained
+from taktline_worker.profiling.subject import Request
+
+found = {}
+for name, arch, table in (("h200", "sm_90", "h200"), ("h100", "sm_90", ""), ("a40", "sm_86", "")):
+    calls = explained(Request("random:pi05", (1,), "cuda", "bf16", layers=2), arch, table)
+    found[name] = {call.name: [call.choice.kernel, dict(call.choice.config), call.choice.reason] for call in calls}
+json.dump([found], sys.stdout)
 """
 
 _COMPILED = """
@@ -103,6 +116,25 @@ def test_every_engine_can_be_captured_on_a_gpu() -> None:
     # Left to PyTorch until somebody has measured the alternatives, or to two operations that have kernels of their own.
     of_two = {"linear_add_layer_norm", "linear_add_rms_norm", "linear_silu_gate", "frame_gelu_product"}
     assert {op for one in found for op in one["without_rule"]} <= {"attention_suffix", "linear"} | of_two  # type: ignore[attr-defined]
+
+
+def test_what_a_gpu_would_run_is_explained_on_any_machine() -> None:
+    """With the kernels that exist on a GPU only, by the decision that the engine itself gets there."""
+    found: Any = run(_EXPLAINED)[0]
+    h200, h100, a40 = found["h200"], found["h100"], found["a40"]
+    assert {"attention_cached", "rope_cache", "assemble", "linear_geglu", "patches", "stream_layer_norm"} <= h200.keys()
+    assert h200["linear_geglu"][0] == "hopper"
+    assert "table h200: " in h200["linear_geglu"][2]
+    assert "us alone" in h200["linear_geglu"][2]
+    assert h200["expert"][0] == h100["expert"][0] == "chain", "it depends on the architecture"
+    assert a40["expert"][0] == "products"
+    assert "action_head" in a40.keys() - h100.keys(), "the chain has its own steps"
+    for name, choices in (("sm_90", h100), ("sm_86", a40)):
+        assert choices["rms_norm"] == ["torch", {}, f"no table for {name}"]
+        for op in ("attention_cached", "linear_geglu", "product"):
+            assert choices[op][0] in ("triton", "cublas")
+            assert f"no table for {name}" in choices[op][2]
+    assert (a40["attention_cached"][1], h100["attention_cached"][1]) == ({"block_n": 32}, {})
 
 
 def test_kernels_compile_for_hopper() -> None:

@@ -18,9 +18,13 @@ from taktline_kernels.selector import Choice, KernelSelector, Rule, parse_table
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_worker.adapter import Phase
 from taktline_worker.commands.kernels import app
+from taktline_worker.models.pi.synthetic import conventions
 from taktline_worker.profiling import tuning
 from taktline_worker.profiling.kernels import Recorded, record
+from taktline_worker.profiling.subject import RANDOM_POLICIES
 from taktline_worker.profiling.tuning import Candidate, Group, Tuned, Tuner
+from taktline_worker.profiling.tuning_plan import planned
+from taktline_worker.profiling.tuning_run import measured_on
 from taktline_worker.profiling.tuning_table import merged, text_of
 from typer.testing import CliRunner
 
@@ -297,6 +301,28 @@ def test_settings_come_from_tables_and_the_grid() -> None:
     product = Recorded("product", {"m": 1, "n": 8, "k": 8}, torch.bfloat16, CPU, Choice("cublas", "now"))
     labels = [each.label for each in Tuner(KernelSelector(), Clock({}), grids=False).candidates(product)]
     assert {f"cublaslt algorithm={number}" for number in range(8)} <= set(labels)
+
+
+def test_the_shipped_tables_are_measured_on_every_policy() -> None:
+    requests = list(planned("shipped"))
+    policies = {request.policy.removeprefix("random:") for request in requests}
+    assert policies == {name for name in RANDOM_POLICIES if not name.endswith("-paper")}
+    assert {request.policy for request in planned("shipped:planner")} == {"random:vjepa2-ac"}
+    slots = {request.prompt_tokens for request in planned("shipped:pi05") if request.views == 3}
+    assert slots >= set(conventions(3, 50, 10).prompt_slots), "all prompt slots that graphs are captured for"
+    with pytest.raises(TaktlineError, match="not measured on 'pi06'") as caught:
+        list(planned("shipped:pi06"))
+    assert "pi05" in caught.value.next_step
+
+
+def test_a_run_carries_on_what_its_table_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text_of([Rule("probe", "a")], "NVIDIA H123", ["one thing", "another"]))
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
+    assert measured_on(str(path)) == ["one thing", "another"]
+    monkeypatch.delenv("TAKTLINE_KERNEL_TABLE")
+    assert any(subject.startswith("pi05 bf16, batch 1") for subject in measured_on("h200"))
+    assert measured_on("NVIDIA H123") == [], "a GPU without a table"
 
 
 @pytest.mark.gpu
