@@ -33,7 +33,8 @@ _AWAKE_US = 500
 """So long a thread that waits for a frame stays awake, where there are processors to spare."""
 _SPARE_CORES = 4
 _END_LIMIT_S = 5.0
-_MOST_THREADS = 12
+_MOST_THREADS = 9
+"""For three cameras' frames, each with one that reads and two that paint."""
 
 
 class _Job(ctypes.Structure):
@@ -227,7 +228,7 @@ def _cores() -> int:
 
 
 def jpeg_threads() -> JpegThreads | None:
-    """One thread a core, at most 12; None where they cannot be had, which is logged: the interpreter's decode then."""
+    """One thread a core, at most 9; None where they cannot be had, which is logged: the interpreter's decode then."""
     try:
         return JpegThreads(min(_MOST_THREADS, _cores()))
     except OSError as error:

@@ -198,7 +198,7 @@ void taktline_jpeg_begin(Job *jobs, int count) {
   enum { LARGE = 1 << 17, MOST_PAINTERS = 2 };
   pthread_mutex_lock(&pool.lock);
   size_t there = pool.end - pool.begin, most = there + (1 + MOST_PAINTERS) * (size_t)count;
-  int painters = pool.threads < 4 || 2 * count > pool.idle ? 0 : 3 * count > pool.idle ? 1 : MOST_PAINTERS, added = 0;
+  int painters = pool.threads < 4 || 2 * count > pool.idle ? 0 : 3 * count > pool.idle ? 1 : MOST_PAINTERS;
   if (most > pool.room) {
     size_t room = 2 * most;
     Task *tasks = malloc(room * sizeof *tasks);
@@ -221,10 +221,8 @@ void taktline_jpeg_begin(Job *jobs, int count) {
       }
       if (painter > jobs[i].painters) continue;
       pool.tasks[pool.end++ % pool.room] = (Task){&jobs[i], painter};
-      added++;
     }
-  if (added >= pool.idle) pthread_cond_broadcast(&pool.work);
-  else while (added--) pthread_cond_signal(&pool.work);
+  pthread_cond_broadcast(&pool.work); /* a few too many: to wake some by themselves takes as long for each as for all */
   pthread_mutex_unlock(&pool.lock);
 }
 
