@@ -42,11 +42,11 @@ from torch import Tensor
 MOVE_S = 1.0
 ERROR_M = 0.004
 STEPS = 12
-START = (0.4, 0.0, 0.3, 0.0, 0.0, 0.0, 0.5)
+START = (0.4, 0.0, 0.3, 0.0, 0.0, 0.0, toy_arm.GRIPPER)
 GOAL = (0.15, -0.12, 0.10)  # 21.6 cm from the start
-SETTINGS = SearchSettings(candidates=800, elites=80, horizon=2, max_step_m=toy_arm.MAX_STEP_M)
+SETTINGS = SearchSettings(candidates=800, elites=80, horizon=2, max_step_m=toy_arm.MAX_STEP_M, pins={3: 0.0})
 PLAN_TIMES = Path(__file__).with_name("results") / "h200" / "planner.json"
-UNIT = 800
+UNIT = 200
 
 
 @dataclass
@@ -184,14 +184,18 @@ def timed(row: dict[str, Any], times: Mapping[tuple[str, int], float]) -> dict[s
 
 
 def episodes(
-    world: VJepa2World, seeds: int, seen: Sequence[str], times: Mapping[tuple[str, int], float]
+    world: VJepa2World,
+    search: SearchSettings,
+    seeds: int,
+    seen: Sequence[str],
+    times: Mapping[tuple[str, int], float],
 ) -> Iterator[dict[str, Any]]:
     """A row for each simulator, number of rounds, kind of start, and loop."""
     for simulator in seen:
         for rounds in (10, 3):
             for warm in (False, True):
                 for overlap in (False, True):
-                    settings = replace(SETTINGS, rounds=rounds)
+                    settings = replace(search, rounds=rounds)
                     plan_s = times["bf16", rounds]
                     found = [episode(world, settings, seed, overlap, warm, simulator, plan_s) for seed in range(seeds)]
                     assert all(list(one.step_s) == step_seconds(plan_s, overlap) for one in found)
@@ -231,12 +235,14 @@ def main() -> None:
     """Run all combinations and print a line of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--candidates", type=int, default=SETTINGS.candidates, help="of a round; a tenth are elites")
     parser.add_argument("--seen", nargs="+", choices=("prediction", "frames"), default=("prediction", "frames"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", type=Path, default=toy_arm.FOLDER, help="what benchmarks/toy_arm.py wrote")
     parser.add_argument("--times-only", action="store_true", help="count the seconds of the file's rows anew")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
     options = parser.parse_args()
+    torch.set_num_threads(1)  # operations are too small to share
     target = options.out / "planner_control.json"
     times = plan_seconds()
     found: Iterable[dict[str, Any]]
@@ -245,7 +251,8 @@ def main() -> None:
     else:
         world = toy_arm.world_of(toy_arm.trained(options.weights), torch.device(options.device), micro_batch=UNIT)
         world.capture()
-        found = episodes(world, options.seeds, options.seen, times)
+        wanted = replace(SETTINGS, candidates=options.candidates, elites=options.candidates // 10)
+        found = episodes(world, wanted, options.seeds, options.seen, times)
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for row in found:

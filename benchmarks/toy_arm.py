@@ -49,8 +49,10 @@ ARCHITECTURE = VJepa2Architecture(
 )
 STATED = SidecarArchitecture(SIZE, ARCHITECTURE.encoder_heads, ARCHITECTURE.heads)
 MAX_STEP_M = 0.05
-LOW, HIGH = (0.22, -0.32, 0.12), (0.72, 0.32, 0.58)
+LOW, HIGH = (0.27, -0.27, 0.17), (0.68, 0.15, 0.53)
 """Where the end effector is in the training's frames, metres."""
+GRIPPER = 0.5
+"""Closedness, held still."""
 PEAK_RATE = 3e-3
 _EYE, _AT, _FOCAL = (1.3, 0.0, 0.85), (0.4, 0.0, 0.25), 1.35
 _SHOULDER = (0.0, 0.0, 0.45)
@@ -59,7 +61,7 @@ _SHOULDER = (0.0, 0.0, 0.45)
 def frames(pose: Tensor) -> Tensor:
     """What the camera sees of poses (n, 7): uint8 (n, SIZE, SIZE, 3).
 
-    A soft shadow on the table, the forearm from the shoulder, and the hand, whose colour is the gripper's closedness.
+    A soft shadow on the table, the forearm from the shoulder, and the hand.
     """
     like = {"device": pose.device, "dtype": pose.dtype}
     hand, hand_depth = _seen(pose[:, :3])
@@ -69,12 +71,7 @@ def frames(pose: Tensor) -> Tensor:
     pixel = torch.stack(torch.meshgrid(line, line, indexing="xy"), dim=-1)
     table = torch.stack((0.35 + 0.1 * pixel[..., 1], 0.35 + 0.1 * pixel[..., 0], torch.full_like(pixel[..., 0], 0.4)))
     image = table.expand(len(pose), *table.shape)
-    grip = pose[:, 6]
-    colours = (
-        torch.tensor((0.05, 0.05, 0.1), **like).expand(len(pose), 3),
-        torch.tensor((0.8, 0.5, 0.2), **like).expand(len(pose), 3),
-        torch.stack((0.9 - 0.6 * grip, torch.full_like(grip, 0.2), 0.2 + 0.6 * grip), dim=1),
-    )
+    colours = torch.tensor(((0.05, 0.05, 0.1), (0.8, 0.5, 0.2), (0.6, 0.2, 0.5)), **like)
     along = hand - shoulder
     offset = pixel - shoulder[:, None, None]
     share = ((offset * along[:, None, None]).sum(-1) / along.square().sum(-1)[:, None, None]).clamp(0.0, 1.0)
@@ -88,7 +85,7 @@ def frames(pose: Tensor) -> Tensor:
         distances, radii, (0.10, 0.05, 0.08), (0.6, 1.0, 1.0), colours, strict=True
     ):
         mask = cover * torch.sigmoid((radius[:, None, None] - distance) / edge)[:, None]
-        image = image * (1.0 - mask) + mask * colour[:, :, None, None]
+        image = image * (1.0 - mask) + mask * colour[:, None, None]
     return (255.0 * image).round().clamp(0.0, 255.0).byte().permute(0, 2, 3, 1)
 
 
@@ -123,8 +120,8 @@ def untrained(seed: int = 0) -> CheckpointFile:
         if name.endswith(("attn.proj.weight", "fc2.weight")):
             predictor[name] *= 0.1
     # Metres are small numbers: without this the norms would show a token's bias alone.
-    for name, metres, gripper in (("action_encoder", 40.0, 3.0), ("state_encoder", 8.0, 2.0)):
-        predictor[f"{name}.weight"] *= torch.tensor((metres, metres, metres, 1.0, 1.0, 1.0, gripper))
+    for name, scale in (("action_encoder", 40.0), ("state_encoder", 8.0)):
+        predictor[f"{name}.weight"][:, :3] *= scale
         predictor[f"{name}.bias"] = torch.randn(a.width, generator=generator)
     return CheckpointFile(Path("untrained"), encoder, predictor, a)
 
@@ -152,9 +149,8 @@ def transitions(encoder: CheckpointFile, count: int, device: torch.device, seed:
     low, high = torch.tensor(LOW), torch.tensor(HIGH)
     pose, actions = torch.zeros(count, 7), torch.zeros(count, 2, 7)
     pose[:, :3] = low + (high - low) * torch.rand(count, 3, generator=generator)
-    pose[:, 6] = torch.rand(count, generator=generator)
+    pose[:, 6] = GRIPPER
     actions[..., :3] = (MAX_STEP_M * torch.randn(count, 2, 3, generator=generator)).clamp(-MAX_STEP_M, MAX_STEP_M)
-    actions[..., 6] = torch.randn(count, 2, generator=generator).clamp(-0.75, 0.75)
     pose, actions = pose.to(device), actions.to(device)
     second = poses.integrate(pose, actions[:, 0])
     passed = torch.stack((pose, second, poses.integrate(second, actions[:, 1])), dim=1)
@@ -248,6 +244,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
     device = torch.device(options.device)
+    torch.set_num_threads(1)  # a step's operations are too small to share
     save(train(untrained(), options.steps, options.batch, options.transitions, device), options.out)
 
 
