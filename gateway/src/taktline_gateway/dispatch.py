@@ -168,7 +168,9 @@ class Dispatch:
         self._deliver(sent, response)
         for member in members:
             served = member.result
-            if member.tell is not None and not served.cancelled() and served.exception() is None:
+            if member.tell is None or not served.done() or served.cancelled():
+                continue
+            if served.exception() is None:
                 member.tell(served.result())
 
     async def _run(self, sent: SentBatch, answer: Awaitable[worker_pb2.InferResponse]) -> None:
