@@ -237,7 +237,11 @@ def test_a_row_that_is_alone_is_launched_in_one_call_to_the_same_bits(captured: 
         )
 
     def short(one: PiRow) -> Any:
-        return runner.single.launch(one.raw, runner.single.draft(one))
+        draft = runner.single.draft(one)
+        launched = runner.single.launch(one.raw, draft)
+        if launched is not None:
+            runner.single.look_ahead(draft)
+        return launched
 
     sent = [row(480, 640, words) for words in (9, 4, 12, 9, 1, 12)]
     expected = [runner.run(collate([one], tokens)).clone() for one in sent]

@@ -92,7 +92,7 @@ class Runner:
     device, unnormalises = torch.device("cpu"), True
 
     def __init__(self, takes: bool = True) -> None:
-        self.single, self.takes = self, takes
+        self.single, self.takes, self.fails = self, takes, False
         self.short: list[tuple[Any, list[torch.Tensor]]] = []
         self.long: list[Any] = []
 
@@ -111,6 +111,10 @@ class Runner:
         else:
             self.long.append(given)
         return Launched()
+
+    def look_ahead(self, last: Any) -> None:
+        if self.fails:
+            raise MemoryError("no page is left")
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +256,13 @@ def test_noise_of_requests_without_a_seed_is_drawn_ahead_and_never_twice(
     assert short.drawn(None).shape[0] == 5, "a shorter chunk has noise of its own"
     noises = [row.noise for row, _ in adapter.runner.short]  # type: ignore[attr-defined]
     assert len({noise.numpy().tobytes() for noise in (*noises, *drawn)}) == 5
+
+
+def test_a_launched_row_is_answered_though_nothing_can_be_got_for_the_next(
+    engine: Engine, adapter: PiAdapter, observations: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter.runner.fails = True  # type: ignore[attr-defined]
+    for number in range(2):
+        assert isinstance(engine.infer([Item(come(adapter, observations, number))]).outcomes[0], np.ndarray)
+    assert caplog.text.count("nothing is got ahead") == 2
+    assert len(adapter.runner.short) == 2  # type: ignore[attr-defined]

@@ -144,8 +144,18 @@ class PiAdapter:
         del bucket
         launched = self._launched(rows, draft)
         if launched is not None:
-            self.processor.look_ahead(rows)
+            self._look_ahead(rows, draft)
         return launched
+
+    def _look_ahead(self, rows: Sequence[PreparedRow], draft: tuple[PiBatch, Any] | RowLetter | None) -> None:
+        """Behind a launch, while the engine runs: keeps the rows' frames, and gets what the next ones need."""
+        try:
+            self.processor.look_ahead(rows)
+            single = _single(self.runner)
+            if single is not None and isinstance(draft, RowLetter):
+                single.look_ahead(draft)
+        except Exception as error:  # whoever needs it asks for it, and is told; these rows run
+            logger.error("nothing is got ahead for the next rows", exc_info=error)
 
     def _launched(
         self, rows: Sequence[PreparedRow], draft: tuple[PiBatch, Any] | RowLetter | None

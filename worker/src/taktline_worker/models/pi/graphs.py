@@ -142,11 +142,7 @@ class GraphRunner:
 
     def shorten(self, rows: NativeRows) -> None:
         """Lets `single` launch the captured buckets of one row."""
-        graphs = {
-            bucket: [graph.raw_cuda_graph_exec() for graph in captured.graph.graphs]
-            for bucket, captured in self.captured.items()
-            if bucket.rows == 1
-        }
+        graphs = {bucket: captured.graph for bucket, captured in self.captured.items() if bucket.rows == 1}
         tokens = self.architecture.tokens_per_image
         self.single = SingleRows(rows, self._staged, self.camera, graphs, tokens, self._answers[:1])
 

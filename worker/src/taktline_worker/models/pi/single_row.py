@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from taktline_worker.devices import Letter, Running, Staged
+from taktline_worker.graph_parts import Parts
 from taktline_worker.models.pi.native_rows import Launch, NativeRows
 from taktline_worker.models.pi.runner import PiRow
 
@@ -46,7 +47,7 @@ class SingleRows:
     """Launches of a captured runner's buckets of one row.
 
     Args:
-        graphs: the executable graphs of each bucket, in the order in which they are launched.
+        graphs: what each bucket of one row was captured in.
         answers: (1, H, D) on the device, where they leave the actions.
     """
 
@@ -55,12 +56,16 @@ class SingleRows:
         rows: NativeRows,
         staged: Staged,
         camera: CameraBuffers,
-        graphs: Mapping[Bucket, Sequence[int]],
+        graphs: Mapping[Bucket, Parts],
         tokens_per_image: int,
         answers: Tensor,
     ) -> None:
         self._staged, self._camera, self._tokens_per_image, self._answers = staged, camera, tokens_per_image, answers
-        self._launches = {bucket: Launch(rows, graphs[bucket], 1 + bucket.views) for bucket in sorted(graphs)}
+        self._graphs = dict(graphs)  # what is launched by its address has to stay
+        self._launches = {
+            bucket: Launch(rows, [one.raw_cuda_graph_exec() for one in parts.graphs], 1 + bucket.views)
+            for bucket, parts in sorted(graphs.items())
+        }
         self._ready: RowLetter | None = None
         self._began: Any = None
 
@@ -87,10 +92,12 @@ class SingleRows:
         self._launches[draft.bucket].begin(
             [*copies, own.copy], began.cuda_event, torch.cuda.current_stream().cuda_stream
         )
-        running = Running(began, self._answers, (own, frames))
+        return Running(began, self._answers, (own, frames))
+
+    def look_ahead(self, last: RowLetter) -> None:
+        """Gets what the next row needs, most likely one as the last."""
         self._began = _event()
-        self._ready = RowLetter(self._staged, draft.bucket, draft.images, self._tokens_per_image)
-        return running
+        self._ready = RowLetter(self._staged, last.bucket, last.images, self._tokens_per_image)
 
 
 def _event() -> Any:
