@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from taktline_gateway.compat.vla_eval import message_of
 from taktline_gateway.compat.wire_arrays import EncodedFrame, decode, encode_openpi, encode_vla_eval, packed_openpi
 from taktline_protocol import Array, ErrorCode, TaktlineError
 from taktline_protocol.limits import Limits
@@ -257,3 +258,26 @@ WIRE = st.one_of(LEAVES, st.binary(max_size=16), st.lists(LEAVES, max_size=8))
 def test_fuzz_marked_maps(marker, as_bytes, entries):
     entries = {marker: True, **entries}
     read(pack({key.encode(): value for key, value in entries.items()} if as_bytes else entries))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"__ndarray__": True, "data": b"", "dtype": ["<f4"] * 1000, "shape": [0]},
+        {"__image__": True, "data": b"", "format": {"raw" * 1000: 1}, "shape": [0]},
+        {"__ndarray__": True, "k" * 10_000: 1},
+        {"__npgeneric__": True, "k" * 10_000: 1},
+    ],
+    ids=["dtype", "format", "keys", "scalar"],
+)
+def test_a_refusal_writes_out_no_value_of_a_frame_but_short_texts(message):
+    """What is no text was turned into one as a whole before it was cut, and keys were not cut."""
+    with pytest.raises(TaktlineError) as caught:
+        decode(msgspec.msgpack.encode(message), LIMITS)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("kind", [["hello"], {"hello": 1}, b"hello", None])
+def test_a_message_whose_kind_is_no_text_is_refused(kind):
+    with pytest.raises(TaktlineError, match="of type"):
+        message_of({"type": kind, "payload": {}, "seq": 1, "timestamp": 0.0})

@@ -39,6 +39,7 @@ from taktline_gateway.compat.service import (
     policy_of,
     until_ready,
 )
+from taktline_gateway.compat.wire_arrays import shown
 from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S, PROBE_AFTER_S, PROBE_EVERY_S, PROBES
 from taktline_gateway.logs import log
 from taktline_gateway.refusals import internal_error
@@ -200,7 +201,7 @@ class GrootListener:
             case "get_action":
                 return await self._get_action(client, data.get("observation"), data.get("options"))
             case _:
-                return {"error": f"Unknown endpoint: {str(endpoint)[:64]}"}
+                return {"error": f"Unknown endpoint: {shown(endpoint, 64)}"}
 
     async def _get_action(self, client: _Client, observation: Any, options: Any) -> list[dict[str, Any]]:
         policy = await self._ready(client)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol.limits import Limits
 
-from taktline_gateway.compat.wire_arrays import array_of, check_kind, decode, invalid_frame
+from taktline_gateway.compat.wire_arrays import array_of, check_kind, decode, invalid_frame, keys_shown
 
 _NPY = re.compile(
     rb"\{'descr': '([<>|=][biuf][1248])', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,80})\), \} *\n"
@@ -44,7 +44,7 @@ def decode_groot(frame: bytes, limits: Limits) -> tuple[Any, Generation | None]:
         if "__ndarray_class__" in entries:
             seen.append(Generation.NPY)
             if entries.keys() != {"__ndarray_class__", "as_npy"}:
-                raise invalid_frame(f"a .npy array has the keys {sorted(entries)[:8]}")
+                raise invalid_frame(f"a .npy array has the keys {keys_shown(entries)}")
             return npy_array(entries["as_npy"])
         if "nd" in entries:
             seen.append(Generation.MSGPACK_NUMPY)
@@ -81,7 +81,7 @@ def _msgpack_numpy(entries: dict[str, Any]) -> Any:
         raise invalid_frame("arrays of objects or records are not read here")
     if is_array is True:
         if entries.keys() != {"type", "shape", "data"}:
-            raise invalid_frame(f"an array has the keys {sorted(entries)[:8]}, not type, shape and data")
+            raise invalid_frame(f"an array has the keys {keys_shown(entries)}, not type, shape and data")
         return array_of({"data": entries["data"], "dtype": entries["type"], "shape": entries["shape"]})
     if is_array is False and entries.keys() == {"type", "data"}:
         return array_of({"data": entries["data"], "dtype": entries["type"], "shape": []}).item()

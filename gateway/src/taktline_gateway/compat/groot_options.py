@@ -11,6 +11,8 @@ from typing import Any
 from taktline_protocol import Array, ErrorCode, TaktlineError
 from taktline_protocol.messages import Rtc
 
+from taktline_gateway.compat.wire_arrays import shown
+
 OVERLAP, FROZEN, HORIZON = "rtc_overlap_steps", "rtc_frozen_steps", "action_horizon"
 _OTHERS = {
     "rtc_ramp_rate": "it is the checkpoint's own; leave it out",
@@ -45,7 +47,7 @@ def rtc_of(options: Any, last: Array | None) -> Rtc | None:
     for name in options:
         if name not in (OVERLAP, FROZEN, HORIZON):
             raise _refused(
-                f"option {str(name)[:64]!r} cannot be obeyed here",
+                f"option {shown(name, 64)!r} cannot be obeyed here",
                 _OTHERS.get(name, f"{OVERLAP}, {FROZEN} and {HORIZON} are known"),
             )
     counts = {name: value for name, value in options.items() if value is not None}

@@ -98,7 +98,7 @@ def decode_request(body: bytes, header_length: int | None, limits: Limits) -> tu
             tensors[tensor.name] = _from_json(tensor)
             continue
         if type(size) is not int or size < 0 or position + size > len(body):
-            raise _invalid(f"input {tensor.name!r} declares {str(size)[:32]} bytes of binary data that are not there")
+            raise _invalid(f"input {tensor.name!r} declares binary data that is not there")
         tensors[tensor.name] = _from_binary(tensor, body[position : position + size])
         position += size
     if position != len(body):

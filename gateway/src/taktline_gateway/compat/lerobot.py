@@ -30,10 +30,11 @@ from taktline_gateway.compat.lerobot_messages import (
     observation_piece,
     setup_data,
 )
-from taktline_gateway.compat.lerobot_pickle import Record, read_record, shown, value_of, write_actions
+from taktline_gateway.compat.lerobot_pickle import Record, read_record, value_of, write_actions
 from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Caller, Conversation, PolicyService, until_ready
+from taktline_gateway.compat.wire_arrays import shown
 from taktline_gateway.connections import HANDSHAKE_TIMEOUT_S, address_of, peers_at
 from taktline_gateway.logs import log
 from taktline_gateway.refusals import internal_error

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from taktline_protocol import ErrorCode, TaktlineError
 
-from taktline_gateway.compat.wire_arrays import array_of
+from taktline_gateway.compat.wire_arrays import array_of, shown
 
 MAX_STEPS = 50_000
 """Instructions of one message; an observation of 100 motors and 16 cameras takes under 3,000."""
@@ -90,14 +90,6 @@ def value_of(value: Any) -> Any:
             raise _invalid("an array was never filled")
         return value.value
     return value
-
-
-def shown(value: Any, most: int) -> str:
-    """A value in a refusal: the first `most` characters of a text, of anything else its kind alone.
-
-    Lists that share their elements stand in a few bytes for more text than any memory holds.
-    """
-    return value[:most] if type(value) is str else f"({type(value).__name__})"
 
 
 def write_actions(module: str, actions: NDArray[np.float32], timestep: int, timestamp: float, dt_s: float) -> bytes:

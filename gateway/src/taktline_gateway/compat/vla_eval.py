@@ -24,7 +24,7 @@ from taktline_gateway.compat.observations import read_observation
 from taktline_gateway.compat.ports import Listen
 from taktline_gateway.compat.service import Conversation, PolicyService, policy_of, until_ready
 from taktline_gateway.compat.websocket_listener import Arrival, WebSocketListener, unless_closed
-from taktline_gateway.compat.wire_arrays import decode, encode_vla_eval
+from taktline_gateway.compat.wire_arrays import decode, encode_vla_eval, shown
 from taktline_gateway.logs import log
 from taktline_gateway.refusals import internal_error
 from taktline_gateway.tls import ServerTls
@@ -60,8 +60,8 @@ def message_of(frame: Any) -> Message:
     if not isinstance(frame, dict) or not {"type", "payload", "seq", "timestamp"} <= frame.keys():
         raise _invalid("a message is a map of type, payload, seq and timestamp")
     kind, payload, seq = frame["type"], frame["payload"], frame["seq"]
-    if kind not in _TYPES or not isinstance(payload, dict) or type(seq) is not int:
-        raise _invalid(f"the message of type {str(kind)[:32]!r} has no map as payload, or no whole number as seq")
+    if type(kind) is not str or kind not in _TYPES or not isinstance(payload, dict) or type(seq) is not int:
+        raise _invalid(f"the message of type {shown(kind, 32)!r} has no map as payload, or no whole number as seq")
     return Message(kind, payload, seq)
 
 

@@ -164,7 +164,7 @@ def _marked(entries: dict[str, Any]) -> Any:
 def array_of(entries: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
     """A read-only array over `data` with exactly `dtype` and `shape`. Raises TaktlineError `invalid_body`."""
     if entries.keys() != _ARRAY_KEYS:
-        raise invalid_frame(f"an array has the keys {sorted(entries)[:8]}, not data, dtype and shape")
+        raise invalid_frame(f"an array has the keys {keys_shown(entries)}, not data, dtype and shape")
     data = entries["data"]
     dtype = dtype_of(entries["dtype"])
     shape = _shape_of(entries["shape"])
@@ -186,7 +186,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
         text = text.decode()
     dtype = _DTYPES.get(text) if type(text) is str else None
     if dtype is None:
-        raise invalid_frame(f"dtype {str(text)[:32]!r} is not read here: send booleans, integers or floats")
+        raise invalid_frame(f"dtype {shown(text, 32)!r} is not read here: send booleans, integers or floats")
     return dtype
 
 
@@ -204,7 +204,7 @@ def _shape_of(shape: Any) -> tuple[int, ...]:
 
 def _scalar_of(entries: Mapping[str, Any]) -> bool | int | float:
     if entries.keys() != _SCALAR_KEYS:
-        raise invalid_frame(f"a scalar has the keys {sorted(entries)[:8]}, not data and dtype")
+        raise invalid_frame(f"a scalar has the keys {keys_shown(entries)}, not data and dtype")
     data = entries["data"]
     kind = dtype_of(entries["dtype"]).kind
     if type(data) not in (bool, int, float):
@@ -222,11 +222,25 @@ def _image_of(entries: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]] | En
     encoding, data = entries.get("format"), entries.get("data")
     if encoding not in _IMAGE_FORMATS or type(data) is not bytes:
         raise invalid_frame(
-            f"an image has format {str(encoding)[:32]!r}; it needs bytes as {', '.join(_IMAGE_FORMATS)}"
+            f"an image has format {shown(encoding, 32)!r}; it needs bytes as {', '.join(_IMAGE_FORMATS)}"
         )
     if encoding == "raw":
         return array_of({key: entries.get(key) for key in _ARRAY_KEYS})
     return EncodedFrame(encoding, data)
+
+
+def shown(value: Any, most: int) -> str:
+    """A value in a refusal: the first `most` characters of a text, of anything else its kind alone.
+
+    Lists that share their elements stand in a few bytes for more text than any memory holds, and the text of a whole
+    frame costs as much as the frame.
+    """
+    return value[:most] if type(value) is str else f"({type(value).__name__})"
+
+
+def keys_shown(entries: Mapping[str, Any]) -> str:
+    """The first few keys of a map in a refusal, each cut short."""
+    return ", ".join(key[:32] for key in sorted(entries)[:8])
 
 
 def invalid_frame(message: str) -> TaktlineError:
