@@ -49,8 +49,9 @@ def test_what_is_expected_is_the_sum_over_the_robots_that_came_last(steps, later
             came[robot] = Rhythm(now, 0.5) if before is None else before.after(now, 0.5)
             for other in sorted(came, key=lambda one: -came[one].came)[KEPT:]:
                 del came[other]
-        assert len(found._next) == len(found._given_up) <= KEPT
-        assert found._next == sorted(found._next)
+        assert len(found._expected) == len(found._given_up) <= KEPT
+        following = list(zip(found._expected, found._left, strict=True))
+        assert following == sorted(following)
         expected, strangers = by_sum(came, seconds, now + later)
         assert found.expected_within(seconds, now + later) == (expected, pytest.approx(strangers))
 
@@ -65,7 +66,7 @@ def test_nothing_is_expected_of_nobody():
     alone.note(("", "a"), 1.0, 0.5)
     assert alone.expected_within(1.0, 1.5) == (1.0, 0.0)
     assert alone.expected_within(1.0, 2.0 + RHYTHM_MEMORY_S) == (0.0, 0.0)
-    assert not alone._next
+    assert not alone._expected
     assert not alone._given_up
 
 
@@ -126,7 +127,7 @@ def test_beyond_the_first_ones_the_rhythm_alone_says_when():
     named, exact = found.coming(59.5, 60.5, 32, 3), found.coming(59.5, 60.5, 32, 8)
     assert len(named.spread_s) == 3
     assert named.at[:3] == exact.at[:3]
-    assert named.at[3:] == [expected for expected, _ in found._next[3:]]
+    assert named.at[3:] == list(found._expected[3:])
     assert found.coming(60.015, 60.5, 32, 0).at == [60.015] * len(found.coming(60.015, 60.5, 32, 0).at) != []
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from operator import add
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -114,7 +116,8 @@ class Rhythms:
 
     def __init__(self) -> None:
         self._robots: OrderedDict[tuple[str, str], Rhythm] = OrderedDict()
-        self._next: list[tuple[float, float]] = []  # (expected, what it has left then)
+        # When each is expected, ascending, and what it has left then: flat, as many are looked at in one decision.
+        self._expected, self._left = array("d"), array("d")
         self._given_up: list[float] = []
         self._square = OFF_FIRST_S**2
         self._seen = OFF_FIRST
@@ -136,7 +139,11 @@ class Rhythms:
             robot = before.after(now, budget_s)
         self._robots[source] = robot
         if robot.period_s:
-            insort(self._next, (robot.expected, budget_s))
+            at = bisect_left(self._expected, robot.expected)
+            while at < len(self._left) and (self._expected[at], self._left[at]) < (robot.expected, budget_s):
+                at += 1
+            self._expected.insert(at, robot.expected)
+            self._left.insert(at, budget_s)
             insort(self._given_up, robot.expected + OVERDUE * robot.period_s)
         if len(self._robots) > RHYTHMS:
             self._leave(self._robots.popitem(last=False)[1])
@@ -146,8 +153,8 @@ class Rhythms:
         self._forget(now)
         if not self._robots:
             return 0.0, 0.0
-        due = bisect_right(self._next, (now, math.inf))
-        coming = bisect_right(self._next, (now + seconds, math.inf)) - due
+        due = bisect_right(self._expected, now)
+        coming = bisect_right(self._expected, now + seconds) - due
         overdue = due - bisect_right(self._given_up, now)
         return coming + 0.5 * overdue, self.strangers
 
@@ -164,18 +171,19 @@ class Rhythms:
         """
         self._forget(now)
         sigma = max(OFF_LEAST_S, self.spread_s)
-        first = bisect_left(self._next, (now - PRESENT * sigma, 0.0))
-        found = self._next[first : bisect_right(self._next, (until, math.inf), first, len(self._next))][:most]
-        count, apart_s, inv_cdf, erf = len(found), sigma * _SQRT2, _inv_cdf, math.erf
-        told = found[every - 1 :: every]
-        offs = []
-        for (expected, _), share in zip(told, _positions(count, min(exact, count), every), strict=False):
+        first = bisect_left(self._expected, now - PRESENT * sigma)
+        count = min(most, bisect_right(self._expected, until, first) - first)
+        told = slice(first + every - 1, first + count, every)
+        at, left_s = self._expected[told].tolist(), self._left[told]
+        apart_s, inv_cdf, erf, offs = sigma * _SQRT2, _inv_cdf, math.erf, []
+        for number, share in enumerate(_positions(count, min(exact, count), every)):
+            expected = at[number]
             left = 0.5 - 0.5 * erf((now - expected) / apart_s)
-            offs.append((share, inv_cdf(1.0 - (1.0 - share) * left), left))
-        at = [expected + sigma * off for (expected, _), (_, off, _) in zip(told, offs, strict=False)]
-        at += [expected for expected, _ in told[len(offs) :]]
+            off = inv_cdf(1.0 - (1.0 - share) * left)
+            offs.append((share, off, left))
+            at[number] = expected + sigma * off
         at = [when if when > now else now for when in at]
-        due = [when + budget_s for when, (_, budget_s) in zip(at, told, strict=True)]
+        due = list(map(add, at, left_s))
         return Coming(at, due, Spreads(offs, count, sigma))
 
     @property
@@ -186,7 +194,7 @@ class Rhythms:
     @property
     def strangers(self) -> float:
         """The share of robots without a rhythm yet; 1 where none came at all."""
-        return 1.0 - len(self._next) / len(self._robots) if self._robots else 1.0
+        return 1.0 - len(self._expected) / len(self._robots) if self._robots else 1.0
 
     def _forget(self, now: float) -> None:
         while self._robots and now - next(iter(self._robots.values())).came > RHYTHM_MEMORY_S:
@@ -194,5 +202,8 @@ class Rhythms:
 
     def _leave(self, robot: Rhythm) -> None:
         if robot.period_s:
-            del self._next[bisect_left(self._next, (robot.expected, robot.budget_s))]
+            at = bisect_left(self._expected, robot.expected)
+            while self._left[at] != robot.budget_s:
+                at += 1
+            del self._expected[at], self._left[at]
             del self._given_up[bisect_left(self._given_up, robot.expected + OVERDUE * robot.period_s)]
