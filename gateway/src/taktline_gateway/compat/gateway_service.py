@@ -209,6 +209,7 @@ class GatewayService:
             finally:
                 # Where this wait was cancelled it may still be queued; elsewhere this finds nothing to do.
                 asked.lane.leave(asked.pending)
+                asked.pending.tell = None  # else they hold each other, and the frames, until the collector comes
             return asked.chunk or self._made(asked, served)
         except asyncio.CancelledError:
             gateway.books.gone(asked.policy, asked.exchange, asked.observation)
