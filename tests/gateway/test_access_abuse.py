@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import re
 import socket
 import struct
 import time
 import zlib
+from pathlib import Path
 
+import grpc
 import httpx
 import msgspec
 import pytest
@@ -17,6 +21,7 @@ from taktline_gateway.connections import ConnectionCounts
 from taktline_gateway.http_protocol import HEAD_BYTES, guarded_http
 from taktline_protocol import Image
 from taktline_protocol.codecs import MediaType, encode
+from websockets.sync.client import connect
 
 from tests.gateway.conftest import free_port, parse
 
@@ -272,3 +277,55 @@ def test_control_characters_do_not_reach_the_log_as_lines(shared_stack):
     assert shared_stack.post(body)[0] in (400, 422)
     lines = shared_stack.log.read_text().splitlines()
     assert all(msgspec.json.decode(line)["message"] != "forged" for line in lines)
+
+
+def test_a_compressed_message_to_lerobots_port_is_not_inflated_beyond_what_a_message_may_be(bare_stack):
+    """gRPC inflates what says that it is compressed: 256 MiB of zeros come in 260 KB."""
+    stack, port = bare_stack, free_port()
+    stack.write_routes("127.0.0.1:1")
+    stack.start_gateway("--lerobot-listen", f"127.0.0.1:{port}")
+    options = [("grpc.max_send_message_length", -1)]
+    bomb = bytes(256 << 20)
+
+    def most_mib() -> float:
+        status = Path(f"/proc/{stack.gateway.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        ready = channel.unary_unary("/transport.AsyncInference/Ready")
+        assert ready(b"", timeout=60, compression=grpc.Compression.Gzip) == b""
+        before = most_mib()
+        instructions = channel.unary_unary("/transport.AsyncInference/SendPolicyInstructions")
+        observations = channel.stream_unary("/transport.AsyncInference/SendObservations")
+        for kind in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+            for call, message in ((instructions, bomb), (observations, iter([bomb]))):
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(message, timeout=60, compression=kind)
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert most_mib() - before < 64, "it was not held whole"
+        assert ready(b"", timeout=60) == b""
+
+
+@pytest.mark.parametrize("protocol", ["openpi", "vla-eval", "stream"])
+def test_no_websocket_takes_up_compression(bare_stack, protocol):
+    """A message that inflates is a bomb, too; camera frames are compressed already."""
+    stack, port = bare_stack, free_port()
+    stack.write_routes("127.0.0.1:1")
+    flags = [] if protocol == "stream" else [f"--{protocol}-listen", f"127.0.0.1:{port}"]
+    stack.start_gateway(*flags)
+    url = f"ws://127.0.0.1:{port}"
+    if protocol == "stream":
+        url = f"{stack.url.replace('http', 'ws', 1)}/v1/policies/scripted/stream"
+    with connect(url, compression="deflate") as socket:
+        assert not socket.protocol.extensions
+
+
+@pytest.mark.parametrize("path", ["/v1/policies/scripted/act", "/v2/models/scripted/infer"])
+def test_no_body_is_inflated(bare_stack, path):
+    stack = bare_stack
+    stack.write_routes("127.0.0.1:1")
+    stack.start_gateway()
+    for coding in ("gzip", "deflate", "br", "gzip, identity"):
+        headers = {"content-encoding": coding, "content-type": "application/json"}
+        answer = stack.http.post(stack.url + path, content=gzip.compress(bytes(1 << 20)), headers=headers)
+        assert answer.status_code == 415, answer.text
