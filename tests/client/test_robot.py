@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,3 +205,26 @@ def test_a_connection_closed_while_idle_is_opened_again(stack):
             with pytest.raises(taktline.TaktlineError) as caught:
                 robot.act(IMAGES, STATE, "go", 500.0)
             assert caught.value.code is taktline.ErrorCode.INVALID_BODY
+
+
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_an_async_robot_that_is_dropped_says_so_and_its_connection_ends(stack, transport):
+    """It kept its connection for as long as the program ran, and the gateway its session."""
+
+    def here() -> int:
+        port = int(stack.url.rsplit(":", 1)[1])
+        mine = Path("/proc/self/net/tcp").read_text().splitlines()
+        return sum(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "01" for line in mine[1:])
+
+    async def scene() -> None:
+        before = here()
+        robots = [taktline.AsyncRobot(stack.url, "scripted", "dropped", transport=transport)]
+        await robots[0].act(IMAGES, STATE, "go", 20_000.0)
+        assert here() == before + 1
+        with pytest.warns(ResourceWarning, match="robot dropped was dropped without `close`"):
+            robots.clear()
+        async with asyncio.timeout(30):
+            while here() > before:  # noqa: ASYNC110 (what is waited for has no event)
+                await asyncio.sleep(0.05)
+
+    asyncio.run(scene())

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.image_fit import pillow
@@ -31,11 +33,15 @@ Transport = Literal["auto", "stream", "http"]
 ANSWER_TIMEOUT_S = 30.0
 RELEARN_S = 10.0
 """Between questions how frames are fitted for a revision that the gateway tells nothing of, such as a candidate."""
+_Connection = tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]
+"""The loop that a connection belongs to, and what ends it."""
 _logger = logging.getLogger("taktline")
 
 
 class AsyncRobot:
     """One robot's session with one policy, for asyncio. Several `act` may run at once; the newest observation wins.
+
+    One that is dropped without `close` (or `async with`) gives a ResourceWarning, and its connection ends all the same.
 
     Args:
         url: the gateway, e.g. "http://gateway:8080".
@@ -98,6 +104,8 @@ class AsyncRobot:
         self._stream: StreamClient | None = None
         self._http: HttpClient | None = None
         self._turn = asyncio.Lock()
+        self._open: list[_Connection] = []
+        weakref.finalize(self, _let_go, robot_id, self._open).atexit = False
 
     async def act(
         self,
@@ -222,6 +230,7 @@ class AsyncRobot:
             await self._stream.close()
         if self._http is not None:
             await self._http.close()
+        self._open.clear()
 
     async def __aenter__(self) -> AsyncRobot:
         return self
@@ -308,6 +317,7 @@ class AsyncRobot:
             self._stream = StreamClient(
                 self._url, self.policy, self.robot_id, self._sender.session_id, self._access, self.metrics
             )
+            self._open.append((asyncio.get_running_loop(), self._stream.close))
         return self._stream
 
     def _over_http(self) -> HttpClient:
@@ -315,6 +325,7 @@ class AsyncRobot:
             from taktline.http_client import HttpClient
 
             self._http = HttpClient(self._url, self.policy, self._access, self._timeout_s, self.metrics)
+            self._open.append((asyncio.get_running_loop(), self._http.close))
         return self._http
 
     def _fall_back(self, error: NoStream) -> None:
@@ -331,6 +342,16 @@ class AsyncRobot:
             self.metrics.fallback = str(error)
             self.metrics.transport = "http"
             _logger.warning("robot %s speaks HTTP: there is no stream: %s", self.robot_id, error)
+
+
+def _let_go(robot_id: str, held: list[_Connection]) -> None:
+    """A robot was dropped with its connection open: that is said, and the connection ends on its own loop."""
+    if not held:
+        return
+    warnings.warn(f"robot {robot_id} was dropped without `close`", ResourceWarning, stacklevel=2)
+    for loop, close in held:
+        if not loop.is_closed():
+            asyncio.run_coroutine_threadsafe(close(), loop)
 
 
 def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
