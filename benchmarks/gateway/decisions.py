@@ -169,7 +169,7 @@ def run(queued: int, mix: str, workers: int, rounds: int) -> dict[str, list[floa
 
 
 def look(robots: int, workers: int, *, in_step: bool, rounds: int) -> list[float]:
-    """CPU time of each of `rounds` polls that look at who is about to come, us, divided by the batches that it starts."""
+    """CPU time of each of `rounds` polls that look at who is about to come, us, by the batch that it starts."""
     engine, rng = ENGINES[0], random.Random(5)
     load = FLEET_LOAD * workers * engine.capacity_hz
     seconds = (WARM_TURNS + rounds) * robots / load  # a turn of the fleet has about one such poll, or more

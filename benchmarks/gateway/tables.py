@@ -196,13 +196,30 @@ def hints() -> str:
     )
 
 
+LOOKS = ("plan", "wait")
+"""Decisions that look at who is about to come: a plan for a small fleet, and a wait for company."""
+
+
 def decisions() -> str:
     """CPU time of the scheduler's operations."""
-    rows = [row for row in rows_of("gateway-decisions.json", "gateway-decisions") if row["workers"] == 1]
+    rows = rows_of("gateway-decisions.json", "gateway-decisions")
+    rows = [row for row in rows if row["workers"] == 1 and row["operation"] not in LOOKS]
     return _table(
         rows,
         ("operation", "mix"),
         lambda row: (row["operation"], row["mix"]),
+        "queued",
+        lambda row: f"{row['median_us']:.0f} / {row['p99_us']:.0f}",
+    )
+
+
+def looks() -> str:
+    """CPU time of decisions that look at who is about to come."""
+    rows = [row for row in rows_of("gateway-decisions.json", "gateway-decisions") if row["operation"] in LOOKS]
+    return _table(
+        rows,
+        ("decision", "fleet", "workers"),
+        lambda row: (row["operation"], row["mix"], str(row["workers"])),
         "queued",
         lambda row: f"{row['median_us']:.0f} / {row['p99_us']:.0f}",
     )
@@ -218,4 +235,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "robots": robots,
     "hints": hints,
     "decisions": decisions,
+    "looks": looks,
 }
