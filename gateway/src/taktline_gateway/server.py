@@ -16,7 +16,6 @@ import uvicorn
 
 from taktline_gateway.app import build_app
 from taktline_gateway.http_protocol import guarded_http
-from taktline_gateway.large_pages import gather_heap
 from taktline_gateway.logs import log
 from taktline_gateway.service import Gateway, Settings
 from taktline_gateway.stream.endpoint import Streams
@@ -99,7 +98,6 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 20)
-    gather_heap()
     with contextlib.suppress(OSError, AttributeError):  # another libc has neither the fault nor the call
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
