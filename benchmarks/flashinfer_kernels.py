@@ -20,10 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import flashinfer
 import torch
 from engine import capture, event_times
-from flashinfer import norm as their_norm
 from floors import H200
 from result_rows import Row
 from taktline_kernels import gpu, ops
@@ -50,7 +48,9 @@ class Bench:
     """Rows of one batch size; all rows are saved as they come."""
 
     def __init__(self, batch: int, rows: list[Row], out: Path) -> None:
-        self.batch, self.rows, self.out = batch, rows, out
+        import flashinfer  # which a checkout lacks
+
+        self.batch, self.rows, self.out, self.theirs = batch, rows, out, flashinfer
 
     def compare(
         self,
@@ -108,7 +108,7 @@ class Bench:
                     floor_ms=1e3 * max(flops / H200.flops, moved / H200.bytes_per_s),
                     versions={
                         "torch": torch.__version__,
-                        "flashinfer": flashinfer.__version__,
+                        "flashinfer": self.theirs.__version__,
                         "gpu": torch.cuda.get_device_name(),
                     },
                     date=time.strftime("%Y-%m-%d"),
@@ -127,7 +127,7 @@ class Bench:
     def ragged(self, backend: str, queries: int, keys: int, rows: int, heads: int, kv_heads: int, width: int) -> object:
         """FlashInfer's planned attention of `rows` sequences; its scale is that of the true head."""
         room = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-        planned = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(room, "NHD", backend=backend)
+        planned = self.theirs.BatchPrefillWithRaggedKVCacheWrapper(room, "NHD", backend=backend)
         starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
         true = VISION_WIDTH if width == PADDED else width
         planned.plan(
@@ -193,7 +193,7 @@ class Bench:
 
     def norms(self, calls: int) -> None:
         """Residual add and RMSNorm of the prefix; what an expert's and a vision layer's norm does."""
-        rows, width = PREFIX * self.batch, 2048
+        rows, width, their_norm = PREFIX * self.batch, 2048, self.theirs.norm
         x, y, weight = draw(calls, rows, width), draw(calls, rows, width), draw(width) * 0.1
         wide = weight.float()
 
@@ -244,7 +244,7 @@ class Bench:
         want = functional.gelu(gate, approximate="tanh") * up
 
         def theirs(i: int) -> Tensor:
-            return flashinfer.gelu_tanh_and_mul(functional.linear(x[i], both))
+            return self.theirs.gelu_tanh_and_mul(functional.linear(x[i], both))
 
         ours = [lambda i=i: gpu.linear_geglu(x[i], packed) for i in range(calls)]
         peers: dict[str, Calls] = {"cuBLAS, then FlashInfer": [lambda i=i: theirs(i) for i in range(calls)]}
