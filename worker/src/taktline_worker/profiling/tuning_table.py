@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from taktline_kernels.gpu_table import GPU_KERNELS
 from taktline_kernels.selector import Choice, Rule, covering
 
-from taktline_worker.profiling.kernels import Recorded, implementations
+from taktline_worker.profiling.kernels import Recorded
 from taktline_worker.profiling.tuning import ALONE, WORTH, Candidate, Tuned, together
 
 _MOST_FIGURES = 3
 _OTHERS = "for shapes that no measured call has"
+_COUNTS = frozenset({"batch", "cache", "frames", "keys", "lanes", "m", "prefix", "queries", "rows", "tokens"})
+"""Dimensions that count rows of some kind: a kernel takes any number of them."""
 _ANY_ROWS = (256, 10_000_000)
 
 
@@ -24,7 +25,7 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
 
     A rule of `base` that names the winners of the calls it decides stays and gets their figures. Where another kernel
     won, a rule for exactly this shape goes before it, or takes its place if it is for nothing else. An operation that
-    has no rule for other shapes gets one at its end where a kernel ran in all that were measured.
+    has no rule for other shapes gets one for the numbers of rows between those that were measured.
 
     Args:
         results: one for each kind of call.
@@ -60,7 +61,7 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
     rules += _exact(anew)
     for name in dict.fromkeys(result.call.name for result in results):
         if not any(rule.op == name and not rule.bounds and not rule.dtype for rule in rules):
-            rules.append(_rest(name, [one for one in results if one.call.name == name]))
+            rules += _between([one for one in results if one.call.name == name])
     return rules
 
 
@@ -146,24 +147,29 @@ def _best_of_all(results: Sequence[Tuned]) -> str:
     return label if label in whole and whole[least] > (1.0 - WORTH) * whole[label] else least
 
 
-def _rest(name: str, results: Sequence[Tuned]) -> Rule:
-    """The rule for other shapes: what won most calls and ran at every shape, else what runs without a rule."""
-    calls: dict[str, int] = defaultdict(int)
-    by_label: dict[str, Candidate] = {}
+def _between(results: Sequence[Tuned]) -> list[Rule]:
+    """Rules for numbers of rows between those that were measured: the candidate with the least time over all of them.
+
+    All other dimensions are as measured, since what a kernel takes hangs on them; an algorithm's number means something
+    for its own shape only.
+    """
+    groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tuned]] = defaultdict(list)
     for result in results:
-        calls[result.best.label] += result.call.calls
-        by_label[result.best.label] = result.best
-    everywhere = [
-        label
-        for label, one in by_label.items()
-        # An algorithm's number means something for its shape only.
-        if "algorithm" not in one.config and all(_ran(label, result) for result in results)
-    ]
-    if everywhere:
-        best = by_label[max(everywhere, key=calls.__getitem__)]
-        return Rule(name, best.kernel, config=dict(best.config), measured="ran at all shapes above, and won most calls")
-    kernel = GPU_KERNELS[name][-1] if name in GPU_KERNELS else implementations(name)[0]
-    return Rule(name, kernel, measured="no kernel ran at all shapes above; this one takes any")
+        fixed = tuple((name, value) for name, value in result.call.shape.items() if name not in _COUNTS)
+        groups[str(result.call.dtype).removeprefix("torch."), fixed].append(result)
+    rules = []
+    for (dtype, fixed), same in groups.items():
+        first = same[0].call
+        label = _best_of_all(same)
+        best = next((each for each in same[0].candidates if each.label == label), None)
+        if len(same) < 2 or best is None or "algorithm" in best.config or not all(_ran(label, one) for one in same):
+            continue
+        bounds = {name: (value, value) for name, value in fixed}
+        for name in (name for name in first.shape if name in _COUNTS):
+            sizes = [one.call.shape[name] for one in same]
+            bounds[name] = (min(sizes), max(sizes))
+        rules.append(Rule(first.name, best.kernel, dtype, bounds, dict(best.config), _figures(same)))
+    return rules
 
 
 def _ran(label: str, result: Tuned) -> bool:
