@@ -46,7 +46,7 @@ START = (0.4, 0.0, 0.3, 0.0, 0.0, 0.0, toy_arm.GRIPPER)
 GOAL = (0.15, -0.12, 0.10)  # 21.6 cm from the start
 SETTINGS = SearchSettings(candidates=800, elites=80, horizon=2, max_step_m=toy_arm.MAX_STEP_M, pins={3: 0.0})
 PLAN_TIMES = Path(__file__).with_name("results") / "h200" / "planner.json"
-UNIT = 200
+UNIT = 100
 
 
 @dataclass
