@@ -125,6 +125,7 @@ def test_packaged_tables_name_known_kernels() -> None:
             for rule in parse_table(file.read_text(encoding="utf-8")):
                 known = REGISTRY[rule.op].implementations() if rule.op in REGISTRY else GPU_KERNELS[rule.op]
                 assert rule.kernel in known, rule
+                assert rule.measured, rule
 
 
 def test_an_input_to_differentiate_runs_the_reference() -> None:
