@@ -339,6 +339,8 @@ def test_a_smaller_policy_stands_in_at_once_and_for_the_queued(bare_stack):
     with ThreadPoolExecutor() as pool:
         # The large one takes a batch of one; behind it there is time for one more, not for its slow neighbour.
         # What stands in has seconds to spare where this machine is busy: T of the large one less all of the small one.
-        answers = list(pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=9000.0, instruction="slow 1000"), range(3)))
+        answers = list(
+            pool.map(lambda n: stack.act(robot=f"r{n}", budget_ms=9000.0, instruction="slow 1000"), range(3))
+        )
     assert [status for status, _ in answers] == [200] * 3
     assert {chunk.worker for _, chunk in answers} == {large, small}
