@@ -285,8 +285,8 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """x + y in the dtype of x, and its LayerNorm in `dtype`; y None adds nothing."""
     shape = {"rows": x.numel() // x.shape[-1], "width": x.shape[-1]}
-    config = default_selector().choose("stream_layer_norm", shape, dtype, x.device).config
-    return norms.layer_norm_of_stream(x, y, weight, bias, eps, dtype, config.get("num_warps", 4))
+    warps = default_selector().choose("stream_layer_norm", shape, dtype, x.device).config.get("num_warps", 4)
+    return norms.layer_norm_of_stream(x, y, weight, bias, eps, dtype, warps)
 
 
 rope_cache = one_kernel(rope.rope_cache)
@@ -311,11 +311,9 @@ def attention_cached(
     """
     hopper, config = _attention_choice(q, k_cache, v_cache)
     if hopper:
-        from taktline_kernels.cuda import cached_attention
+        from taktline_kernels.cuda import cached_attention as own
 
-        return cached_attention.attention_cached(
-            q, k_cache, v_cache, lengths, extra, config=config, first_alone=first_alone
-        )
+        return own.attention_cached(q, k_cache, v_cache, lengths, extra, config=config, first_alone=first_alone)
     return attention.attention_cached(
         q, k_cache, v_cache, lengths, extra, config=config, bounded=False, first_alone=first_alone
     )
@@ -349,8 +347,8 @@ def attention_shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, in
     batch, tokens, heads, head_dim = q.shape
     even = q.stride()[2:] == (head_dim, 1) and (batch == 1 or q.stride(0) == tokens * q.stride(1))
     dense = int(even and k_cache.is_contiguous() and v_cache.is_contiguous())
-    sizes = {"rows": tokens * heads, "cache": k_cache.shape[1], "heads": heads, "head_dim": head_dim}
-    return {"batch": batch, **sizes, "dense": dense}
+    sizes = (batch, tokens * heads, k_cache.shape[1], heads, head_dim, dense)
+    return dict(zip(("batch", "rows", "cache", "heads", "head_dim", "dense"), sizes, strict=True))
 
 
 @one_kernel

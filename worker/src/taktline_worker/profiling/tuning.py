@@ -177,7 +177,7 @@ class Tuner:
         # What runs inside another operation comes first: that one's reference then runs the best of its parts.
         fresh.sort(key=lambda call: -call.depth)
         options = {call.key: self.candidates(call) for call in fresh}
-        self._compile([(call, option) for call in fresh for option in options[call.key]])
+        self._compile([(call, option) for call in fresh for option in options[call.key]], group.phases.values())
         for call in fresh:
             found = self._measure(call, options[call.key], group.phases.get(call.phase))
             if found is not None:
@@ -206,8 +206,8 @@ class Tuner:
         choice = Choice(candidate.kernel, "candidate", candidate.config)
         return _Forced(self._found, self._selector, call.key, choice)
 
-    def _compile(self, options: Iterable[tuple[Recorded, Candidate]]) -> None:
-        """Compiles side by side what the candidates launch."""
+    def _compile(self, options: Iterable[tuple[Recorded, Candidate]], phases: Iterable[Call]) -> None:
+        """Compiles side by side what the candidates launch; then the phases make good what that left in buffers."""
         if not torch.cuda.is_available():
             return
         with compiling.together(dry=True):
@@ -215,6 +215,8 @@ class Tuner:
                 if call.again is not None and _loads(call, candidate):
                     with selecting_by(self._forced(call, candidate)):
                         _attempt(call.again)
+        for phase in phases:
+            phase()
 
     def _measure(self, call: Recorded, options: Sequence[Candidate], phase: Call | None) -> Tuned | None:
         if len(options) < 2 or call.again is None:
