@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter, OrderedDict
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from taktline_gateway.access.keys import new_key
+from taktline_gateway.compat.groot import GrootListener
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot, npy_array
 from taktline_gateway.compat.groot_observations import joined_keys, joined_mapping, mapping_of, rows_of
 from taktline_gateway.compat.groot_options import rtc_of
@@ -196,6 +199,24 @@ def test_what_a_client_that_left_had_queued_leaves_the_queue(fleet):
         until(lambda: metric("taktline_queue_depth") == 0, "the queue without it")
         assert decode_groot(busy.recv(), Limits())[0][0]["arm"].shape == (1, 10, 6)
     assert metric("taktline_requests_total", 'code="client_gone"') == 1
+
+
+def test_the_end_of_a_connection_is_not_taken_for_the_end_of_the_next_one_with_its_number():
+    """A robot that connected as another one left never got its answer, and the other one stayed."""
+    listener = object.__new__(GrootListener)
+    listener._clients, listener._identities, listener._overdue = OrderedDict(), {}, Counter()
+    cancelled = []
+    for name in (b"old", b"new"):
+        answering = SimpleNamespace(cancel=lambda name=name: cancelled.append(name))
+        listener._clients[name] = SimpleNamespace(answering=answering)
+        listener._came_by(7, name)  # the second one before word of the first one's end
+    assert (list(listener._clients), cancelled) == ([b"new"], [b"old"])
+    listener._left(7)
+    assert (list(listener._clients), cancelled) == ([b"new"], [b"old"]), "that was the first one's end"
+    listener._came_by(7, b"new")
+    listener._left(7)
+    assert (list(listener._clients), cancelled) == ([], [b"old", b"new"])
+    assert not listener._identities
 
 
 def test_cold_start_holds_the_request(fleet, documented_client):

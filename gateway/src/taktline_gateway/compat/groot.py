@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import msgspec
@@ -78,6 +78,7 @@ class GrootListener:
         self._counted = CountedClients(self._socket, service.connections, self._left)
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self._identities: dict[int, bytes] = {}  # by the number of the connection's file
+        self._overdue: Counter[int] = Counter()  # ends of connections, by the same, that are still to be heard of
         self._tasks: set[asyncio.Task[None]] = set()
         self._receiver: asyncio.Task[None] | None = None
 
@@ -120,7 +121,7 @@ class GrootListener:
             if not envelope:
                 continue
             client = self._client(envelope[0], frames[-1])
-            self._identities[int(frames[-1].get(zmq.SRCFD))] = envelope[0]
+            self._came_by(int(frames[-1].get(zmq.SRCFD)), envelope[0])
             if client.answering is not None and not client.answering.done():
                 # It gave up on that answer, which it would now take for this request's.
                 client.answering.cancel()
@@ -148,9 +149,29 @@ class GrootListener:
         self._clients.move_to_end(identity)
         return client
 
+    def _came_by(self, file: int, identity: bytes) -> None:
+        """A message of this client came by the connection with that number.
+
+        The kernel gives a number away again as soon as it is free: where another client had it, that one has left, and
+        word of its end must not be taken for the end of this one, whose answer would never come.
+        """
+        before = self._identities.get(file)
+        if before is not None and before != identity:
+            self._overdue[file] += 1
+            self._forget(before)
+        self._identities[file] = identity
+
     def _left(self, file: int) -> None:
-        """A connection has ended: nobody waits for its answer, and its observations leave the queue."""
-        client = self._clients.pop(self._identities.pop(file, b""), None)
+        """A connection has ended."""
+        if self._overdue[file]:
+            self._overdue[file] -= 1
+            return
+        del self._overdue[file]
+        self._forget(self._identities.pop(file, b""))
+
+    def _forget(self, identity: bytes) -> None:
+        """Nobody waits for its answer, and its observations leave the queue."""
+        client = self._clients.pop(identity, None)
         if client is not None and client.answering is not None:
             client.answering.cancel()
 
