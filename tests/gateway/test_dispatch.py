@@ -275,6 +275,56 @@ def test_a_recalled_batch_leaves_nothing_behind_and_its_members_queue_again(gone
         assert not result.done()
 
 
+class PortLink(Link):
+    """A worker whose answer is read from a socket: who waits for it is woken in a later turn."""
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+
+    def infer(self, request, members, timeout_s: float, metadata, came=None):
+        self.request_ids = [item.request_id for item, _ in members]
+        self.came = asyncio.get_running_loop().create_future()
+        return self.came
+
+    def read(self, *, failed: bool) -> None:
+        if failed:
+            self.came.set_exception(WorkerCallError("UNAVAILABLE", "the connection has ended"))
+            return
+        response = worker_pb2.InferResponse(revision="r1", bucket=1)
+        for request_id in self.request_ids:
+            actions(response.results.add(request_id=request_id))
+        self.came.set_result(response)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_batch_that_is_recalled_in_the_turn_that_read_its_answer_has_ended_once(failed):
+    """It had ended twice: its members were on no worker while one had them, and the scheduler counted one too few."""
+
+    async def run():
+        dispatch, pending, batch = world(level=0)
+        ended = []
+        dispatch._scheduler.finished = lambda *_, **__: ended.append("finished")
+        dispatch._scheduler.failed = lambda *_, **__: ended.append("failed")
+        dispatch.poll_later = lambda: None
+        dispatch.in_flight = 1
+        link = PortLink()
+        call = dispatch._calls[id(batch)] = dispatch.spawn(dispatch._send(link, batch, time.monotonic()))
+        call.add_done_callback(lambda task: dispatch._landed(batch, task))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(dispatch._recall, batch, time.monotonic())  # a decision of this turn
+        link.read(failed=failed)
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert ended == []
+        assert pending.flights == 0
+        assert pending in dispatch._scheduler.queue
+        assert dispatch.in_flight == 0
+        dispatch.stop()
+        return pending.result
+
+    assert not asyncio.run(run()).done()
+
+
 def test_of_a_robot_in_a_silent_batch_and_in_the_one_behind_it_the_newer_observation_queues_again():
     async def run():
         now, times = time.monotonic(), service_times({1: 100.0}, 1)

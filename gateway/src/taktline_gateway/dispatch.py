@@ -19,6 +19,7 @@ from taktline_gateway.logs import log
 from taktline_gateway.pending import (
     ClientGone,
     Pending,
+    behind_answers,
     failing,
     is_away,
     outside_s,
@@ -73,6 +74,7 @@ class Dispatch:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[int, asyncio.Task[None]] = {}  # by id of the batch
+        self._recalled: set[int] = set()  # so, until their calls have ended: their members are taken care of
         self._endings: list[Callable[[], None]] = []  # of batches that have come back, untold to the scheduler
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -131,6 +133,7 @@ class Dispatch:
     def _landed(self, batch: Batch, _: asyncio.Task[None]) -> None:
         self.in_flight -= len(batch.tickets)
         self._calls.pop(id(batch), None)
+        self._recalled.discard(id(batch))
 
     def _send(self, link: WorkerLink, batch: Batch, sent_at: float) -> Coroutine[Any, Any, None]:
         """Sends a batch, where that need not wait; what it gives does the rest."""
@@ -162,8 +165,8 @@ class Dispatch:
         members = sent.members
         if self._scheduler.depth or self.in_flight != len(members) or rows_of(response) != len(members):
             return
-        if not all(member.flights for member in members):
-            return  # recalled in this turn
+        if id(sent.batch) in self._recalled:
+            return
         sent.seconds = time.monotonic() - sent.sent_at
         self._deliver(sent, response)
         for member in members:
@@ -179,12 +182,14 @@ class Dispatch:
             response = await answer
         except WorkerCallError as error:
             trace.end(error.code)
+            if id(batch) in self._recalled:
+                return
             self._batch_failed(link, batch, members, str(error)[:300])
             return
         except asyncio.CancelledError:
             trace.end("CANCELLED")
-            if id(batch) not in self._calls:
-                return  # recalled: its members are taken care of
+            if id(batch) in self._recalled:
+                return
             self._batch_failed(link, batch, members, "the channel was closed")
             raise
         except Exception as error:  # a fault of ours must not leave robots without an answer, nor its worker busy
@@ -193,6 +198,8 @@ class Dispatch:
             self._batch_failed(link, batch, members, f"the gateway failed on it: {type(error).__name__}")
             return
         trace.end()
+        if id(batch) in self._recalled:
+            return
         seconds, rows = sent.seconds, rows_of(response)
         # Whoever waits for the worker waits for this; what a member's error leads to asks who is free.
         at_once = self._scheduler.depth > 0 or rows < len(members)
@@ -207,7 +214,7 @@ class Dispatch:
             self.poll_later()  # so that those count whose frames this turn has read, of many robots half as many again
         else:
             self._endings.append(partial(self._ended, sent, response, seconds, rows))
-            _behind_answers(self._poll_if_landed)
+            behind_answers(self._poll_if_landed)
 
     def _poll_if_landed(self) -> None:
         """Decides, unless a decision has been made since the batch came back that was looked out for."""
@@ -230,7 +237,7 @@ class Dispatch:
             link.failures = 0
             told = outside_s(response, seconds), waited_s(response)
             self._scheduler.finished(batch, seconds, response.total_ms / 1e3, *told, measured=rows > 0)
-        _behind_answers(
+        behind_answers(
             partial(
                 self._telemetry.batch_finished,
                 self._policy,
@@ -363,6 +370,7 @@ class Dispatch:
     def _recall(self, batch: Batch, now: float) -> None:
         """A batch that waits behind a silent one: the worker may forget it, and its members queue again."""
         # What waits for it may have been made in this turn, and must have begun to be told that it waits no more.
+        self._recalled.add(id(batch))
         asyncio.get_running_loop().call_soon(self._calls.pop(id(batch)).cancel)
         for ticket in batch.tickets:
             if not isinstance(ticket, Pending):
@@ -389,10 +397,3 @@ class Dispatch:
         """Answers one that gets no chunk."""
         if isinstance(ticket, Pending) and not ticket.result.done():
             ticket.result.set_exception(error)
-
-
-def _behind_answers(work: Callable[[], object]) -> None:
-    """Runs `work` when the answers that are known now have been written: the loop makes them in its next turn, and
-    hands them to the kernel at the end of that."""
-    loop = asyncio.get_running_loop()
-    loop.call_soon(loop.call_soon, work)

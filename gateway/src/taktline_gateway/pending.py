@@ -178,3 +178,10 @@ def _finite(actions: Array) -> bool:
     if 0x7F not in highest and 0xFF not in highest:
         return True
     return math.isfinite(np.add.reduce(np.frombuffer(actions.data, "<f4"), dtype=np.float64))
+
+
+def behind_answers(work: Callable[[], object]) -> None:
+    """Runs `work` when the answers that are known now have been written: the loop makes them in its next turn, and
+    hands them to the kernel at the end of that."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, work)
