@@ -6,11 +6,13 @@ import asyncio
 import socket
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import taktline
+from taktline.async_robot import _let_go
 from taktline.observing import Sender, as_image
 from taktline_protocol.messages import Image
 
@@ -205,6 +207,20 @@ def test_a_connection_closed_while_idle_is_opened_again(stack):
             with pytest.raises(taktline.TaktlineError) as caught:
                 robot.act(IMAGES, STATE, "go", 500.0)
             assert caught.value.code is taktline.ErrorCode.INVALID_BODY
+
+
+async def test_a_dropped_robot_lets_go_also_where_warnings_are_errors():
+    closed = asyncio.Event()
+
+    async def close() -> None:
+        closed.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        with pytest.raises(ResourceWarning):
+            _let_go("arm", [(asyncio.get_running_loop(), close)])
+    async with asyncio.timeout(10):
+        await closed.wait()
 
 
 @pytest.mark.parametrize("transport", ["stream", "http"])

@@ -348,10 +348,10 @@ def _let_go(robot_id: str, held: list[_Connection]) -> None:
     """A robot was dropped with its connection open: that is said, and the connection ends on its own loop."""
     if not held:
         return
-    warnings.warn(f"robot {robot_id} was dropped without `close`", ResourceWarning, stacklevel=2)
     for loop, close in held:
         if not loop.is_closed():
             asyncio.run_coroutine_threadsafe(close(), loop)
+    warnings.warn(f"robot {robot_id} was dropped without `close`", ResourceWarning, stacklevel=2)  # last: it may raise
 
 
 def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
