@@ -19,8 +19,8 @@ from taktline_gateway.access.keys import new_key
 from taktline_gateway.compat.groot import GrootListener
 from taktline_gateway.compat.groot_arrays import Generation, decode_groot, encode_groot, npy_array
 from taktline_gateway.compat.groot_observations import joined_keys, joined_mapping, mapping_of, rows_of
-from taktline_gateway.compat.groot_options import rtc_of
-from taktline_protocol import Array, TaktlineError
+from taktline_gateway.compat.groot_options import check_no_options, rtc_of
+from taktline_protocol import Array, ErrorCode, TaktlineError
 from taktline_protocol.deployment import ClientMapping
 from taktline_protocol.limits import Limits
 
@@ -113,6 +113,17 @@ CHUNK = Array.from_numpy(np.arange(20, dtype=np.float32).reshape(10, 2))
 def test_options_that_cannot_be_obeyed(options):
     with pytest.raises(TaktlineError):
         rtc_of(options, CHUNK)
+
+
+@pytest.mark.parametrize("options", [np.zeros(2), np.zeros(0), []])
+def test_options_that_are_no_map(options):
+    """An array says of itself neither that it is empty nor that it is not."""
+    for refuse in (lambda: rtc_of(options, CHUNK), lambda: check_no_options(options)):
+        with pytest.raises(TaktlineError) as caught:
+            refuse()
+        assert caught.value.code is ErrorCode.INVALID_BODY
+    check_no_options(None)
+    check_no_options({})
 
 
 def test_options_that_ask_for_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import tracemalloc
@@ -14,7 +15,7 @@ from taktline_gateway.compat import lerobot
 from taktline_gateway.compat.lerobot import LerobotListener, _Session, peer_of
 from taktline_gateway.compat.lerobot_pickle import Record, read_record
 from taktline_gateway.compat.ports import Listen
-from taktline_gateway.connections import ConnectionCounts, peers_at
+from taktline_gateway.connections import ConnectionCounts, address_of, peers_at
 from taktline_protocol import ErrorCode, TaktlineError
 
 
@@ -134,6 +135,8 @@ def test_peers_are_told_in_one_spelling_and_no_descriptor_is_kept():
     assert peer_of("ipv4:127.0.0.1:4711") == ("127.0.0.1", 4711)
     assert peer_of("ipv6:%5B::1%5D:4711") == ("::1", 4711)
     assert peer_of("ipv6:%5B::ffff:10.0.0.7%5D:4711") == ("10.0.0.7", 4711)
+    assert peer_of("ipv6:%5Bfe80::1%25eth0%5D:4711") == (address_of("fe80::1"), 4711) == ("fe80::1", 4711)
+    assert address_of("fe80::1%2") == "fe80::1"
     assert peer_of("unix:/run/x")[1] == 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -142,6 +145,41 @@ def test_peers_are_told_in_one_spelling_and_no_descriptor_is_kept():
             assert peers_at(port) == {robot.getsockname()}
             assert len(os.listdir("/proc/self/fd")) == before
         assert peers_at(port) == set()
+
+
+def test_without_a_descriptor_to_look_with_nobody_is_taken_for_gone(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), server.accept()[0]:
+
+            def no_more(file: int) -> int:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+            monkeypatch.setattr(os, "dup", no_more)
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                peers_at(port)
+
+
+async def test_robots_are_followed_on_after_a_look_that_failed(listener, monkeypatch):
+    looks = [OSError(errno.EMFILE, "no descriptor"), OSError(errno.EMFILE, "no descriptor"), {("10.0.0.1", 1)}]
+
+    def look(port: int) -> set[tuple[str, int]]:
+        found = looks.pop(0) if len(looks) > 1 else looks[0]
+        if isinstance(found, OSError):
+            assert len(listener._sessions) == 4, "nobody is forgotten"
+            raise found
+        return found
+
+    monkeypatch.setattr(lerobot, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lerobot, "peers_at", look)
+    listener._remember("ipv4:10.0.0.1:1", _Session(None, "m", (), {}, 8))
+    following = asyncio.create_task(listener._follow())
+    async with asyncio.timeout(30):
+        while len(listener._sessions) > 1:
+            assert not following.done()
+            await asyncio.sleep(0.01)
+    following.cancel()
+    assert list(listener._sessions) == ["ipv4:10.0.0.1:1"]
 
 
 async def test_a_robot_whose_connection_has_ended_is_forgotten_with_what_it_had_pushed(listener, monkeypatch):
@@ -156,7 +194,7 @@ async def test_a_robot_whose_connection_has_ended_is_forgotten_with_what_it_had_
         push(listener, f"ipv4:10.0.0.{number}:{number}", 10)
     following = asyncio.create_task(listener._follow())
     async with asyncio.timeout(30):
-        while len(listener._sessions) > 2:  # noqa: ASYNC110 (what is waited for has no event)
+        while len(listener._sessions) > 2:
             await asyncio.sleep(0.01)
     following.cancel()
     assert holds(listener) == {"ipv4:10.0.0.1:1": 10, "ipv4:10.0.0.3:3": 10}

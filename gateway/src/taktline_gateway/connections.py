@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -52,17 +53,27 @@ def connections_within_limit(wanted: int) -> int:
     return possible
 
 
+_NO_CONNECTION = frozenset({errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN})
+"""Closed meanwhile, another kind of file, a listener: no connection, or none any longer."""
+
+
 def peers_at(port: int) -> set[tuple[str, int]]:
     """(address, port) of the other end of each TCP connection that this process holds at one of its own ports.
 
     For listeners whose library tells of no connection that ends. Runs in any thread.
+
+    Raises OSError where they cannot all be seen: there is no /proc, or no descriptor is left to look with.
     """
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), copy_of(int(name)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
-                peer = connection.getpeername()
-                found.add((address_of(peer[0]), peer[1]))
+        try:
+            with copy_of(int(name)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+                    peer = connection.getpeername()
+                    found.add((address_of(peer[0]), peer[1]))
+        except OSError as error:
+            if error.errno not in _NO_CONNECTION:
+                raise
     return found
 
 
@@ -83,7 +94,9 @@ def copy_of(file: int) -> Iterator[socket.socket]:
 
 
 def address_of(host: str) -> str:
-    """An address in one spelling: an IPv4 one stays so where its socket is one of IPv6."""
+    """An address in one spelling: an IPv4 one stays so where its socket is one of IPv6; without its link's name, which
+    not everyone tells."""
+    host = host.partition("%")[0]
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

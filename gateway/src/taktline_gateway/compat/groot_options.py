@@ -22,7 +22,7 @@ _OTHERS = {
 
 def check_no_options(options: Any) -> None:
     """Raises TaktlineError `invalid_body` where a reset carries options: none is known."""
-    if options:
+    if options is not None and not (isinstance(options, dict) and not options):
         raise _refused("a reset has no options here", "leave them out")
 
 
@@ -40,10 +40,12 @@ def rtc_of(options: Any, last: Array | None) -> Rtc | None:
     Raises:
         TaktlineError: `invalid_body` for an option that is not known, `rtc_invalid` for steps that cannot be.
     """
-    if not options:
+    if options is None:
         return None
     if not isinstance(options, dict):
         raise _refused("options are no map", "send a map, or none")
+    if not options:
+        return None
     for name in options:
         if name not in (OVERLAP, FROZEN, HORIZON):
             raise _refused(

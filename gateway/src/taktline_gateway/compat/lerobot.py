@@ -285,8 +285,10 @@ class LerobotListener:
             if known:
                 try:
                     there = await asyncio.to_thread(peers_at, self._port)
-                except OSError:  # no /proc here: only `MAX_SESSIONS` bounds them
+                except FileNotFoundError:  # no /proc here: only `MAX_SESSIONS` bounds them
                     return
+                except OSError:  # no descriptor is left to look with: who is not seen may be there
+                    continue
                 for peer in known:
                     if peer_of(peer) not in there:
                         self._forget(peer)
