@@ -161,6 +161,26 @@ def test_the_limits_hold_before_anything_is_unfolded():
     assert caught.value.code is ErrorCode.BODY_TOO_LARGE
 
 
+def _deep(levels: int) -> list | None:
+    return None if levels == 0 else [_deep(levels - 1)]
+
+
+@pytest.mark.parametrize("behind", [[_deep(DEFAULT_LIMITS.depth)], [None] * (DEFAULT_LIMITS.items + 1)])
+@pytest.mark.parametrize("part", ["state", "frame"])
+def test_elements_behind_the_known_ones_are_within_the_limits_too(behind, part):
+    """Whoever decodes a vector or a camera's frame skips them, however many they are."""
+
+    def body(more):
+        state = ["float32", bytes(4), *(more if part == "state" else [])]
+        image = ["jpeg", b"x", b"12345678", 0, 0, *(more if part == "frame" else [])]
+        return msgspec.msgpack.encode([2, 1, 0.0, 0.0, 1.0, state, {"front": image}, {}, "go", None])
+
+    assert decode_from_robot(body([None]), DEFAULT_LIMITS) == decode_from_robot(body([]), DEFAULT_LIMITS)
+    with pytest.raises(TaktlineError) as caught:
+        decode_from_robot(body(behind), DEFAULT_LIMITS)
+    assert caught.value.code is ErrorCode.INVALID_BODY
+
+
 def _mutated(rng: random.Random, whole: bytes) -> bytes:
     body = bytearray(whole)
     for _ in range(rng.randint(1, 3)):
