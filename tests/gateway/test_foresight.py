@@ -192,6 +192,7 @@ def test_who_cannot_be_served_is_in_no_plan():
     times = service_times(PI_MS)
     assert plan([0.01, 0.02], [0.0, 0.0], times, 8, 0.0, NEVER) is None
     assert plan([0.01, 0.03], [0.0, 0.0], times, 8, 0.0, NEVER) == (1, 1)
+    assert plan([], [], times, 8, 0.0, NEVER) is None
 
 
 @settings(max_examples=150, deadline=None)

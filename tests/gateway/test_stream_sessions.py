@@ -13,6 +13,7 @@ from taktline_gateway.logs import _no_false_alarm
 from taktline_gateway.pending import ClientGone
 from taktline_gateway.stream.conversation import Conversation
 from taktline_gateway.stream.endpoint import Streams
+from taktline_gateway.stream.intake import Intake, _tell
 from taktline_gateway.stream.sessions import Flight, HeldFrame, Session, Sessions
 from taktline_gateway.stream.transport import StreamTransport
 from taktline_protocol import ErrorCode, TaktlineError
@@ -21,6 +22,8 @@ from taktline_protocol.stream import Hello
 from taktline_protocol.stream_codec import decode_from_gateway
 from uvicorn.config import Config
 from uvicorn.server import ServerState
+
+from tests.example_messages import CHUNK
 
 
 class Clock:
@@ -278,6 +281,48 @@ async def test_an_observation_sent_again_under_its_number_is_not_forgotten_with_
     session.flights[1] = again
     await made._intake._serve(session, first, Exchange({"headers": ()}), coming())
     assert session.flights == {1: again}
+
+
+async def test_an_answer_told_to_a_connection_as_another_takes_over_is_sent_on_that_one_too(sessions):
+    """The hello of a resumed session and the worker's response may be read in one turn: then it is promised."""
+
+    class AtOnce(FakeLink):
+        def deliver_at_once(self, body: bytes) -> bool:
+            self.sent.append(body)
+            return True
+
+    old, new, chunk = AtOnce(), AtOnce(), CHUNK
+    session = sessions.open("p", "arm", hello())
+    sessions.take(session, old, hello())
+    flight = session.flights[chunk.seq] = Flight(chunk.seq, 0.0, "r")
+    flight.admitted(lambda reason: False)  # a worker has it
+    response: asyncio.Future = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        Intake._serve(SimpleNamespace(), session, flight, Exchange({"headers": ()}), response)
+    )
+    await asyncio.sleep(0)
+    promised: list[int] = []
+
+    def greet() -> None:
+        sessions.take(session, new, hello())
+        promised.extend(session.coming())
+
+    asyncio.get_running_loop().call_soon(greet)
+    _tell(session, flight, chunk)
+    response.set_result(chunk)
+    await serving
+    assert promised == [chunk.seq]
+    assert [decode_from_gateway(body).seq for body in new.sent] == [chunk.seq]
+    assert len(old.sent) == 1
+
+
+def test_a_session_that_is_dropped_keeps_no_frame_that_comes_behind_it(sessions):
+    session = sessions.open("p", "arm", hello())
+    for _ in range(2):
+        sessions.take(session, FakeLink(), hello())
+    sessions.end(session)
+    sessions.hold(session, {"front": frame(10)}, None)
+    assert (len(sessions), sessions.held_bytes, session.held) == (0, 0, {})
 
 
 def test_connections_that_come_and_go_fill_no_memory(clock):

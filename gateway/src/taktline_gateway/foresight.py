@@ -106,6 +106,8 @@ def plan(
         latest: a first batch that begins later costs `LONG_WAIT`.
     """
     count = len(due)
+    if not count:
+        return None
     median, buckets = times.median, times.buckets
     room = [low + ROOM * (high - low) for low, high in zip(median[: limit + 1], times.tail, strict=False)]
     # By tickets lost, the fewest first: the best plan to each ticket, so that nothing is made of plans that lose more

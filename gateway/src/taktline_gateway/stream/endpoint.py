@@ -33,8 +33,9 @@ from taktline_gateway.stream.transport import ABORT, HEAR_AT_ONCE, SEND_AT_ONCE
 
 STREAM_PATH = "/v1/policies/{policy}/stream"
 WATCH_S = 0.05
-CANCEL_AGAIN_S = 0.5
 """How often the streams look whether the gateway drains."""
+CANCEL_AGAIN_S = 0.5
+"""How long a cancellation may go unheard before it is repeated."""
 TICK_S = 1.0
 _logger = logging.getLogger(__name__)
 

@@ -179,7 +179,8 @@ class Intake:
             try:
                 chunk = await coming
                 answer: FromGateway | None = None
-                if not flight.answered:
+                # Where another connection took the session over in the turn of the answer, it was promised it.
+                if flight.answered is None or flight.answered is not session.link:
                     answer = to_answer(chunk, flight.received_at, time.monotonic())
             except ClientGone:
                 answer = None  # it left the queue with its connection
@@ -225,8 +226,8 @@ class Intake:
 def _tell(session: Session, flight: Flight, chunk: ActionChunk) -> None:
     """Sends an answer in the turn that brought it, where its connection takes it at once."""
     link = session.link
-    if link is not None:
-        flight.answered = link.deliver_at_once(encode_frame(to_answer(chunk, flight.received_at, time.monotonic())))
+    if link is not None and link.deliver_at_once(encode_frame(to_answer(chunk, flight.received_at, time.monotonic()))):
+        flight.answered = link
 
 
 def _overtaken(seq: int) -> TaktlineError:

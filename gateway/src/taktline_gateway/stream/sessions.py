@@ -26,8 +26,8 @@ class HeldFrame:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flight:
-    """One observation; `told` sends its robot progress meanwhile, where it asked for a video. `answered`: its answer
-    is sent, and it is about to go."""
+    """One observation; `told` sends its robot progress meanwhile, where it asked for a video. `answered`: the
+    connection that its answer was sent on; it is about to go."""
 
     seq: int
     received_at: float
@@ -35,7 +35,7 @@ class Flight:
     withdraw: Withdraw | None = None
     under_way: UnderWay | None = None
     told: asyncio.Task[None] | None = None
-    answered: bool = False
+    answered: Link | None = None
     left: bool = False
     gone: bool = False
     reason: TaktlineError | None = None
@@ -199,6 +199,8 @@ class Sessions:
 
     def hold(self, session: Session, images: Mapping[str, HeldFrame], instruction: str | None) -> None:
         """Keeps the frames that came whole; where memory is short, sessions idle longest lose all of theirs."""
+        if self._by_token.get(session.token) is not session:
+            return  # dropped meanwhile: nobody would ever give its memory back
         before = session.held_bytes
         for camera, frame in images.items():
             session.drop(camera)
@@ -210,8 +212,7 @@ class Sessions:
         if instruction is not None:
             session.instruction = instruction
         session.changed = True
-        if session.token in self._by_token:
-            self._by_token.move_to_end(session.token)
+        self._by_token.move_to_end(session.token)
         if self.held_bytes > self._held_limit:
             self._make_room(session)
 
