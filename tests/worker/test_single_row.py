@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +185,43 @@ def test_what_is_no_ordinary_row_takes_the_long_way(adapter: PiAdapter, observat
             with pytest.raises(TaktlineError) as raised:
                 adapter.begin(come(adapter, observations, 3, **changes), pool).result()
             assert raised.value.code is code
+
+
+@pytest.mark.parametrize("width", [0, 32])
+def test_an_instruction_that_just_fits_is_served_however_long_the_prompts_of_other_states(
+    adapter: PiAdapter, observations: Any, width: int
+) -> None:
+    """With a state that the prompt pads, it was refused by the length that numbers of three digits would have."""
+    processor = adapter.processor
+    processor.conventions = replace(
+        processor.conventions, state_prompt_width=width, prompt_tokens=200, truncate_prompt=False
+    )
+    processor.look_prompts_up(NativeRows())
+    inverse = processor.conventions.state_normaliser.inverse
+    state = inverse(np.full(processor.conventions.state_dim, -0.99)).astype(np.float32)  # numbers of one digit
+    lengths = 0
+    with ThreadPoolExecutor(2) as pool:
+        for words in range(1, processor.conventions.prompt_tokens):
+            observation = come(adapter, observations, 3, instruction="a" + " b" * words, state=state)
+            prompts, processor.prompts = processor.prompts, None
+            try:
+                expected = adapter.begin(observation, pool).result().row.tokens.tolist()
+            except TaktlineError as error:
+                expected = error.code
+            processor.prompts = prompts
+            try:
+                found = adapter.begin(observation, pool).result().row.tokens.tolist()
+            except TaktlineError as error:
+                found = error.code
+            assert found == expected, words
+            lengths += isinstance(expected, list)
+            if expected is ErrorCode.INSTRUCTION_INVALID:
+                break
+        nothing = come(adapter, observations, 3, instruction=" ", state=np.full_like(state, np.nan))
+        with pytest.raises(TaktlineError) as raised:
+            adapter.begin(nothing, pool).result()
+    assert raised.value.code is ErrorCode.STATE_INVALID, "the state has its word first, as on the long way"
+    assert lengths > 3
 
 
 def test_a_row_that_is_alone_takes_the_short_way_and_two_do_not(

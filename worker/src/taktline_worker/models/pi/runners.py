@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ from taktline_worker.models.pi.native_rows import NativeRows
 from taktline_worker.models.pi.runner import PiBatch, PiRunner
 from taktline_worker.models.pi.unnormalise import Unnormaliser
 from taktline_worker.models.pi.weights import BF16, BF16_VISION, FP32, PiWeights, pack_weights
+
+_logger = logging.getLogger(__name__)
 
 
 class BatchRunner(Protocol):
@@ -100,5 +103,9 @@ def read_weights(folder: PiFolder, conventions: PiConventions, precision: str, d
 def shorten(runner: BatchRunner, rows: NativeRows | None) -> None:
     """Gives a captured runner its shorter way for rows that are alone, where that can be had."""
     captured: Shortened | None = as_one(runner, Shortened)
-    if rows is not None and captured is not None:
+    if rows is None or captured is None:
+        return
+    try:
         captured.shorten(rows)
+    except OSError as error:
+        _logger.warning("rows that are alone are launched by PyTorch, some 0.3 ms later: no CUDA runtime: %s", error)
