@@ -116,7 +116,7 @@ def tune(
         int, typer.Option(help="Of random policies, so many layers a tower: as good to measure by; 0: all.")
     ] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Table to write; default: the GPU's name, here.")] = None,
-    runs: Annotated[int, typer.Option("--runs", min=3, help="Replays of each candidate, and turns.")] = 9,
+    runs: Annotated[int, typer.Option("--runs", min=7, help="Replays of each candidate, and turns.")] = 9,
     ops: Annotated[str, typer.Option("--ops", help="Operations to measure, separated by commas; default: all.")] = "",
     grids: Annotated[
         bool, typer.Option("--grids/--known", help="Also try settings that no table names; or only those.")

@@ -282,12 +282,16 @@ class Tuner:
 
 
 def gained(before: Sequence[float], after: Sequence[float]) -> float:
-    """Median gain of turns measured side by side; 0 where it is within their noise, or the medians say otherwise."""
+    """Median gain of turns measured side by side; 0 where any turn lost, or they scatter, or the medians say otherwise.
+
+    The spread of few turns is a poor measure of their noise: with nothing to gain it alone lets 2.3 % pass of nine
+    turns, and 6.4 % of the best of three candidates. That all of nine gain happens once in 512 then.
+    """
     gains = [old - new for old, new in zip(before, after, strict=True)]
     middle = statistics.median(gains)
     # Of a median, by the median deviation: 1.4826 for a normal spread, 1.2533 for the median's own.
     error = 1.4826 * 1.2533 * statistics.median(abs(one - middle) for one in gains) / len(gains) ** 0.5
-    sure = middle > _CERTAIN * error and statistics.median(after) < statistics.median(before)
+    sure = min(gains) > 0.0 and middle > _CERTAIN * error and statistics.median(after) < statistics.median(before)
     return middle if sure else 0.0
 
 
