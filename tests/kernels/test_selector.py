@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from taktline_kernels import selector as selector_module
-from taktline_kernels.gpu_table import GPU_KERNELS
+from taktline_kernels.gpu_table import _LIMITS, GPU_KERNELS
 from taktline_kernels.ops.dispatch import REGISTRY, Op, one_kernel
-from taktline_kernels.selector import NO_TABLE, KernelSelector, parse_table
+from taktline_kernels.selector import NO_TABLE, KernelSelector, Rule, parse_table
 
 TABLE = """
 [[rule]]
@@ -128,6 +129,34 @@ def test_packaged_tables_name_known_kernels() -> None:
                 assert rule.measured, rule
 
 
+def test_every_rule_of_a_packaged_table_can_decide_a_call() -> None:
+    from importlib import resources
+
+    for file in resources.files("taktline_kernels").joinpath("tables").iterdir():
+        if file.name.endswith(".toml"):
+            rules = parse_table(file.read_text(encoding="utf-8"))
+            dead = [(place, rule) for place, rule in enumerate(rules) if _shadowed(rule, rules[:place])]
+            assert not dead, file.name
+    few = Rule("probe", "a", "bfloat16", {"m": (1, 64)})
+    assert _shadowed(Rule("probe", "b", "bfloat16", {"m": (8, 8), "n": (1, 2)}), [few])
+    assert _shadowed(Rule("probe", "b", "bfloat16"), [Rule("probe", "a")])
+    for other in (Rule("probe", "b"), Rule("probe", "b", "bfloat16", {"m": (8, 65)}), Rule("other", "b", "bfloat16")):
+        assert not _shadowed(other, [few])
+
+
+def _shadowed(rule: Rule, before: Sequence[Rule]) -> bool:
+    """Whether one of the rules before it decides all its calls; a kernel that refuses some shapes leaves them."""
+    return any(
+        (first.op, first.dtype or rule.dtype) == (rule.op, rule.dtype)
+        and ((first.op, first.kernel) not in _LIMITS or first.kernel == rule.kernel)
+        and all(
+            name in rule.bounds and low <= rule.bounds[name][0] and rule.bounds[name][1] <= high
+            for name, (low, high) in first.bounds.items()
+        )
+        for first in before
+    )
+
+
 def test_an_input_to_differentiate_runs_the_reference() -> None:
     op = Op("probe", lambda x: x * 2, {"gone": "taktline_kernels.no_such_module:probe"})
     x = torch.ones(2, requires_grad=True)
@@ -145,6 +174,13 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     choice = KernelSelector().choose("probe", {"m": 1}, torch.float32, gpu)
     assert (choice.kernel, choice.reason) == ("mine", f"table {path}: 1 us")
     assert KernelSelector().choose("other", {"m": 1}, torch.float32, gpu).kernel == "torch"
+    selector = KernelSelector()
+    monkeypatch.delenv("TAKTLINE_KERNEL_TABLE")
+    assert selector.choose("probe", {"m": 1}, torch.float32, gpu).reason == "no rule of table h200 covers it"
+    monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
+    again = selector.choose("probe", {"m": 1}, torch.float32, gpu)
+    assert again == choice, "what the shipped table had decided is not kept"
+    assert [one for *_, one in selector.explain()] == [choice]
     monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(tmp_path / "gone.toml"))
     with pytest.raises(FileNotFoundError):
         KernelSelector().choose("probe", {"m": 1}, torch.float32, gpu)
