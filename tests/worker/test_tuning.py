@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
 import sys
 import tomllib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from taktline_worker.adapter import Phase
 from taktline_worker.commands.kernels import app
 from taktline_worker.models.pi.synthetic import conventions
 from taktline_worker.profiling import tuning
-from taktline_worker.profiling.kernels import Recorded, record
+from taktline_worker.profiling.kernels import Recorded, record, selecting_by
 from taktline_worker.profiling.subject import RANDOM_POLICIES
 from taktline_worker.profiling.tuning import Candidate, Group, Tuned, Tuner
 from taktline_worker.profiling.tuning_plan import planned
@@ -164,6 +167,24 @@ def test_a_gain_must_be_beyond_the_noise_of_its_turns() -> None:
     noisy = [one + shift for one, shift in zip(before, (0.5, -0.6, 0.4, -0.3, -0.5, 0.6, -0.2), strict=True)]
     assert statistics.median(old - new for old, new in zip(before, noisy, strict=True)) > 0
     assert tuning.gained(before, noisy) == 0.0
+    # Alike but for one turn, which lost: their deviation says nothing of the noise.
+    lost = [one - shift for one, shift in zip(before, (0.2, 0.21, 0.19, 0.2, 0.2, -0.1, 0.2), strict=True)]
+    assert tuning.gained(before, lost) == 0.0
+
+
+@pytest.mark.parametrize(("turns", "most"), [(7, 0.02), (9, 0.01)])
+def test_noise_alone_seldom_passes_for_a_gain(turns: int, most: float) -> None:
+    drawn, passed, cases = random.Random(0), 0, 2000
+    for _ in range(cases):
+        now, *finalists = ([drawn.gauss(10.0, 0.1) for _ in range(turns)] for _ in range(4))
+        passed += any(tuning.gained(now, each) > 0.0 for each in finalists)
+    assert passed < most * cases
+
+
+def test_as_many_turns_as_a_gain_needs() -> None:
+    done = CliRunner().invoke(app, ["tune", "random:pi05", "--runs", "6"])
+    assert done.exit_code == 2
+    assert "7" in done.output
 
 
 def test_every_candidate_finds_the_same_arguments() -> None:
@@ -215,6 +236,35 @@ def test_the_table_makes_the_selector_choose_the_winners(
         assert ("3.00 us alone" in choice.reason) == (kernel == "fast")
 
 
+def test_explain_uses_the_table_that_is_named_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also in a process in which the shipped one has decided the same calls before."""
+    from taktline_kernels.selector import default_selector
+    from taktline_worker.commands import kernels as command
+
+    gpu, path = torch.device("cuda", 0), tmp_path / "own.toml"
+    path.write_text(text_of([Rule("probe", "fast", measured="3.00 us alone")], "NVIDIA H200", []))
+
+    class OnAGpu:
+        def phases(self, batch: int) -> list[Phase]:
+            def run() -> None:
+                for op in ("probe", "other"):
+                    default_selector().choose(op, {"m": batch}, torch.float32, gpu)
+
+            return [Phase("only", run, 1.0, 1.0)]
+
+    monkeypatch.setattr(command, "open_profile", lambda *args: OnAGpu())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+    def explained() -> list[str]:
+        done = CliRunner().invoke(app, ["explain", "policy", "--json"], catch_exceptions=False)
+        return [entry["reason"] for entry in json.loads(done.stdout)]
+
+    with selecting_by(KernelSelector()):
+        assert explained() == ["no rule of table h200 covers it"] * 2
+        monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
+        assert explained() == [f"table {path}: 3.00 us alone", f"no rule of table {path} covers it"]
+
+
 def result(
     best: str, *others: str, op: str = "probe", refused: Sequence[str] = (), us: float = 1.0, **shape: int
 ) -> Tuned:
@@ -261,6 +311,25 @@ def test_a_new_winner_goes_before_the_rule_that_it_beats() -> None:
     assert "m=8" in pinned[0].measured
 
 
+def test_a_rule_with_free_dimensions_stays_for_the_shapes_that_nobody_measured() -> None:
+    wide = Rule("probe", "a", "bfloat16", {"m": (1, 1)}, measured="50 shapes")
+    assert merged([result("b", "a", m=1, n=64)], [wide])[:2] == [
+        Rule("probe", "b", "bfloat16", {"m": (1, 1), "n": (64, 64)}, {}, "m=1 n=64: 1.00 us alone, a 2.00"),
+        wide,
+    ]
+    any_dtype = Rule("probe", "a", "", {"m": (1, 1)})
+    assert merged([result("b", "a", m=1)], [any_dtype])[1] == any_dtype
+
+
+def test_strings_and_settings_of_a_table_are_toml() -> None:
+    rule = Rule(
+        "probe", "a", "bfloat16", {"m": (1, 2)}, {"wide": True, "block": 4}, 'faster than "b" \\ by 2 \u00b5s\n'
+    )
+    text = text_of([rule], 'NVIDIA "H123"', ['"one"'])
+    assert parse_table(text) == (replace(rule, config={"wide": 1, "block": 4}),)
+    assert (tomllib.loads(text)["gpu"], tomllib.loads(text)["measured_on"]) == ('NVIDIA "H123"', ['"one"'])
+
+
 def test_rows_between_get_what_ran_at_both_ends() -> None:
     """And nothing else: what a kernel takes hangs on the other dimensions and on the dtype."""
     ends = [result("fast", "torch", m=2, k=8), result("slow", "fast", "torch", m=64, k=8)]
@@ -288,8 +357,29 @@ def test_rows_of_a_plan_do_not_decide_its_kernel() -> None:
     other = result("cuda", "triton", op="frame_norm", rows=100, width=16)
     rules = merged([few, many, other], [Rule("frame_norm", "torch")])
     found = {rule.bounds["width"][0]: (rule.kernel, rule.bounds["rows"]) for rule in rules if rule.bounds}
-    assert found[8] == ("triton", (256, 10_000_000))
+    assert found[8] == ("triton", (100, 10_000_000))
     assert found[16][0] == "cuda"
+
+
+def test_fewer_rows_of_a_plan_than_usual_have_a_rule_too() -> None:
+    results = [result("cuda", "triton", op="frame_norm", rows=rows, width=8) for rows in (512, 64)]
+    (rule, base) = merged(results, [Rule("frame_norm", "triton")])
+    assert (rule.kernel, rule.bounds["rows"], base.kernel) == ("cuda", (64, 10_000_000), "triton")
+    assert "rows=64" in rule.measured
+    assert "rows=512" in rule.measured
+
+
+@pytest.mark.parametrize("refused", [["triton"], []])
+def test_a_plan_gets_no_kernel_that_was_refused_for_some_of_its_rows(
+    refused: Sequence[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    few = result("triton", op="frame_norm", rows=256, width=8)
+    many = result("cuda", op="frame_norm", refused=refused, rows=512, width=8)
+    other = result("cuda", "triton", op="frame_norm", rows=256, width=16)
+    base = [Rule("frame_norm", "torch")]
+    rules = merged([few, many, other], base)
+    assert [(rule.kernel, rule.bounds.get("width")) for rule in rules] == [("cuda", (16, 16)), ("torch", None)]
+    assert "no rule for frame_norm rows=256 width=8" in caplog.text
 
 
 def test_settings_come_from_tables_and_the_grid() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +12,16 @@ from dataclasses import replace
 import torch
 from taktline_kernels.selector import Choice, Rule, covering
 
-from taktline_worker.profiling.kernels import Recorded
+from taktline_worker.profiling.kernels import Key, Recorded, key_of
 from taktline_worker.profiling.tuning import ALONE, WORTH, Candidate, Tuned, together
+
+logger = logging.getLogger(__name__)
 
 _MOST_FIGURES = 3
 _OTHERS = "for shapes that no measured call has"
 _COUNTS = frozenset({"batch", "cache", "frames", "keys", "lanes", "m", "prefix", "queries", "rows", "tokens"})
 """Dimensions that count rows of some kind: a kernel takes any number of them."""
-_ANY_ROWS = (256, 10_000_000)
+_FEW_ROWS, _MANY_ROWS = 256, 10_000_000
 
 
 def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = False) -> list[Rule]:
@@ -25,7 +29,8 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
 
     A rule of `base` that names the winners of the calls it decides stays and gets their figures. Where another kernel
     won, a rule for exactly this shape goes before it, or takes its place if it is for nothing else. An operation that
-    has no rule for other shapes gets one for the numbers of rows between those that were measured.
+    has no rule for other shapes gets one for the numbers of rows between those that were measured. One that must run
+    one kernel at every number of rows gets no rule where none ran at all that were measured, which is logged.
 
     Args:
         results: one for each kind of call.
@@ -47,7 +52,7 @@ def merged(results: Sequence[Tuned], base: Sequence[Rule], *, complete: bool = F
         found = decided.get(place, [])
         same = [one for one in found if one.best.runs(Choice(rule.kernel, "", rule.config))]
         others = [one for one in found if one not in same]
-        if others and not same and _pinned(rule) and len({one.best.label for one in others}) == 1:
+        if others and not same and _only_for(rule, others) and len({one.best.label for one in others}) == 1:
             best = others[0].best
             rules.append(replace(rule, kernel=best.kernel, config=dict(best.config), measured=_figures(others)))
             continue
@@ -74,23 +79,28 @@ def text_of(rules: Iterable[Rule], gpu: str, subjects: Sequence[str]) -> str:
     """
     lines = [
         "# Written by `taktline kernels tune`: the first rule that covers a call decides.",
-        f'gpu = "{gpu}"',
+        f"gpu = {_text(gpu)}",
         f'date = "{time.strftime("%Y-%m-%d")}"',
         f'torch = "{torch.__version__}"',
         "measured_on = [",
-        *(f'  "{subject}",' for subject in subjects),
+        *(f"  {_text(subject)}," for subject in subjects),
         "]",
     ]
     for rule in rules:
-        lines += ["", "[[rule]]", f'op = "{rule.op}"', f'kernel = "{rule.kernel}"']
-        lines += [f'dtype = "{rule.dtype}"'] if rule.dtype else []
+        lines += ["", "[[rule]]", f"op = {_text(rule.op)}", f"kernel = {_text(rule.kernel)}"]
+        lines += [f"dtype = {_text(rule.dtype)}"] if rule.dtype else []
         lines += [_mapping("bounds", {name: f"[{low}, {high}]" for name, (low, high) in rule.bounds.items()})]
-        lines += [_mapping("config", rule.config)]
-        lines += [f'measured = "{rule.measured}"'] if rule.measured else []
+        lines += [_mapping("config", {name: int(value) for name, value in rule.config.items()})]
+        lines += [f"measured = {_text(rule.measured)}"] if rule.measured else []
     return "\n".join(line for line in lines if line != _NOTHING) + "\n"
 
 
 _NOTHING = "\0"
+
+
+def _text(value: str) -> str:
+    """A basic string of TOML, which JSON's strings are."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _mapping(name: str, values: Mapping[str, object]) -> str:
@@ -98,8 +108,10 @@ def _mapping(name: str, values: Mapping[str, object]) -> str:
     return f"{name} = {{ {inside} }}" if values else _NOTHING
 
 
-def _pinned(rule: Rule) -> bool:
-    return bool(rule.bounds) and all(low == high for low, high in rule.bounds.values())
+def _only_for(rule: Rule, results: Sequence[Tuned]) -> bool:
+    """Whether the rule decides no call but these, which it covers: none of its dimensions is free, nor its dtype."""
+    points = bool(rule.dtype) and all(low == high for low, high in rule.bounds.values())
+    return points and all(one.call.shape.keys() == rule.bounds.keys() for one in results)
 
 
 def _exact(results: Sequence[Tuned]) -> list[Rule]:
@@ -109,7 +121,8 @@ def _exact(results: Sequence[Tuned]) -> list[Rule]:
         call = result.call
         bounds = {name: (value, value) for name, value in call.shape.items()}
         if together(call.name) and "rows" in bounds:
-            bounds["rows"] = _ANY_ROWS
+            few = (one.call.shape["rows"] for one in results if _group(one.call) == _group(call))
+            bounds["rows"] = (min(_FEW_ROWS, *few), _MANY_ROWS)
         alike[call.name, str(call.dtype).removeprefix("torch."), tuple(bounds.items())].append(result)
     return [
         Rule(name, same[0].best.kernel, dtype, dict(bounds), dict(same[0].best.config), _figures(same))
@@ -118,14 +131,31 @@ def _exact(results: Sequence[Tuned]) -> list[Rule]:
 
 
 def _agreed(results: Sequence[Tuned]) -> list[Tuned]:
-    """The same, with one kernel for all row counts of an operation that may have only one: the least time of all."""
-    groups: dict[object, list[Tuned]] = defaultdict(list)
+    """The same, with one kernel for all row counts of an operation that may have only one: the least time of all.
+
+    Without those of an operation of which no kernel ran at all of them.
+    """
+    groups: dict[Key, list[Tuned]] = defaultdict(list)
     for result in results:
         if together(result.call.name):
-            shape = tuple((name, value) for name, value in sorted(result.call.shape.items()) if name != "rows")
-            groups[result.call.name, result.call.dtype, shape].append(result)
-    best = {id(one): _best_of_all(same) for same in groups.values() for one in same}
-    return [_led_by(result, best[id(result)]) if id(result) in best else result for result in results]
+            groups[_group(result.call)].append(result)
+    best: dict[Key, str] = {}
+    for key, same in groups.items():
+        label = _best_of_all(same)
+        if all(_ran(label, one) for one in same):
+            best[key] = label
+        else:
+            logger.warning("no kernel ran at every number of rows, so there is no rule for %s", same[0].call.text)
+    return [
+        _led_by(one, best[_group(one.call)]) if together(one.call.name) else one
+        for one in results
+        if not together(one.call.name) or _group(one.call) in best
+    ]
+
+
+def _group(call: Recorded) -> Key:
+    """What calls have in common that differ in nothing but their number of rows."""
+    return key_of(call.name, {name: value for name, value in call.shape.items() if name != "rows"}, call.dtype)
 
 
 def _led_by(result: Tuned, label: str) -> Tuned:
