@@ -10,10 +10,12 @@ import pytest
 import torch
 from taktline_kernels import selector as selector_module
 from taktline_kernels.ops.dispatch import REGISTRY, Op
+from taktline_kernels.selector import Choice, KernelSelector
 from taktline_protocol import ErrorCode, TaktlineError
+from taktline_worker.adapter import Phase
 from taktline_worker.commands.kernels import app
 from taktline_worker.models.pi.adapter import load
-from taktline_worker.profiling.kernels import choice_by, packaged_table, record
+from taktline_worker.profiling.kernels import choice_by, packaged_table, record, selecting_by
 from typer.testing import CliRunner
 
 
@@ -67,6 +69,31 @@ def test_commands(folder: Path) -> None:
     assert {"op", "shape", "dtype", "calls", "kernel", "config", "reason"} == entries[0].keys()
     assert any(entry["kernel"] == "triton" for entry in entries)
     assert "bfloat16" in {entry["dtype"] for entry in entries}, "what a GPU serves in, not a CPU's default"
+
+
+def test_a_call_that_runs_another_kernel_than_it_asked_for_is_counted_once() -> None:
+    class Table(KernelSelector):
+        def _decide(self, op: str, *call: Any) -> Choice:
+            return Choice("absent", "table x: measured")
+
+    op = Op("probe_absent", lambda x: x * 2, {"absent": "no_such_module:x"})
+    x = torch.ones(1)
+
+    class Subject:
+        def phases(self, batch: int) -> list[Phase]:
+            def run() -> None:
+                for _ in range(2):
+                    op.run({"m": batch}, x, x)
+                for choice in (Choice("blocks", "first"), Choice("chain", "then")):
+                    selector_module.default_selector().note("head", {"batch": batch}, x.dtype, x.device, choice)
+
+            return [Phase("only", run, 1.0, 1.0)]
+
+    with selecting_by(Table()):
+        asked, told = record(Subject(), 1)  # type: ignore[arg-type]
+    assert (asked.calls, asked.choice.kernel) == (2, "torch")
+    assert "absent cannot be loaded" in asked.choice.reason
+    assert (told.calls, told.choice.kernel) == (2, "chain")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -73,6 +73,7 @@ class _Recorder(KernelSelector):
         super().__init__()
         self._behind = behind
         self.found: dict[Key, Recorded] = {}
+        self._noted: set[Key] = set()
         self.inside: list[tuple[Op | None, Callable[[], Any]]] = []
         self.phase = ""
 
@@ -90,8 +91,15 @@ class _Recorder(KernelSelector):
 
     def note(self, op: str, shape: Shape, dtype: torch.dtype, device: torch.device, choice: Choice) -> None:
         self._behind.note(op, shape, dtype, device, choice)
-        kept = self.found.setdefault(key_of(op, shape, dtype), Recorded(op, dict(shape), dtype, device, choice, 0))
-        kept.calls += 1
+        key = key_of(op, shape, dtype)
+        kept = self.found.get(key)
+        if kept is None:
+            self.found[key] = Recorded(op, dict(shape), dtype, device, choice)
+            self._noted.add(key)
+            return
+        kept.choice = choice
+        if key in self._noted:  # else the call has been counted where it asked
+            kept.calls += 1
 
 
 def record(subject: Profile, batch: int) -> list[Recorded]:
@@ -156,12 +164,15 @@ def _gpu_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The public fused operations of `taktline_kernels.gpu`; none without a GPU, which its kernels need to load."""
     if not torch.cuda.is_available():
         return []
-    module = importlib.import_module("taktline_kernels.gpu")
-    functions = inspect.getmembers(module, inspect.isfunction)
+    return _public_functions(importlib.import_module("taktline_kernels.gpu"))
+
+
+def _public_functions(module: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """By `__all__`: an operation with one kernel may be another module's function."""
     return [
         (module, name, function)
-        for name, function in functions
-        if function.__module__ == module.__name__ and not name.startswith("_")
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if name in module.__all__
     ]
 
 
