@@ -358,6 +358,27 @@ def test_a_row_of_frames_begun_by_native_threads_is_begun_on_the_loop_where_they
     assert (rest is not None) is on_the_loop
 
 
+def test_a_launched_batch_is_answered_though_nothing_of_its_answer_can_be_written_ahead(
+    worker: Worker,
+    request_of: Any,
+    observations: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("no page is left")
+
+    monkeypatch.setattr("taktline_worker.service.AnswerAhead", fails)
+    service = worker._batches._listener._infer.begin.__self__
+    request = request_of({"images": images_in(observations, "raw")})
+    answers: list[Any] = []
+    service.infer(
+        request, service.coming(request, frames_of(request)), CallContext(Call(1, 60.0, 0, [])), answers.append
+    )
+    assert answers[0].results[0].actions.shape
+    assert "ahead" in caplog.text
+
+
 def test_nothing_is_decoded_of_a_batch_that_will_be_refused(
     worker: Worker, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

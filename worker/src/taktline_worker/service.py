@@ -207,11 +207,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         return None
 
-    def _ahead(self, request: worker_pb2.InferRequest) -> AnswerAhead:
-        """What can be said of the answer while the engine runs."""
-        description = self._engine.adapter.description
-        shape = (request.action_horizon or description.horizon, description.action_dim)
-        return AnswerAhead([item.request_id for item in request.items], shape, self._config.model.revision)
+    def _ahead(self, request: worker_pb2.InferRequest) -> AnswerAhead | None:
+        """What can be said of the answer while the engine runs; None, which is logged, where that fails.
+
+        It never raises: the batch that runs is to be waited for.
+        """
+        try:
+            description = self._engine.adapter.description
+            shape = (request.action_horizon or description.horizon, description.action_dim)
+            return AnswerAhead([item.request_id for item in request.items], shape, self._config.model.revision)
+        except Exception:
+            logger.exception("nothing of a batch's answer is written ahead; all of it is when the batch has ended")
+            return None
 
     def _answer(
         self,
