@@ -145,11 +145,9 @@ class PiProcessor:
             TaktlineError: CAMERA_MISSING, CAMERA_UNKNOWN, STATE_INVALID, RTC_INVALID or INSTRUCTION_INVALID.
         """
         frames = self.cameras.in_order(observation.images)
-        if self.prompts is not None and observation.rtc is None:
-            begun_row = self._begun(frames, observation, pool)
-            if begun_row is not None:
-                return begun_row
-        return self._pending(frames, observation, pool)
+        ordinary = self.prompts is not None and observation.rtc is None
+        begun_row = self._begun(frames, observation, pool) if ordinary else None
+        return self._pending(frames, observation, pool) if begun_row is None else begun_row
 
     def _begun(
         self, frames: list[tuple[str, EncodedImage]], observation: RobotInput, pool: Executor
@@ -161,13 +159,13 @@ class PiProcessor:
         state = observation.state
         try:
             tokens = self.prompts.tokens(observation.instruction, state, self._words)
-        except TaktlineError:  # the long way judges: it knows the state, which has its word first
-            tokens = None
+        except TaktlineError:
+            return None  # the long way judges: it knows the state, which has its word first
         if tokens is None:
             return None
+        images, noise = tuple([image for _, image in frames]), self.drawn(observation.seed)
         again = functools.partial(self._pending, frames, observation, pool)
-        noise = self.drawn(observation.seed)
-        return BegunPiRow(tuple([image for _, image in frames]), tokens, noise, state.astype(np.float64), again)
+        return BegunPiRow(images, tokens, noise, state.astype(np.float64), again)
 
     def _pending(self, frames: list[tuple[str, EncodedImage]], observation: RobotInput, pool: Executor) -> PendingPiRow:
         raw = self.raw and (observation.rtc is None or self.raw_tails)
