@@ -6,14 +6,32 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _LIMIT_S = 60.0
 _FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w")
 
 
-def compiled(source: Path) -> Path:
-    """The library of one C file, alone in a folder. Raises OSError where it cannot be made."""
+@contextmanager
+def library_of(source: Path) -> Iterator[Path]:
+    """The library of one C file, there for as long as it is being loaded.
+
+    Raises:
+        OSError: it cannot be made, or lacks what is looked for in it.
+    """
+    path = _compiled(source)
+    try:
+        yield path
+    except AttributeError as error:
+        raise OSError(f"the C compiler's library is another one: {error}") from error
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _compiled(source: Path) -> Path:
+    """The library, alone in a folder."""
     named = os.environ.get("CC")
     compiler = next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
     if compiler is None:

@@ -10,7 +10,6 @@ import atexit
 import ctypes
 import logging
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ import simplejpeg
 import torch
 from torch import Tensor
 
-from taktline_worker.compiled import compiled
+from taktline_worker.compiled import library_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,16 +147,11 @@ class JpegThreads:
 
     def __init__(self, threads: int) -> None:
         self._process = _process
-        path = compiled(_SOURCE)
-        try:
+        with library_of(_SOURCE) as path:
             # What is quickly done keeps the interpreter's lock: another thread would hold it for milliseconds.
             self._quick, self._waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
             self._sizes, self._begin = self._quick.taktline_jpeg_sizes, self._quick.taktline_jpeg_begin
             self._wait, start = self._waiting.taktline_jpeg_wait, self._quick.taktline_jpeg_threads
-        except AttributeError as error:
-            raise OSError(f"the C compiler's library is another one: {error}") from error
-        finally:
-            shutil.rmtree(path.parent, ignore_errors=True)
         self._sizes.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
         self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._awake_us = _AWAKE_US if _cores() >= _SPARE_CORES else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from taktline_worker.compiled import compiled
+from taktline_worker.compiled import library_of
 from taktline_worker.models.pi.config import PiConventions
 from taktline_worker.models.pi.normalise import Normaliser
 from taktline_worker.models.pi.prompt_table import PromptTable
@@ -48,14 +47,9 @@ class NativeRows:
     """The library. Raises OSError where it cannot be had here."""
 
     def __init__(self) -> None:
-        path = compiled(_SOURCE)
-        try:
+        with library_of(_SOURCE) as path:
             library = ctypes.PyDLL(str(path))  # all of it is quickly done, so it keeps the interpreter's lock
             self.prompt, self.launch = library.taktline_pi_prompt, library.taktline_launch
-        except AttributeError as error:
-            raise OSError(f"the C compiler's library is another one: {error}") from error
-        finally:
-            shutil.rmtree(path.parent, ignore_errors=True)
         address, number = ctypes.c_void_p, ctypes.c_int
         self.prompt.argtypes = (address, ctypes.c_char_p, number, address, number, address)
         self.launch.argtypes = (address,)
