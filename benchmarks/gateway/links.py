@@ -22,7 +22,7 @@ from taktline_protocol.messages import Array, Image, Observation
 from taktline_protocol.stream import Ack, Answer, Backpressure, Goodbye, Refusal
 from taktline_protocol.stream_codec import decode_from_gateway
 
-from benchmarks.gateway.robots import CAMERAS, STATE_DIM, OpenpiRobot, StreamRobot, WebSocketRobot
+from benchmarks.gateway.robots import CAMERAS, STATE_DIM, OpenpiRobot, StreamRobot, WebSocketConnection
 
 CHUNK = "chunk"
 """What a link says of an answer with actions."""
@@ -184,17 +184,12 @@ class OpenpiLink(Link):
         self._robot.cut()
 
 
-class _Harness(WebSocketRobot):
-    async def ask(self) -> bool:
-        raise NotImplementedError
-
-
 class VlaEvalLink(Link):
     """The evaluation harness' protocol; every observation reaches a worker where the route's execute_steps is 1."""
 
     async def open(self) -> None:
         """Connects, says hello and begins an episode."""
-        self._robot = _Harness(self.host, self.port, self.name)
+        self._robot = WebSocketConnection(self.host, self.port, self.name)
         await self._robot.open()
         self._send("hello", {"harness_version": "0", "protocol_version": 1}, 0)
         await self._robot.receive()

@@ -34,13 +34,11 @@ class Count:
     errors: int = 0
 
 
-class Robot(ABC):
-    """One connection. `open` connects, `ask` sends a request and returns whether its answer was good."""
+class Connection:
+    """A bare TCP connection."""
 
     def __init__(self, host: str, port: int, name: str) -> None:
         self._host, self._port, self._name = host, port, name
-        noise = np.random.default_rng(len(name) + hash(name) % 1000)
-        self._frames = {camera: noise.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for camera in CAMERAS}
 
     async def open(self) -> None:
         """Connects."""
@@ -54,6 +52,15 @@ class Robot(ABC):
         """Ends the connection without waiting for anything."""
         if hasattr(self, "_writer"):
             self._writer.transport.abort()
+
+
+class Robot(Connection, ABC):
+    """One connection with frames; `ask` sends a request and returns whether its answer was good."""
+
+    def __init__(self, host: str, port: int, name: str) -> None:
+        super().__init__(host, port, name)
+        noise = np.random.default_rng(len(name) + hash(name) % 1000)
+        self._frames = {camera: noise.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for camera in CAMERAS}
 
     @abstractmethod
     async def ask(self) -> bool:
@@ -79,7 +86,7 @@ class HttpRobot(Robot):
         return head[9:12] == b"200"
 
 
-class WebSocketRobot(Robot):
+class WebSocketConnection(Connection):
     """Frames of the WebSocket protocol, masked with zeros: the server unmasks as ever, the robot need not mask."""
 
     path = "/"
@@ -127,7 +134,7 @@ class WebSocketRobot(Robot):
                 return opcode, payload
 
 
-class OpenpiRobot(WebSocketRobot):
+class OpenpiRobot(WebSocketConnection, Robot):
     """openpi's protocol: a map of arrays, its keys and layout as openpi's packer writes them."""
 
     async def open(self) -> None:
@@ -149,7 +156,7 @@ class OpenpiRobot(WebSocketRobot):
         return opcode == 2
 
 
-class StreamRobot(WebSocketRobot):
+class StreamRobot(WebSocketConnection, Robot):
     """Taktline's own stream; every observation carries both frames whole, as the other protocols do."""
 
     def __init__(self, host: str, port: int, name: str, policy: str) -> None:
