@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from engine import say
+from engine import capture, say
 from planner_search import SETTINGS
 from power import Counters
 from taktline_kernels import gpu
@@ -102,13 +102,11 @@ def parts(world: VJepa2World) -> dict[str, dict[str, float | None]]:
 
 
 def _under_load(call: Callable[[], object], share: float, flops: float, counters: Counters) -> Part:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def calls() -> None:
         for _ in range(CALLS):
             call()
+
+    graph = capture(calls, 1)
     graph.replay()
     torch.cuda.synchronize()
     began = time.perf_counter()
