@@ -238,7 +238,6 @@ def test_an_expert_stored_in_bytes_moves_half_of_it() -> None:
 def test_phases_of_captured_graphs_add_up(golden: Path, network: Any) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from taktline_kernels.gpu_table import GPU_KERNELS
     from taktline_worker.models.pi.graphs import Bucket, GraphRunner
     from taktline_worker.models.pi.profile import PiProfile
     from taktline_worker.models.pi.weights import BF16_VISION, on_device
@@ -255,13 +254,10 @@ def test_phases_of_captured_graphs_add_up(golden: Path, network: Any) -> None:
     assert row.versions["gpu"]
     assert 0.5 * row.median_ms < sum(phase.ms for phase in row.phases) < 2.0 * row.median_ms
     assert all(0.0 < phase.of_roof <= 1.1 for phase in row.phases)
-    names = {call.name for call in record(subject, 2)}
-    assert "attention_cached" in names
-    several = [
-        call for call in record(subject, 2) if call.name != "expert" and len(GPU_KERNELS.get(call.name, "ab")) > 1
-    ]
-    assert several
-    assert [call.name for call in several if call.again is None] == [], "what has several kernels can be made again"
+    calls = record(subject, 2)
+    assert "attention_cached" in {call.name for call in calls}
+    # The expert's chain is no call, and the frames' patches have one kernel, beside `gpu`'s.
+    assert all(call.again is not None for call in calls if call.name not in ("expert", "patches"))
 
 
 def test_threads_are_told_to_wait_as_a_workers_do_before_torch_is_loaded() -> None:

@@ -446,6 +446,5 @@ def test_tuning_on_a_gpu(folders: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert {rule.op for rule in rules if "us alone" in rule.measured} == {"layer_norm", "geglu"}
     assert all(rule.kernel in ("torch", "triton") for rule in rules)
     monkeypatch.setenv("TAKTLINE_KERNEL_TABLE", str(path))
-    monkeypatch.setattr(selector_module, "_default", KernelSelector())  # as a process has that begins now
     explained = CliRunner().invoke(app, ["explain", str(folder), "--precision", "fp32", "--json"])
     assert str(path) in explained.output, "the engine uses it, and says where a choice comes from"
