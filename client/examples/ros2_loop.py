@@ -37,8 +37,9 @@ class ChunkController:
         self._task = task
         self._publish = publish
         self._frames: dict[str, NDArray[np.uint8]] = {}
-        self._captured_at: dict[str, float] = {}
+        self._came_at: dict[str, float] = {}
         self._joints: list[float] | None = None
+        self._joints_at = 0.0
         self.player = taktline.Player(
             robot.ask, info.dt_s, replan_rows=max(1, info.horizon // 4), rtc=bool(info.rtc), in_flight=2
         )
@@ -46,18 +47,20 @@ class ChunkController:
     def on_image(self, camera: str, frame: NDArray[np.uint8]) -> None:
         """A camera's newest frame, uint8 RGB (height, width, 3)."""
         self._frames[camera] = frame
-        self._captured_at[camera] = time.monotonic()
+        self._came_at[camera] = time.monotonic()
 
     def on_joints(self, positions: Sequence[float]) -> None:
         """The newest joint positions."""
         self._joints = list(positions)
+        self._joints_at = time.monotonic()
 
     def on_timer(self) -> None:
         """One control period. Raises TaktlineError where the node is set up wrongly."""
         complete = self._joints is not None and all(camera in self._frames for camera in self._cameras)
         if complete and self.player.wants_observation():
             frames = {camera: self._frames[camera] for camera in self._cameras}
-            oldest = min(self._captured_at[camera] for camera in self._cameras)
+            # As old as its oldest message: where a topic goes silent, the robot comes to a stand (Player.observe).
+            oldest = min(self._joints_at, *(self._came_at[camera] for camera in self._cameras))
             self.player.observe(frames, self._joints or [], self._task, captured_at=oldest)
         action = self.player.next_action()
         if action is not None:

@@ -247,6 +247,21 @@ def test_a_tail_is_never_longer_than_a_chunk_and_begins_where_the_robot_last_set
     assert buffer.rtc(ago=3) is None
 
 
+def test_a_standstill_makes_no_frame_younger_that_was_read_before_it(buffer):
+    buffer.add(chunk(range(6)), buffer.mark())
+    assert executed(buffer, 8) == [0, 1, 2, 3, 4, 5, None, None]
+    mark = buffer.mark(ago=4)
+    assert (mark.standing, mark.moved) == (True, 2)
+    executed(buffer, 3)
+    buffer.add(chunk(range(10, 16)), mark)
+    assert executed(buffer, 5) == [12, 13, 14, 15, None], "two rows were executed since the cameras were read"
+    assert not buffer.add(chunk(range(20, 26)), buffer.mark(ago=16)), "all of them were"
+    assert buffer.late_chunks == 1
+    executed(buffer, 300)
+    assert buffer.mark(ago=350).moved >= 6, "though no row is kept for so long"
+    assert buffer.mark(ago=290).moved == 0, "seen after it stopped"
+
+
 def test_a_chunk_of_another_control_period_is_not_played_at_this_one():
     loop = Loop()
     loop.tick()
@@ -431,6 +446,39 @@ def test_a_delay_beyond_the_checkpoints_training_is_left_to_the_gateway(in_fligh
 
 def hinted(rows, at) -> Chunk:
     return dataclasses.replace(chunk(rows), next_observation_at=at)
+
+
+@pytest.mark.parametrize("options", [{}, {"rtc": True}, {"ensemble": 0.01}, {"in_flight": 2}, {"replan_rows": 4}])
+def test_a_camera_that_delivers_no_more_brings_the_robot_to_a_stand_until_it_does(caplog, options):
+    """Its last picture is executed for one chunk, and not again and again because the buffer is empty then."""
+    loop = Loop(**options)
+    moved = []
+
+    def run(steps, seen_at=None):
+        for _ in range(steps):
+            for future in loop.robot.futures:
+                if not future.done():
+                    future.set_result(chunk(range(8)))
+            if loop.player.wants_observation():
+                loop.player.observe({}, [0.0], "go", captured_at=loop.now if seen_at is None else seen_at)
+            moved.append(loop.player.next_action() is not None)
+            loop.now += DT_S
+
+    run(30)
+    assert all(moved[1:])
+    frozen_at = loop.now
+    begin = len(moved)
+    run(600, seen_at=frozen_at)
+    assert sum(moved[begin:]) <= 8 + 1, "a chunk, and the row of the step in which it was read"
+    asked = len(loop.robot.asked)
+    run(50, seen_at=frozen_at)
+    assert len(loop.robot.asked) == asked, "nobody is asked what no answer could be used of"
+    assert loop.player.metrics()["stale_frames"] > 50
+    assert [record.message for record in caplog.records if "s old" in record.message] != []
+    assert sum("s old" in record.message for record in caplog.records) == 1, "it is said once"
+    begin = len(moved)
+    run(30)
+    assert all(moved[begin + 1 :]), "with the next new frame it goes on"
 
 
 def test_the_gateways_wish_is_followed_where_the_buffer_allows():

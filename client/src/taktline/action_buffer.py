@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from itertools import islice, takewhile
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,21 @@ DT_TOLERANCE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The control step at which the cameras were read; `standing`: the buffer was empty then, nothing moved.
+    """The control step that the chunk's first row is meant for, were it there: the one at which the cameras were read,
+    and later by as many steps as the robot stood still since.
 
-    `asked` is the step at which the chunk was asked for.
+    `asked` is the step at which the chunk was asked for; `standing`: the buffer was empty then.
     """
 
     step: int
     standing: bool
     episode: int
     asked: int
+
+    @property
+    def moved(self) -> int:
+        """Rows that were executed between the cameras and the question."""
+        return self.asked - self.step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +56,11 @@ class ActionBuffer:
     """Rows of the chunks received, by control step. Knows no clock and no network; not for several threads at once.
 
     A chunk's row i is meant for the control step i after the one at which its cameras were read, so the rows that
-    were due while it was being made are dropped at the hand-off. An observation made while nothing moved is the
-    exception: its chunk starts whenever it comes. Where a newer chunk ends sooner, as one that the gateway made shorter
-    may, the older one fills the steps beyond it.
+    were due while it was being made are dropped at the hand-off. Steps at which nothing moved do not count: the chunk
+    of an observation made in a standstill starts whenever it comes, less the rows that were executed since its cameras
+    were read, if that was before. So no picture is acted on for longer than one chunk, the last one of a camera that
+    failed neither. Where a newer chunk ends sooner, as one that the gateway made shorter may, the older one fills the
+    steps beyond it.
 
     Args:
         dt_s: control period.
@@ -71,6 +79,8 @@ class ActionBuffer:
         self._episode = 0
         self._moving = False
         self._past: deque[Actions | None] = deque(maxlen=PAST_ROWS)
+        self._moved_at: int | None = None
+        """The last step of this episode that had a row."""
         self._delays: deque[int] = deque(maxlen=DELAYS_KEPT)
         self._waits: deque[int] = deque(maxlen=DELAYS_KEPT)
         self.dry_events = 0
@@ -117,7 +127,7 @@ class ActionBuffer:
 
         What they saw while nothing moved is what they would have seen just before it did.
         """
-        return Mark(self._step - len(self._executed(ago)), self.rows_left == 0, self._episode, self._step)
+        return Mark(self._step - self._moved(ago), self.rows_left == 0, self._episode, self._step)
 
     def rtc(self, *, execution_horizon: int | None = None, ago: int = 0) -> Rtc | None:
         """What real-time chunking needs of this instant, `ago` steps after the cameras were read; None where dry.
@@ -156,7 +166,7 @@ class ActionBuffer:
                 f" is {self.dt_s:g} s: the robot would move at another speed than the policy means",
                 "run the loop at robot.info().dt_s, and make the Player or ActionBuffer with it",
             )
-        start = self._step if mark.standing else mark.step
+        start = self._step - mark.moved if mark.standing else mark.step
         if not mark.standing:
             self._delays.append(self._step - mark.step)
             self._waits.append(self._step - mark.asked)
@@ -190,6 +200,8 @@ class ActionBuffer:
             self._chunks.popleft()
         action = self._due()
         self._past.append(action)
+        if action is not None:
+            self._moved_at = self._step
         self._step += 1
         if action is None and self._moving:
             self.dry_events += 1
@@ -197,9 +209,13 @@ class ActionBuffer:
         return action
 
     def _executed(self, ago: int) -> list[Actions]:
-        """The rows of the last `ago` steps, oldest first; only those since something moved without a pause."""
-        rows = list(takewhile(lambda row: row is not None, islice(reversed(self._past), ago)))
-        return rows[::-1]  # type: ignore[return-value]
+        """The rows of the last `ago` steps, oldest first, without the steps that had none."""
+        return [row for row in islice(reversed(self._past), ago) if row is not None][::-1]
+
+    def _moved(self, ago: int) -> int:
+        """How many rows were executed in the last `ago` steps; at most, where that is longer than rows are kept."""
+        moved_since = self._moved_at is not None and self._moved_at >= self._step - ago
+        return ago if ago > PAST_ROWS and moved_since else len(self._executed(ago))
 
     def _due(self) -> Actions | None:
         """What this control step gets from the chunks at hand."""
@@ -217,6 +233,7 @@ class ActionBuffer:
         """A new episode: drops all rows; chunks of observations made before are not taken any more."""
         self._chunks.clear()
         self._past.clear()
+        self._moved_at = None
         self._episode += 1
         self._moving = False
 

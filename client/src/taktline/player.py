@@ -127,6 +127,11 @@ class Player:
         self._asked_step: int | None = None
         self._retry_at = 0.0
         self._ticked_at: float | None = None
+        self.stale_frames = 0
+        """Observations that were not asked with: all that a chunk could say of frames so old has been executed."""
+        self._stale = False
+        self._longest = 0
+        """Rows of the longest chunk so far; the gateway may make one shorter."""
 
     def wants_observation(self) -> bool:
         """Whether to read the cameras now. Raises the TaktlineError that no later observation can avoid."""
@@ -175,7 +180,9 @@ class Player:
 
         A frame that is no picture, such as the None of a camera that failed once, is counted in `errors` like a refusal
         of the gateway, and the buffer is played on. Of cameras that were read some time ago, at `captured_at`, the
-        chunk is executed from the row on that is due when it comes.
+        chunk is executed from the row on that is due when it comes. Nothing is asked with frames after which the robot
+        has already executed as many rows as a chunk has, as when a camera delivers no more: it comes to stand,
+        and goes on with the next new frame.
 
         Raises:
             TaktlineError: what no later observation can avoid; before the first chunk, whatever `ask` raises at once:
@@ -185,6 +192,11 @@ class Player:
         seen_at = now if captured_at is None else captured_at
         # What is not finite is refused with what else is wrong with an observation.
         ago = max(0, round((now - seen_at) / self.buffer.dt_s)) if math.isfinite(seen_at) else 0
+        mark = self.buffer.mark(ago=ago)
+        if self.last is not None and mark.moved >= self._longest:
+            self._note_stale(now - seen_at)
+            return
+        self._stale = False
         rtc = self.buffer.rtc(ago=ago) if self._rtc else None
         if rtc is not None and not self._tells_delay:
             rtc = Rtc(tail=rtc.tail)
@@ -204,7 +216,7 @@ class Player:
             if self.last is None:
                 raise
             return
-        self._asked.append(_Asked(self.buffer.mark(ago=ago), answer, None if rtc is None else rtc.delay))
+        self._asked.append(_Asked(mark, answer, None if rtc is None else rtc.delay))
         self._asked_step = self.buffer.step
 
     def budget_ms(self, now: float) -> float:
@@ -241,10 +253,21 @@ class Player:
             "hand_offs": self.buffer.hand_offs,
             "dry_events": self.buffer.dry_events,
             "late_chunks": self.buffer.late_chunks,
+            "stale_frames": self.stale_frames,
             "largest_seam": round(self.buffer.largest_seam, 6),
             "expected_delay": self.buffer.expected_delay,
             "errors": dict(self.errors),
         }
+
+    def _note_stale(self, age_s: float) -> None:
+        self.stale_frames += 1
+        if not self._stale:
+            _logger.warning(
+                "the frames are %.1f s old, and a whole chunk has been executed since: the robot stands when its buffer"
+                " is empty, until every camera delivers again",
+                age_s,
+            )
+        self._stale = True
 
     def _collect(self) -> None:
         """Takes what has been answered over into the buffer."""
@@ -259,6 +282,7 @@ class Player:
                 self._refused(error, asked.delay)
             else:
                 self.last = chunk
+                self._longest = max(self._longest, len(chunk.actions))
 
     def _refused(self, error: TaktlineError, delay: int | None = None) -> None:
         self.errors[error.code.value] += 1
