@@ -14,6 +14,8 @@ class CutProxy:
     def __init__(self, target: str) -> None:
         self.target = target
         self.accepting = True
+        self.swallow = False
+        """Bytes are taken and go nowhere, as in a network that has stalled."""
         self.up = self.down = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -55,6 +57,8 @@ class CutProxy:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
                 setattr(self, way, getattr(self, way) + len(data))
+                if self.swallow:
+                    continue
                 writer.write(data)
                 await writer.drain()
         with contextlib.suppress(OSError, RuntimeError):

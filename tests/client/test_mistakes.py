@@ -72,26 +72,59 @@ def test_names_that_are_none_are_said_when_the_robot_is_made(policy, robot_id):
         ({"budget_ms": float("nan")}, "budget_invalid"),
         ({"budget_ms": "200"}, "budget_invalid"),
         ({"priority": "urgent"}, "invalid_body"),
+        ({"instruction": "\ud800"}, "instruction_invalid"),
+        ({"captured_at": "now"}, "invalid_body"),
+        ({"actuate_ms": "5"}, "invalid_body"),
+        ({"actuate_ms": -1.0}, "invalid_body"),
+        ({"seed": 1.5}, "invalid_body"),
+        ({"seed": -1}, "invalid_body"),
+        ({"seed": 2**70}, "invalid_body"),
+        ({"rtc": "tail"}, "invalid_body"),
+        ({"rtc": taktline.Rtc(tail=[1.0, 2.0])}, "invalid_body"),
+        ({"search": taktline.Search(candidates=0)}, "invalid_body"),
+        ({"images": {1: FRAME, "wrist": FRAME}}, "camera_unknown"),
+        ({"images": {"": FRAME}}, "camera_unknown"),
+        ({"images": {"\ud800": FRAME}}, "camera_unknown"),
     ],
 )
 def test_values_that_are_no_part_of_an_observation_are_refused_here_and_the_stream_goes_on(stack, changes, code):
-    sent = {"instruction": "go", "budget_ms": BUDGET_MS, **changes}
-    with taktline.Robot(stack.url, "scripted", f"arm of {code} {changes}") as robot:
+    sent = {"images": IMAGES, "instruction": "go", "budget_ms": BUDGET_MS, **changes}
+    with taktline.Robot(stack.url, "scripted", f"arm of {code} {list(changes)} {time.monotonic()}") as robot:
         robot.act(IMAGES, STATE, "go", BUDGET_MS)
         with pytest.raises(TaktlineError) as said:
-            robot.act(IMAGES, STATE, **sent)
+            robot.act(state=STATE, **sent)
         assert said.value.code.value == code
         robot.act(IMAGES, STATE, "go", BUDGET_MS)
         assert robot.metrics.connects == 1
 
 
-def test_a_closed_robot_says_so_at_once(stack):
-    robot = taktline.Robot(stack.url, "scripted", "arm that is closed")
+def test_numbers_of_numpy_are_numbers(stack):
+    with taktline.Robot(stack.url, "scripted", "arm of numpy") as robot:
+        seen_at = np.float64(time.monotonic())
+        chunk = robot.act(
+            IMAGES,
+            STATE,
+            "go",
+            np.float32(BUDGET_MS),
+            captured_at=seen_at,
+            actuate_ms=np.float32(1.0),
+            seed=np.random.default_rng(1).integers(100),
+        )
+        assert chunk.captured_at == float(seen_at)
+        assert robot.metrics.connects == 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "http"])
+def test_a_closed_robot_says_so_at_once(stack, transport):
+    robot = taktline.Robot(stack.url, "scripted", f"arm that is closed, {transport}", transport=transport)
     robot.act(IMAGES, STATE, "go", BUDGET_MS)
     robot.close()
-    with pytest.raises(TaktlineError, match="was closed") as said:
-        robot.act(IMAGES, STATE, "go", BUDGET_MS)
-    assert said.value.code is ErrorCode.CANCELLED
+    for ask in (lambda: robot.act(IMAGES, STATE, "go", BUDGET_MS), robot.info, robot.connect):
+        began = time.monotonic()
+        with pytest.raises(TaktlineError, match="was closed") as said:
+            ask()
+        assert said.value.code is ErrorCode.CANCELLED
+        assert time.monotonic() - began < 10, "not when a connection that nobody makes is given up"
 
 
 @pytest.mark.parametrize("transport", ["stream", "http"])
@@ -243,6 +276,21 @@ def test_what_is_no_frame_is_said_by_ask_itself_with_what_to_pass(frame, advice,
             robot.ask({"front": frame}, STATE, "go", BUDGET_MS)
         assert said.value.code is ErrorCode.IMAGE_CORRUPT
         assert "'front'" in str(said.value)
+
+
+PIECES = [[[1], [1, 2]]]
+"""Rows of several lengths, of which NumPy makes nothing."""
+
+
+@pytest.mark.parametrize(
+    ("frame", "advice"), [(PIECES, "gives no array"), (bytearray(b"jpeg"), r"pass bytes\(frame\)")]
+)
+@pytest.mark.parametrize("ask", ["act", "ask"])
+def test_what_gives_no_picture_is_said_with_what_to_pass(frame, advice, ask):
+    with taktline.Robot("http://127.0.0.1:9", "scripted", "arm") as robot:
+        with pytest.raises(TaktlineError, match=advice) as said:
+            getattr(robot, ask)({"front": frame}, STATE, "go", BUDGET_MS)
+        assert said.value.code is ErrorCode.IMAGE_CORRUPT
 
 
 @pytest.mark.parametrize("images", [[FRAME, FRAME], FRAME, b"jpeg", None])

@@ -24,6 +24,7 @@ from taktline.encoding import FrameEncoder, NamedFrame
 from taktline.observing import Frame, Sender, State, as_state, check_named, check_names, checked_pixels, restamped
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
+from taktline.stream_errors import closed, closed_meanwhile
 from taktline.stream_link import NoStream
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class AsyncRobot:
         policy: name of the PolicyDeployment.
         robot_id: name of this robot, unique in the fleet.
         session_id: names this process's session; drawn where None.
-        answer_timeout_s: give up on an answer after so long.
+        answer_timeout_s: give up on an answer after so long; at the latest 5 s after its budget is spent.
         api_key: API key or token, where the gateway asks for one; TAKTLINE_API_KEY where None.
         access: key and certificates together; the environment's where None, see `taktline.access`.
         transport: `stream`; `http` for stateless requests; `auto` takes the stream, and HTTP where there is none at
@@ -104,6 +105,7 @@ class AsyncRobot:
         self._stream: StreamClient | None = None
         self._http: HttpClient | None = None
         self._turn = asyncio.Lock()
+        self._closed = False
         self._open: list[_Connection] = []
         weakref.finalize(self, _let_go, robot_id, self._open).atexit = False
 
@@ -141,6 +143,7 @@ class AsyncRobot:
             TaktlineError: every failure, with its code; `gateway_unreachable` where no gateway answered.
         """
         asked_at = time.monotonic()
+        self._check_usable()
         self.metrics.observations += 1
         try:
             async with self._turn:  # numbered in the order of asking, however long each one's frames take
@@ -163,8 +166,10 @@ class AsyncRobot:
                 )
             chunk = await self._ask(observation, frames)
         except TaktlineError as error:
+            if self._closed and error.code is ErrorCode.GATEWAY_UNREACHABLE:
+                error = closed_meanwhile()
             self.metrics.errors[error.code.value] += 1
-            raise
+            raise error from error.__cause__
         if self._fits:
             self._follow(chunk)
         self.metrics.chunks += 1
@@ -206,10 +211,12 @@ class AsyncRobot:
 
     async def info(self) -> PolicyInfo:
         """What the policy reads and returns. Raises TaktlineError."""
+        self._check_usable()
         return await self._over_http().info()
 
     async def connect(self) -> None:
         """Opens the stream now, rather than with the first observation. Raises TaktlineError."""
+        self._check_usable()
         stream = self._over_stream()
         if stream is not None:
             try:
@@ -224,6 +231,7 @@ class AsyncRobot:
 
     async def close(self) -> None:
         """Ends the session; the robot id is free at once."""
+        self._closed = True
         if self._learning is not None:
             self._learning.cancel()
         if self._stream is not None:
@@ -239,6 +247,17 @@ class AsyncRobot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _check_usable(self) -> None:
+        """Raises TaktlineError `cancelled` after `close`, `config_invalid` on another event loop than before."""
+        if self._closed:
+            raise closed()
+        if any(loop is not asyncio.get_running_loop() for loop, _ in self._open):
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                "this robot's connection belongs to another event loop, such as that of an earlier asyncio.run",
+                "make an AsyncRobot on each event loop, or one taktline.Robot, which has a loop of its own",
+            )
 
     async def _ask(self, observation: Observation, frames: Mapping[str, NamedFrame]) -> Chunk:
         stream = self._over_stream()

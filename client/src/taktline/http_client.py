@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 from urllib.parse import quote
@@ -23,8 +24,9 @@ from taktline_protocol.messages import ActionChunk, Observation, PolicyInfo, Pol
 
 from taktline.access import Access
 from taktline.address import gateway_url, unreachable
-from taktline.observing import TOO_LARGE_STEP, restamped
+from taktline.observing import LATE_S, TOO_LARGE_STEP, restamped
 from taktline.robot_metrics import RobotMetrics
+from taktline.stream_link import Timeout
 
 ANSWER_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -39,18 +41,27 @@ class HttpClient:
         self._metrics = metrics
         self._access = access
         self._shown = access.headers()
+        self._timeout_s = timeout_s
         address = gateway_url(url)
-        self._http = httpx.AsyncClient(
-            base_url=address,
-            timeout=_timeout(timeout_s),
-            headers=_HEADERS | self._shown,
-            verify=access.verify(address),
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=address,
+                timeout=_timeout(timeout_s),
+                headers=_HEADERS | self._shown,
+                verify=access.verify(address),
+            )
+        except (ImportError, ValueError) as error:  # it reads the environment's proxies, and may not know their kind
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"the proxy that the environment names cannot be used: {error}",
+                "correct ALL_PROXY, HTTP_PROXY or HTTPS_PROXY, or name the gateway's host in NO_PROXY",
+            ) from error
 
     async def ask(self, observation: Observation) -> tuple[ActionChunk, Observation, float]:
         """The chunk for one observation, the observation as it was last sent, and the round trip in ms.
 
-        Sent again, with the time that is left, where that may help. Raises TaktlineError.
+        Sent again, with the time that is left, where that may help. Raises TaktlineError; `gateway_unreachable` where
+        nothing answers within the client's timeout, or until LATE_S after the budget.
         """
         met: set[ErrorCode] = set()
         while True:
@@ -70,7 +81,12 @@ class HttpClient:
         self._metrics.cameras_whole += len(observation.images)
         began = time.monotonic()
         try:
-            response = await _request(self._http, "POST", f"{self._path}/act", content=body)
+            response = await asyncio.wait_for(
+                _request(self._http, "POST", f"{self._path}/act", content=body),
+                min(self._timeout_s, observation.budget_ms / 1e3 + LATE_S),
+            )
+        except Timeout as error:
+            raise unreachable(_address(self._http.base_url), "did not answer in time") from error
         except TaktlineError as error:
             raise _perhaps_too_large(len(body), error) from error.__cause__
         self._metrics.bytes_received += len(response.content)
@@ -165,12 +181,16 @@ async def _request(http: httpx.AsyncClient, method: str, path: str, **rest: Any)
 
 
 def _unreachable(url: httpx.URL, error: Exception) -> TaktlineError:
-    address = str(url).rstrip("/")
+    address = _address(url)
     if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
         return unreachable(address, "did not answer in time")
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
         return unreachable(address, "cannot be reached", error)
     return unreachable(address, "broke the connection", error)
+
+
+def _address(url: httpx.URL) -> str:
+    return str(url).rstrip("/")
 
 
 def _timeout(answer_s: float) -> httpx.Timeout:

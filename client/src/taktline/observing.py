@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 import numpy as np
@@ -22,10 +22,23 @@ Frame = bytes | NDArray[np.uint8] | Image
 """One camera frame: JPEG or PNG bytes, or a uint8 RGB array (H, W, 3)."""
 State = Sequence[float] | NDArray[np.floating] | Array
 """A state vector (D,) in robot units, or its wire form."""
+LATE_S = 5.0
+"""How long an answer is waited for once its budget is spent: what it says by then is of no use to any controller."""
 NETWORK_WINDOW = 32
 NAME_CHARS = 128
 TOO_LARGE_STEP = "send JPEG (jpeg_quality=95) or smaller frames: policies read a few hundred pixels a side"
 """What to do about an observation that no gateway takes."""
+
+
+class _Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What of an observation passes on as the caller gave it, as `Observation` takes it."""
+
+    captured_at: float
+    actuate_ms: Annotated[float, msgspec.Meta(ge=0)]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None
+    search: Search | None
+    rtc: Rtc | None
+    imagine: Imagine | None
 
 
 class Sender:
@@ -63,25 +76,33 @@ class Sender:
                 where a value cannot be put on the wire: a gateway would end the stream for it.
         """
         _check(instruction, budget_ms, priority)
-        left_ms = max(0.0, float(budget_ms) - 1e3 * spent_s)
-        self._seq += 1
         now = time.monotonic()
-        return Observation(
-            robot_id=self.robot_id,
-            session_id=self.session_id,
-            seq=self._seq,
+        options = _plain(
             captured_at=now if captured_at is None else captured_at,
-            sent_at=now,
-            budget_ms=left_ms,
             actuate_ms=actuate_ms,
-            network_ms=min(self.network_ms, max(0.0, left_ms - actuate_ms) / 2),
-            images={camera: as_image(camera, frame) for camera, frame in images.items()},
-            state=as_state(state),
-            instruction=instruction,
             seed=seed,
             search=search,
             rtc=rtc,
             imagine=imagine,
+        )
+        left_ms = max(0.0, float(budget_ms) - 1e3 * spent_s)
+        self._seq += 1
+        return Observation(
+            robot_id=self.robot_id,
+            session_id=self.session_id,
+            seq=self._seq,
+            captured_at=options.captured_at,
+            sent_at=now,
+            budget_ms=left_ms,
+            actuate_ms=options.actuate_ms,
+            network_ms=min(self.network_ms, max(0.0, left_ms - options.actuate_ms) / 2),
+            images={camera: as_image(camera, frame) for camera, frame in images.items()},
+            state=as_state(state),
+            instruction=instruction,
+            seed=options.seed,
+            search=options.search,
+            rtc=options.rtc,
+            imagine=options.imagine,
             priority=priority,
             traceparent=current_traceparent(),
         )
@@ -129,6 +150,10 @@ def _check(instruction: str, budget_ms: float, priority: str) -> None:
             f"the instruction is of type {type(instruction).__name__}",
             "say the task in words, as a str",
         )
+    if not _encodes(instruction):
+        raise TaktlineError(
+            ErrorCode.INSTRUCTION_INVALID, f"the instruction {instruction!r:.200} is no text", "say the task in words"
+        )
     try:
         usable = not isinstance(budget_ms, str) and not math.isnan(float(budget_ms))
     except (TypeError, ValueError):
@@ -143,6 +168,35 @@ def _check(instruction: str, budget_ms: float, priority: str) -> None:
             f"there is no priority {priority!r}",
             f"take one of {', '.join(get_args(PriorityName))}",
         )
+
+
+def _plain(**options: Any) -> _Options:
+    """The options as they go on the wire, numbers of NumPy as Python's. Raises TaktlineError `invalid_body`."""
+    try:
+        made: _Options = msgspec.convert(
+            msgspec.to_builtins(options, builtin_types=(bytes,), enc_hook=_plain_number), _Options
+        )
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise TaktlineError(
+            ErrorCode.INVALID_BODY,
+            f"an argument does not fit an observation: {error}",
+            "compare it with what `help(taktline.AsyncRobot.act)` says of it",
+        ) from error
+    return made
+
+
+def _plain_number(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a {type(value).__name__}")
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def as_image(camera: str, frame: Frame) -> Image:
@@ -164,18 +218,32 @@ def as_image(camera: str, frame: Frame) -> Image:
 
 
 def check_named(images: object) -> None:
-    """Raises TaktlineError `camera_missing` where frames do not come by the names of their cameras."""
+    """Raises TaktlineError `camera_missing` or `camera_unknown` where frames do not come by the names of cameras."""
     if not isinstance(images, Mapping):
         raise TaktlineError(
             ErrorCode.CAMERA_MISSING,
             f"the frames are of type {type(images).__name__}",
             "pass a dict from each camera's name to its frame; `taktline policies` lists the names",
         )
+    for camera in images:
+        if not isinstance(camera, str) or not 1 <= len(camera) <= NAME_CHARS or not _encodes(camera):
+            raise TaktlineError(
+                ErrorCode.CAMERA_UNKNOWN,
+                f"no camera is called {camera!r:.200}",
+                f"name each frame's camera by 1 to {NAME_CHARS} characters; `taktline policies` lists the names",
+            )
 
 
 def checked_pixels(camera: str, frame: object) -> NDArray[np.uint8]:
     """`frame` as uint8 RGB (H, W, 3). Raises TaktlineError `image_corrupt` for anything else, and says what to do."""
-    array = np.asarray(frame)
+    try:
+        array = np.asarray(frame)
+    except Exception as error:  # what is no array says why in its own way, as rows of several lengths or a GPU's tensor
+        raise TaktlineError(
+            ErrorCode.IMAGE_CORRUPT,
+            f"the image of camera {camera!r} is a {type(frame).__name__} that gives no array: {error}",
+            "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes",
+        ) from error
     if array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and 0 not in array.shape:
         return array
     next_step = "pass uint8 RGB of shape (height, width, 3), or JPEG or PNG bytes"
@@ -185,6 +253,8 @@ def checked_pixels(camera: str, frame: object) -> NDArray[np.uint8]:
         next_step += "; of floats in [0, 1] pass (255 * frame).round().astype(np.uint8)"
     elif array.ndim == 3 and array.shape[2] == 4:
         next_step += "; of RGBA pass frame[..., :3]"
+    elif array.dtype == np.uint8 and array.ndim == 1:
+        next_step += "; of an encoded picture in a bytearray or array pass bytes(frame)"
     elif array.dtype.kind == "U":
         next_step += "; of a file pass pathlib.Path(name).read_bytes()"
     raise TaktlineError(

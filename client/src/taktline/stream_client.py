@@ -39,6 +39,7 @@ from taktline.address import unreachable, websocket
 from taktline.clock import ClockEstimate, GatewayClock
 from taktline.encoding import NamedFrame
 from taktline.held_frames import HeldFrames
+from taktline.observing import LATE_S
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_connecting import BACKOFF_MAX_S, RETRIED, Connector
 from taktline.stream_errors import asked_to_pause, budget_spent, closed, closed_meanwhile, overtaken, superseded
@@ -88,7 +89,8 @@ class StreamClient:
         """The chunk, the observation as it was last sent, the round trip in ms, and how much was outside the gateway.
 
         Raises:
-            TaktlineError: every refusal; `gateway_unreachable` where nothing answers within budget and `timeout_s`.
+            TaktlineError: every refusal; `gateway_unreachable` where nothing answers within `timeout_s`, or until
+                LATE_S after the budget.
             NoStream: the gateway does not speak streams.
         """
         if self._closed:
@@ -96,16 +98,16 @@ class StreamClient:
         self._check_pause()
         loop = asyncio.get_running_loop()
         waiting = Waiting(observation, observation, frames, loop.create_future())
+        timeout_s = min(timeout_s, waiting.left_s(time.monotonic()) + LATE_S)
         self._seq = max(self._seq, waiting.seq)
         self._waiting[waiting.seq] = waiting
-        timer: asyncio.TimerHandle | None = None
+        timer = loop.call_later(timeout_s, waiting.give_up)
         try:
             waiting.sending = True
             try:
                 await self._send(waiting, timeout_s)
             finally:
                 waiting.sending = False
-            timer = loop.call_later(timeout_s, waiting.give_up)
             chunk, outside_ms = await waiting.answer
         except (Timeout, asyncio.CancelledError) as error:
             self._cancel(waiting)
@@ -113,9 +115,9 @@ class StreamClient:
                 raise
             raise unreachable(self._uri, "did not answer in time") from error
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             self._waiting.pop(waiting.seq, None)
+            waiting.done()
             if self._metrics.progress is not None and self._metrics.progress.seq == waiting.seq:
                 self._metrics.progress = None
         return chunk, waiting.stamped, 1e3 * (time.monotonic() - waiting.sent_at), outside_ms

@@ -12,6 +12,7 @@ from taktline_protocol.stream import Hello
 
 from taktline.access import Access
 from taktline.address import unreachable
+from taktline.stream_errors import closed_meanwhile
 from taktline.stream_link import Link, NoStream, Timeout, open_link
 
 BACKOFF_S = 0.05
@@ -65,12 +66,16 @@ class Connector:
         self.start()
         end = time.monotonic() + timeout_s
         while True:
+            if self._closed:
+                raise closed_meanwhile()
             try:
                 await asyncio.wait_for(self._linked.wait(), max(0.0, end - time.monotonic()))
             except Timeout as error:
                 raise self.failure or unreachable(self._uri, "cannot be reached") from error
             if self.link is not None and not self.link.gone and not self.link.leaving:
                 return self.link
+            if self._closed:
+                continue
             failure = self.failure
             self._linked.clear()
             if failure is not None and self._connecting is None:
@@ -94,6 +99,7 @@ class Connector:
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
+        self._linked.set()
         link, self.link = self.link, None
         return link
 

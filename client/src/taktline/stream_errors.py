@@ -11,7 +11,7 @@ def closed() -> TaktlineError:
 
 
 def closed_meanwhile() -> TaktlineError:
-    """`close` came before the answer."""
+    """`close` came before the answer, or before there was a connection."""
     return TaktlineError(ErrorCode.CANCELLED, "the robot was closed while it asked", "nothing: it was told so")
 
 

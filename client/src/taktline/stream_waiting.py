@@ -55,6 +55,11 @@ class Waiting:
         if not self.answer.done():
             self.answer.set_exception(error)
 
+    def done(self) -> None:
+        """Nobody waits any more: what else was said of it need not be heard."""
+        if self.answer.done() and not self.answer.cancelled():
+            self.answer.exception()
+
     def left_s(self, now: float) -> float:
         """What is left of the budget, s."""
         asked = self.observation.sent_at
