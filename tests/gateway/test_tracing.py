@@ -157,10 +157,12 @@ def test_a_request_to_a_candidate_has_its_batch_in_its_trace(traced, collector, 
 
 def test_logs_and_exemplars_name_the_trace(traced, trace, traceparent):
     act(traced, traced.observation(robot="late", budget_ms=600.0, instruction="slow 800"), traceparent)
-    missed = [
-        line for line in map(json.loads, traced.log.read_text().splitlines()) if line["message"] == "deadline_missed"
-    ]
-    assert trace in [line["trace_id"] for line in missed]
+
+    def missed() -> list[str]:
+        lines = [line for line in traced.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [line["trace_id"] for line in map(json.loads, lines) if line["message"] == "deadline_missed"]
+
+    until(lambda: trace in missed(), "the line of the late answer, which is written behind it")
     text = traced.http.get(f"{traced.url}/metrics", headers={"accept": "application/openmetrics-text"}).text
     exemplars = re.findall(r'^(\w+)\{.* # \{trace_id="(\w+)"\}', text, re.MULTILINE)
     assert ("taktline_deadline_misses_total", trace) in exemplars
