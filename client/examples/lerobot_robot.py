@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     options = parser.parse_args()
     with taktline.Robot(options.url, options.policy, options.robot_id, jpeg_quality=95) as robot:
-        info = robot.info()
+        info = robot.info(wait_s=60)  # the robot may be started first
         arm = PretendArm(info.state_dim, info.action_dim, info.cameras)
         arm.connect()
         try:

@@ -43,7 +43,7 @@ def main() -> None:
 
     robot = taktline.Robot(options.url, options.policy, options.robot_id, jpeg_quality=options.jpeg_quality)
     with robot:
-        info = robot.info()
+        info = robot.info(wait_s=60)  # the robot may be started first
         player = taktline.Player(robot.ask, info.dt_s, replan_rows=max(1, info.horizon // 2), rtc=bool(info.rtc))
         joints = np.zeros(info.state_dim)
         steps = moved = 0

@@ -31,7 +31,7 @@ class ChunkController:
     """Keeps the newest message of each topic, and turns them into commands at each tick."""
 
     def __init__(self, robot: taktline.Robot, task: str, publish: Callable[[NDArray[np.float32]], None]) -> None:
-        info = robot.info()
+        info = robot.info(wait_s=60)
         self.period_s = info.dt_s
         self._cameras = info.cameras
         self._task = task

@@ -73,7 +73,7 @@ class Scene:
         self.commanded_at: list[float] = []
         self.metrics = RobotMetrics()
 
-    def info(self) -> PolicyInfo:
+    def info(self, *, wait_s: float = 0.0) -> PolicyInfo:
         named = {"policy": "p", "family": "f", "revision": "r", "ready": True, "cameras": ("scene",)}
         return PolicyInfo(**named, state_dim=2, action_dim=2, horizon=50, dt_s=0.02)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
+import ssl
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +19,8 @@ from taktline import http_client, stream_client
 from taktline_protocol import ErrorCode, TaktlineError
 
 from tests.client.cut_proxy import CutProxy
+from tests.gateway.certificates import Authority
+from tests.gateway.conftest import Stack
 
 FRAME = np.zeros((8, 8, 3), dtype=np.uint8)
 IMAGES = {"front": FRAME, "wrist": FRAME}
@@ -84,3 +91,84 @@ def test_a_proxy_of_the_environment_that_cannot_be_used_is_said(monkeypatch):
             ask()
         assert said.value.code is ErrorCode.CONFIG_INVALID
         assert "NO_PROXY" in said.value.next_step
+
+
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_a_robot_that_is_shed_is_told_what_is_safe(stack, transport):
+    """By the gateway, whichever way it was asked; and by its own end where there is none."""
+    with taktline.Robot(stack.url, "scripted", f"arm that is shed, {transport}", transport=transport) as robot:
+        robot.act(IMAGES, STATE, "go", BUDGET_MS)
+        with pytest.raises(TaktlineError) as late:
+            robot.act(IMAGES, STATE, "go", 1.0)
+        assert late.value.code in (ErrorCode.DEADLINE_UNREACHABLE, ErrorCode.DEADLINE_EXPIRED)
+        assert late.value.safe_action == "hold", "less than one control period is nothing"
+        assert late.value.buffer_ms is not None
+        with pytest.raises(TaktlineError) as wrong:
+            robot.act({}, STATE, "go", BUDGET_MS)
+        assert wrong.value.safe_action is None, "a faulty request is no matter of time"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with taktline.Robot(f"http://127.0.0.1:{port}", "scripted", "arm", transport=transport) as robot:
+        with pytest.raises(TaktlineError) as nobody:
+            robot.act(IMAGES, STATE, "go", 300.0)
+        assert nobody.value.code is ErrorCode.GATEWAY_UNREACHABLE
+        # Over HTTP that is known at once; a stream is tried again until the budget is spent.
+        assert nobody.value.safe_action == ("continue" if transport == "http" else "hold")
+
+
+def test_the_first_worker_is_waited_for(tmp_path):
+    """A robot that is started before its policy finds sizes of nothing, unless it waits."""
+    stack = Stack(tmp_path)
+    try:
+        stack.write_routes("127.0.0.1:9")
+        stack.start_gateway()
+        with taktline.Robot(stack.url, "scripted", "arm") as robot:
+            info = robot.info()
+            assert (info.ready, info.dt_s) == (False, 0.0)
+            with pytest.raises(TaktlineError, match=r"robot\.info\(wait_s=60\)"):
+                taktline.Player(robot.ask, info.dt_s)
+            with pytest.raises(TaktlineError, match=r"within 0\.7 s") as said:
+                robot.info(wait_s=0.7)
+            assert said.value.code is ErrorCode.WORKER_UNAVAILABLE
+            threading.Timer(1.0, lambda: stack.write_routes(stack.start_worker())).start()
+            assert robot.info(wait_s=60.0).dt_s > 0.0
+    finally:
+        stack.stop()
+
+
+@contextlib.contextmanager
+def speaks_tls(certificate: Path, key: Path) -> Iterator[int]:
+    """The port of a server that shows this certificate, and hangs up."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def begin() -> asyncio.Server:
+        return await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+
+    server = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+    yield server.sockets[0].getsockname()[1]
+    loop.call_soon_threadsafe(server.close)
+    loop.call_soon_threadsafe(loop.stop)
+
+
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_what_is_wrong_between_http_and_https_is_said_with_what_to_do(stack, transport, tmp_path):
+    authority = Authority(tmp_path, "factory")
+    trusted = taktline.Access(ca_file=str(authority.ca))
+
+    def step(url: str, access: taktline.Access) -> str:
+        with taktline.Robot(url, "scripted", "arm", transport=transport, access=access) as robot:
+            with pytest.raises(TaktlineError) as said:
+                robot.act(IMAGES, STATE, "go", 500.0)
+            assert said.value.code is ErrorCode.GATEWAY_UNREACHABLE
+            return said.value.next_step
+
+    with speaks_tls(*authority.issue("gateway", "127.0.0.1")) as port:
+        assert "TAKTLINE_CA_FILE" in step(f"https://127.0.0.1:{port}", taktline.Access())
+        assert "TAKTLINE_CLIENT_CERT" in step(f"https://127.0.0.1:{port}", trusted)
+        assert "use https://" in step(f"http://127.0.0.1:{port}", taktline.Access())
+    with speaks_tls(*authority.issue("other", "elsewhere.example")) as port:
+        assert "host that its certificate is for" in step(f"https://127.0.0.1:{port}", trusted)
+    assert "use http://" in step(stack.url.replace("http:", "https:"), trusted)

@@ -71,7 +71,11 @@ class ActionBuffer:
 
     def __init__(self, dt_s: float, *, ensemble: float | None = None) -> None:
         if not (math.isfinite(dt_s) and dt_s > 0):
-            raise TaktlineError(ErrorCode.CONFIG_INVALID, f"the control period is {dt_s} s", "use a positive dt_s")
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"the control period is {dt_s} s",
+                "use a positive dt_s; of a policy that no worker has served yet wait for it: robot.info(wait_s=60)",
+            )
         self.dt_s = dt_s
         self._ensemble = ensemble
         self._chunks: deque[_Held] = deque()  # oldest first

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.image_fit import pillow
-from taktline_protocol.messages import Image, ImageFit, Imagine, Observation, PolicyInfo, PriorityName, Rtc, Search
+from taktline_protocol.messages import ImageFit, Imagine, Observation, PolicyInfo, PriorityName, Rtc, Search
 
 from taktline.access import Access
 from taktline.address import gateway_url, unreachable
 from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
 from taktline.encoding import FrameEncoder, NamedFrame
-from taktline.observing import Frame, Sender, State, as_state, check_named, check_names, checked_pixels, restamped
+from taktline.observing import Frame, Sender, State, as_state, check_names, copied, restamped
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
-from taktline.stream_errors import closed, closed_meanwhile
+from taktline.stream_errors import closed, closed_meanwhile, say_what_is_safe
 from taktline.stream_link import NoStream
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Transport = Literal["auto", "stream", "http"]
 ANSWER_TIMEOUT_S = 30.0
+ASK_READY_S = 0.5
 RELEARN_S = 10.0
 """Between questions how frames are fitted for a revision that the gateway tells nothing of, such as a candidate."""
 _Connection = tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]
@@ -168,6 +169,7 @@ class AsyncRobot:
         except TaktlineError as error:
             if self._closed and error.code is ErrorCode.GATEWAY_UNREACHABLE:
                 error = closed_meanwhile()
+            say_what_is_safe(error, budget_ms, asked_at)
             self.metrics.errors[error.code.value] += 1
             raise error from error.__cause__
         if self._fits:
@@ -209,10 +211,31 @@ class AsyncRobot:
             )
         )
 
-    async def info(self) -> PolicyInfo:
-        """What the policy reads and returns. Raises TaktlineError."""
-        self._check_usable()
-        return await self._over_http().info()
+    async def info(self, *, wait_s: float = 0.0) -> PolicyInfo:
+        """What the policy reads and returns.
+
+        Until its first worker is ready a policy has no sizes to tell: they are 0 or empty.
+
+        Args:
+            wait_s: waits so long for a worker to be ready; without, the answer is what is known at once.
+
+        Raises:
+            TaktlineError: `worker_unavailable` where none was ready within `wait_s`.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            self._check_usable()
+            info = await self._over_http().info()
+            left_s = end - time.monotonic()
+            if info.ready or not wait_s:
+                return info
+            if left_s <= 0:
+                raise TaktlineError(
+                    ErrorCode.WORKER_UNAVAILABLE,
+                    f"no worker of policy {self.policy!r} was ready within {wait_s:g} s",
+                    "wait longer, or look at the worker's log",
+                )
+            await asyncio.sleep(min(ASK_READY_S, left_s))
 
     async def connect(self) -> None:
         """Opens the stream now, rather than with the first observation. Raises TaktlineError."""
@@ -371,16 +394,3 @@ def _let_go(robot_id: str, held: list[_Connection]) -> None:
         if not loop.is_closed():
             asyncio.run_coroutine_threadsafe(close(), loop)
     warnings.warn(f"robot {robot_id} was dropped without `close`", ResourceWarning, stacklevel=2)  # last: it may raise
-
-
-def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
-    """The frames, arrays copied: a camera may write into its own while they are still being encoded.
-
-    Raises TaktlineError `image_corrupt` for what is no frame: the next one would be none either; `camera_missing` where
-    frames do not come by camera.
-    """
-    check_named(images)
-    return {
-        camera: frame if isinstance(frame, (bytes, Image)) else checked_pixels(camera, frame).copy()
-        for camera, frame in images.items()
-    }

@@ -234,6 +234,19 @@ def check_named(images: object) -> None:
             )
 
 
+def copied(images: Mapping[str, Frame]) -> dict[str, Frame]:
+    """The frames, arrays copied: a camera may write into its own while they are still being encoded.
+
+    Raises TaktlineError `image_corrupt` for what is no frame: the next one would be none either; `camera_missing` where
+    frames do not come by camera.
+    """
+    check_named(images)
+    return {
+        camera: frame if isinstance(frame, (bytes, Image)) else checked_pixels(camera, frame).copy()
+        for camera, frame in images.items()
+    }
+
+
 def checked_pixels(camera: str, frame: object) -> NDArray[np.uint8]:
     """`frame` as uint8 RGB (H, W, 3). Raises TaktlineError `image_corrupt` for anything else, and says what to do."""
     try:

@@ -13,14 +13,14 @@ from types import TracebackType
 from taktline_protocol.messages import Imagine, PolicyInfo, PolicyList, PriorityName, Rtc, Search
 
 from taktline.access import Access
-from taktline.async_robot import ANSWER_TIMEOUT_S, AsyncRobot, Transport, copied
+from taktline.async_robot import ANSWER_TIMEOUT_S, AsyncRobot, Transport
 from taktline.chunk import Chunk
 from taktline.clock import ClockEstimate
 from taktline.loop_thread import LoopThread
-from taktline.observing import Frame, State, as_state
+from taktline.observing import Frame, State, as_state, copied
 from taktline.robot_metrics import RobotMetrics
 
-__all__ = ["ANSWER_TIMEOUT_S", "AsyncRobot", "Robot", "Transport", "copied", "list_policies"]
+__all__ = ["ANSWER_TIMEOUT_S", "AsyncRobot", "Robot", "Transport", "list_policies"]
 
 
 class Robot:
@@ -138,9 +138,9 @@ class Robot:
         answer.add_done_callback(self._answered)
         return answer
 
-    def info(self) -> PolicyInfo:
-        """What the policy reads and returns. Raises TaktlineError."""
-        return self._loop.run(self._robot.info())
+    def info(self, *, wait_s: float = 0.0) -> PolicyInfo:
+        """What the policy reads and returns; as of `AsyncRobot.info`. Raises TaktlineError."""
+        return self._loop.run(self._robot.info(wait_s=wait_s))
 
     def connect(self) -> None:
         """Opens the stream now, rather than with the first observation. Raises TaktlineError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from taktline_protocol import ErrorCode, TaktlineError
 
 
@@ -50,3 +52,13 @@ def overtaken(newest: int) -> TaktlineError:
         f"observation {newest} went out before this one could",
         "use the chunk of the newer observation",
     )
+
+
+_SHED = (ErrorCode.GATEWAY_UNREACHABLE, ErrorCode.OVERLOADED, ErrorCode.DEADLINE_EXPIRED)
+
+
+def say_what_is_safe(error: TaktlineError, budget_ms: float, asked_at: float) -> None:
+    """Adds to an error of the robot's own end what a gateway says with its refusals, by what is left of the budget."""
+    if error.safe_action is None and error.code in _SHED:
+        left_ms = round(budget_ms - 1e3 * (time.monotonic() - asked_at), 1)
+        error.safe_action, error.buffer_ms = ("continue", left_ms) if left_ms > 0 else ("hold", 0.0)

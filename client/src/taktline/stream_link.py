@@ -284,11 +284,14 @@ def _refused(uri: str, error: InvalidStatus) -> TaktlineError | NoStream:
 
 def typed(frame: Refusal | Goodbye) -> TaktlineError:
     """The exception of an error that came over the stream."""
+    shed = frame if isinstance(frame, Refusal) else None
     return error_from_body(
         ErrorBody(
             code=frame.code,
             message=frame.message,
             next_step=frame.next_step,
             retry_after_ms=frame.retry_after_ms,
+            safe_action=shed and shed.safe_action,
+            buffer_ms=shed and shed.buffer_ms,
         )
     )
