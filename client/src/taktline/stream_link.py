@@ -291,7 +291,7 @@ def typed(frame: Refusal | Goodbye) -> TaktlineError:
             message=frame.message,
             next_step=frame.next_step,
             retry_after_ms=frame.retry_after_ms,
-            safe_action=shed and shed.safe_action,
-            buffer_ms=shed and shed.buffer_ms,
+            safe_action=None if shed is None else shed.safe_action,
+            buffer_ms=None if shed is None else shed.buffer_ms,
         )
     )
