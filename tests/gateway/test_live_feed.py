@@ -128,6 +128,25 @@ def test_what_a_new_page_is_told_is_bounded():
     assert len(recent.marks) <= 61
 
 
+def test_a_new_page_is_told_of_the_whole_minute_however_many_answers_came():
+    """50 a second; the late ones came half a minute ago."""
+    now = [0.0]
+    recent = Recent(lambda: now[0])
+    for number in range(6000):
+        now[0] = number / 50
+        late = 85.0 <= now[0] < 90.0 and number % 2 == 0
+        recent.answered(-4.0 if late else 5.0, "queue" if late else None, Cycle(400, 420, 20))
+    told = past(recent, recent.serial, POINTS)
+    ages = [age for age, _, _ in told["margins"]]
+    assert len(told["margins"]) <= POINTS
+    assert ages == sorted(ages, reverse=True)
+    for points in (told["margins"], told["cycles"]):
+        assert {age // 10_000 for age, *_ in points} >= {0, 1, 2, 3, 4, 5}, "some of each ten seconds"
+    late = [(age, margin) for age, margin, cause in told["margins"] if cause == "queue"]
+    assert len(late) >= 10
+    assert all(29_000 < age < 36_000 and margin == -4.0 for age, margin in late)
+
+
 def test_of_several_workers_the_slowest_time_is_told():
     predicted = (PredictedTime("h100", "r1", 1, 10.0, 12.0), PredictedTime("h100", "r1", 1, 11.0, 11.5))
     assert policy_snapshot(INFO, levels(2, predicted), Recent(), 0)["t_sync"] == [["h100", 1, 11.0, 11.5]]

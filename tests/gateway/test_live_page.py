@@ -137,6 +137,48 @@ def test_misses_are_counted_by_their_cause(page, busy):
     assert [name for name in shown if name.isalpha()] == ["inference", "queue", "transfer", "refused"]
 
 
+def test_the_queues_axis_has_numbers_whatever_waits(page, busy):
+    page.open(busy.url)
+    for most in (0, 1, 3, 5, 9, 46, 99, 1234):
+        words = page.value(
+            f"""import("/live/charts.js").then((charts) => {{
+              const words = [], drawing = CanvasRenderingContext2D.prototype, write = drawing.fillText;
+              drawing.fillText = (text) => words.push(text);
+              const history = {{ counts: [{{ t: 0, depth: {most}, inFlight: 1 }}] }};
+              charts.drawQueue(document.createElement("canvas"), history, 0);
+              drawing.fillText = write;
+              return words;
+            }})"""
+        )
+        numbers = sorted(float(word) for word in words if word.replace(".", "").isdigit())
+        assert len(numbers) >= 2, f"{most} waiting: {words}"
+        assert numbers[-1] >= most, "the line ends below the last number"
+
+
+def test_margins_are_those_of_all_answers_though_late_ones_are_told_first(page, busy):
+    """Of 1000 answers in half a second, a fifth of them late, 64 are told, half of these late."""
+    page.open(busy.url)
+    told = json.dumps([[10.0, ""]] * 32 + [[-5.0, "queue"]] * 32)
+    quantiles = page.value(
+        f"""import("/live/history.js").then(({{ History }}) => {{
+          const none = {{ inference: 0, queue: 0, transfer: 0, refused: 0 }};
+          const policy = (ok, queue, margins) =>
+            ({{ codes: {{ ok }}, misses: {{ ...none, queue }}, margins, cycles: [] }});
+          const opened = new History(), watched = new History(), few = new History();
+          const margins = {told}.map((point) => [100, ...point]);
+          const past = {{ age_ms: 30000, ok: 0, misses: none, margins, cycles: [] }};
+          opened.add(policy(1000, 200, []), 60000, 500, past);
+          watched.add(policy(0, 0, []), 60000, 500);
+          watched.add(policy(1000, 200, {told}), 60500, 500);
+          few.add(policy(0, 0, []), 60000, 500);
+          few.add(policy(4, 1, [[1, ""], [2, ""], [3, ""], [-4, "queue"]]), 60500, 500);
+          return [opened, watched].map((one) => [0.1, 0.19, 0.21, 0.5].map((share) => one.marginQuantile(share)))
+            .concat([[0, 0.25, 0.5, 0.99].map((share) => few.marginQuantile(share))]);
+        }})"""
+    )
+    assert quantiles == [[-5.0, -5.0, 10.0, 10.0], [-5.0, -5.0, 10.0, 10.0], [-4.0, 1.0, 2.0, 3.0]]
+
+
 @pytest.mark.parametrize("screen", [DESKTOP, PHONE, (320, 640, 2.0, True)])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_and_is_readable_on_every_screen(page, busy, screen, dark):

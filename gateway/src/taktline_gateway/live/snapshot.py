@@ -26,8 +26,6 @@ def policy_snapshot(info: PolicyInfo, levels: Levels, recent: Recent, after: int
     """
     margins = [(margin, cause) for serial, margin, cause, _ in recent.margins if serial > after]
     cycles = [(x, y) for serial, x, y, _ in recent.cycles if serial > after]
-    late = [point for point in margins if point[1]][-POINTS // 2 :]
-    in_time = _even([point for point in margins if not point[1]], POINTS - len(late))
     return {
         "name": info.policy,
         "family": info.family,
@@ -46,7 +44,7 @@ def policy_snapshot(info: PolicyInfo, levels: Levels, recent: Recent, after: int
         "t_sync": _times(levels),
         "codes": recent.codes,
         "misses": recent.misses,
-        "margins": [[_short(margin), cause] for margin, cause in [*in_time, *late]],
+        "margins": [[_short(margin), cause] for margin, cause in _chosen(margins, POINTS)],
         "cycles": [[_short(x), _short(y)] for x, y in _even(cycles, POINTS)],
         "lost_points": max(0, recent.serial - after - KEPT),
     }
@@ -68,13 +66,14 @@ def past(recent: Recent, until: int, points: int) -> dict[str, Any] | None:
     def age_ms(at: float) -> int:
         return round(1e3 * (now - at))
 
-    margins = [(at, margin, cause) for serial, margin, cause, at in recent.margins if serial <= until and at >= begin]
-    cycles = [(at, x, y) for serial, x, y, at in recent.cycles if serial <= until and at >= begin]
+    margins = [(m, cause, at) for serial, m, cause, at in recent.minute_margins if serial <= until and at >= begin]
+    shown = sorted(_chosen(margins, points), key=lambda point: point[2])
+    cycles = [(at, x, y) for serial, x, y, at in recent.minute_cycles if serial <= until and at >= begin]
     return {
         "age_ms": age_ms(mark[0]),
         "ok": mark[1],
         "misses": mark[2],
-        "margins": [[age_ms(at), _short(margin), cause] for at, margin, cause in _even(margins, points)],
+        "margins": [[age_ms(at), _short(margin), cause] for margin, cause, at in shown],
         "cycles": [[age_ms(at), _short(x), _short(y)] for at, x, y in _even(cycles, points)],
     }
 
@@ -92,6 +91,15 @@ def _times(levels: Levels) -> list[list[Any]]:
 def _short(value: float) -> float:
     """Four digits are more than a pixel shows."""
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
+
+
+def _chosen(margins: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:
+    """At most `count` of (margin, cause, ...): up to half of them late ones, and evenly chosen for the rest.
+
+    So late ones are told more often than they came: whoever counts weighs both kinds by how many there were.
+    """
+    late = _even([point for point in margins if point[1]], count // 2)
+    return [*_even([point for point in margins if not point[1]], count - len(late)), *late]
 
 
 def _even(points: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:

@@ -24,11 +24,15 @@ function begin(canvas) {
   return { g, width, height, colour: palette() };
 }
 
+/** The next round number from `rough` on. */
+function round(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
+}
+
 /** About `count` round values between low and high. */
 function ticks(low, high, count) {
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
+  const step = round((high - low) / count);
   const values = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) values.push(Math.abs(value) < step * 1e-9 ? 0 : value);
   return values;
@@ -159,7 +163,8 @@ export function drawRoofline(canvas, history, now) {
 export function drawQueue(canvas, history, now) {
   const { g, width, height, colour } = begin(canvas);
   const [left, right, top, bottom] = [54, width - 8, 18, height - 22];
-  const high = history.counts.reduce((most, count) => Math.max(most, count.depth, count.inFlight), 4);
+  const most = history.counts.reduce((most, count) => Math.max(most, count.depth, count.inFlight), 4);
+  const high = 2 * round(most / 2); // so that its two lines are numbers, whatever waits
   const x = (t) => right - ((right - left) * (now - t)) / WINDOW_MS;
   const y = (value) => bottom - ((bottom - top) * value) / high;
   for (const value of ticks(0, high, 2)) {

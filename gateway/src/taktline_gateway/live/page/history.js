@@ -4,9 +4,21 @@ export const WINDOW_MS = 60_000;
 const POINTS_KEPT = 6000;
 export const CAUSES = ["inference", "queue", "transfer", "refused"];
 
+const lateOf = (misses) => misses.inference + misses.queue + misses.transfer;
+
+/**
+ * Points {t, margin, cause, weight} of [t, margin, cause]: of many answers only some are told, more of the late ones, so
+ * each stands for as many of its kind as there were among the `ok` answers, of which `late` were late.
+ */
+function weighed(told, ok, late) {
+  const shown = told.filter(([, , cause]) => cause).length;
+  const weights = [(ok - late) / Math.max(1, told.length - shown), late / Math.max(1, shown)];
+  return told.map(([t, margin, cause]) => ({ t, margin, cause, weight: Math.max(1, weights[cause ? 1 : 0]) }));
+}
+
 export class History {
   constructor() {
-    this.margins = []; // {t, margin, cause}
+    this.margins = []; // {t, margin, cause, weight}
     this.cycles = []; // {t, x, y}
     this.counts = []; // {t, ok, misses: {cause: count}, depth, inFlight}, one a message, counts since the gateway started
     this.now = null;
@@ -23,11 +35,14 @@ export class History {
     if (past && !this.counts.length) {
       // How long the queue was then nobody knows.
       this.counts.push({ t: t - past.age_ms, ok: past.ok, misses: past.misses, depth: null, inFlight: null });
-      for (const [age, margin, cause] of past.margins) this.margins.push({ t: t - age, margin, cause });
+      const told = past.margins.map(([age, margin, cause]) => [t - age, margin, cause]);
+      this.margins.push(...weighed(told, policy.codes.ok - past.ok, lateOf(policy.misses) - lateOf(past.misses)));
       for (const [age, x, y] of past.cycles) this.cycles.push({ t: t - age, x, y });
     }
     const spread = (list, index) => t - tickMs + (tickMs * (index + 1)) / list.length;
-    policy.margins.forEach(([margin, cause], i) => this.margins.push({ t: spread(policy.margins, i), margin, cause }));
+    const before = last ?? { ok: policy.codes.ok, misses: policy.misses };
+    const told = policy.margins.map(([margin, cause], i) => [spread(policy.margins, i), margin, cause]);
+    this.margins.push(...weighed(told, policy.codes.ok - before.ok, lateOf(policy.misses) - lateOf(before.misses)));
     policy.cycles.forEach(([x, y], i) => this.cycles.push({ t: spread(policy.cycles, i), x, y }));
     this.counts.push({ t, ok: policy.codes.ok, misses: policy.misses, depth: policy.depth, inFlight: policy.in_flight });
     const begin = t - WINDOW_MS;
@@ -46,7 +61,7 @@ export class History {
     const seconds = Math.max((last.t - first.t) / 1000, 0.001);
     const misses = Object.fromEntries(CAUSES.map((cause) => [cause, last.misses[cause] - first.misses[cause]]));
     const ok = last.ok - first.ok;
-    const late = misses.inference + misses.queue + misses.transfer;
+    const late = lateOf(misses);
     const missed = late + misses.refused;
     const total = ok + misses.refused;
     return { seconds, ok, misses, missed, total, goodput: (ok - late) / seconds, onTime: total ? (ok - late) / total : null };
@@ -55,7 +70,8 @@ export class History {
   /** The margin that `share` of the last minute's answers fall short of; null where there are none. */
   marginQuantile(share) {
     if (!this.margins.length) return null;
-    const sorted = this.margins.map((point) => point.margin).sort((a, b) => a - b);
-    return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+    const sorted = [...this.margins].sort((a, b) => a.margin - b.margin);
+    let left = share * sorted.reduce((sum, point) => sum + point.weight, 0);
+    return (sorted.find((point) => (left -= point.weight) < 0) ?? sorted.at(-1)).margin;
   }
 }
