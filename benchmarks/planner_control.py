@@ -1,6 +1,6 @@
 """What overlap, fewer rounds and warm starts are worth to an arm under a planner, with a world model as simulator.
 
-    python benchmarks/planner_control.py [--seeds 20] [--seen prediction frames] [--device cuda] [--out DIR]
+    python benchmarks/planner_control.py [--seeds 20] [--seen prediction frames] [--device cuda] [--out DIR] [--go-on]
     python benchmarks/planner_control.py --times-only [--out DIR]
 
 The SDK's own loop (`taktline.plan_and_move`) drives a simulated arm as in the published study of this planner: one
@@ -9,7 +9,8 @@ through a small V-JEPA 2-AC of the published structure that has learned a drawn 
 seen after a move is that model's own prediction of it, as in the study, or the frame that the arm's camera would have
 taken (`--seen frames`). Final distances are of the arm's pose, which no model predicts. Seconds a plan are those of the
 published size, from `results/h200/planner.json`: a step's length is counted on a simulated clock, so that the search's
-own speed here is of no account. `--times-only` counts them anew for the episodes of the file.
+own speed here is of no account. `--times-only` counts them anew for the episodes of the file; with `--go-on` a run that
+was ended keeps what its file has.
 """
 
 from __future__ import annotations
@@ -189,13 +190,27 @@ def episodes(
     seeds: int,
     seen: Sequence[str],
     times: Mapping[tuple[str, int], float],
+    known: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """A row for each simulator, number of rounds, kind of start, and loop."""
+    """A row for each simulator, number of rounds, kind of start, and loop; what `known` has is not played again."""
     for simulator in seen:
         for rounds in (10, 3):
             for warm in (False, True):
                 for overlap in (False, True):
                     settings = replace(search, rounds=rounds)
+                    about = {
+                        "shape": {
+                            name: getattr(settings, name) for name in ("candidates", "rounds", "elites", "horizon")
+                        },
+                        "seen": simulator,
+                        "warm": warm,
+                        "overlap": overlap,
+                        "n": seeds,
+                    }
+                    kept = [row for row in known if about.items() <= row.items()]
+                    if kept:
+                        yield timed(kept[0], times)
+                        continue
                     plan_s = times["bf16", rounds]
                     found = [episode(world, settings, seed, overlap, warm, simulator, plan_s) for seed in range(seeds)]
                     assert all(list(one.step_s) == step_seconds(plan_s, overlap) for one in found)
@@ -204,17 +219,11 @@ def episodes(
                     row = {
                         "bench": "planner-control",
                         "policy": "vjepa2-ac",
-                        "shape": {
-                            name: getattr(settings, name) for name in ("candidates", "rounds", "elites", "horizon")
-                        },
-                        "seen": simulator,
-                        "warm": warm,
-                        "overlap": overlap,
+                        **about,
                         "move_s": MOVE_S,
                         "final_distance_m": statistics.median(finals),
                         "final_distances_m": finals,
                         "distance_m_by_step": nearest,
-                        "n": seeds,
                         "date": time.strftime("%Y-%m-%d"),
                         "command": "python benchmarks/planner_control.py",
                     }
@@ -239,12 +248,14 @@ def main() -> None:
     parser.add_argument("--seen", nargs="+", choices=("prediction", "frames"), default=("prediction", "frames"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", type=Path, default=toy_arm.FOLDER, help="what benchmarks/toy_arm.py wrote")
+    parser.add_argument("--go-on", action="store_true", help="keep the rows that the file has, play the others")
     parser.add_argument("--times-only", action="store_true", help="count the seconds of the file's rows anew")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
     options = parser.parse_args()
     torch.set_num_threads(1)  # operations are too small to share
     target = options.out / "planner_control.json"
     times = plan_seconds()
+    known = json.loads(target.read_text()) if options.go_on and target.exists() else []
     found: Iterable[dict[str, Any]]
     if options.times_only:
         found = [timed(row, times) for row in json.loads(target.read_text())]
@@ -252,7 +263,7 @@ def main() -> None:
         world = toy_arm.world_of(toy_arm.trained(options.weights), torch.device(options.device), micro_batch=UNIT)
         world.capture()
         wanted = replace(SETTINGS, candidates=options.candidates, elites=options.candidates // 10)
-        found = episodes(world, wanted, options.seeds, options.seen, times)
+        found = episodes(world, wanted, options.seeds, options.seen, times, known)
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for row in found:
