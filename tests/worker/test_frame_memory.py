@@ -15,7 +15,7 @@ from taktline_worker.engine import Engine, Item
 from taktline_worker.frames import FrameCache
 from taktline_worker.models.pi import frame_memory
 from taktline_worker.models.pi.adapter import PiAdapter, load
-from taktline_worker.models.pi.frame_memory import STOCK, FrameMemory
+from taktline_worker.models.pi.frame_memory import STOCK, FrameMemory, FramesAhead
 
 from tests.waiting import until
 
@@ -220,3 +220,12 @@ def test_where_nothing_can_be_got_ahead_frames_are_got_as_they_come(
         until(lambda: not memory._stocked, "the end of it")
     assert len({frame.data_ptr() for frame in taken}) == 6
     assert caplog.text.count("is left") == 1
+
+
+def test_a_batch_without_begun_frames_forgets_nothing_of_what_was_got_ahead() -> None:
+    ahead = FramesAhead(FrameMemory())
+    ahead.look_ahead([SHAPE])
+    ((got,),) = ahead._ahead.values()
+    ahead.look_ahead([])
+    assert SHAPE in ahead
+    assert ahead.take(SHAPE) is got

@@ -67,6 +67,14 @@ def jpeg(pixels: NDArray[np.uint8], **options: Any) -> bytes:
     return stream.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def nobodys() -> Iterator[None]:
+    """Each test is the first that asks for the process's threads."""
+    jpeg_threads.jpeg_threads.cache_clear()
+    yield
+    jpeg_threads.jpeg_threads.cache_clear()
+
+
 def decoded(threads: JpegThreads, files: list[bytes]) -> Iterator[NDArray[np.uint8] | None]:
     """All of the files in one go; None for each that is refused."""
     there = tuple(file for file in files if file)
@@ -201,7 +209,8 @@ def test_where_there_is_no_compiler_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    with caplog.at_level(logging.WARNING):
+    with monkeypatch.context() as nowhere, caplog.at_level(logging.WARNING):
+        nowhere.setenv("PATH", "")
         assert jpeg_threads.jpeg_threads() is None
     assert "no-such-compiler" in caplog.text
     monkeypatch.setenv("CC", "false")
@@ -355,6 +364,7 @@ def test_a_compiler_that_cannot_run_or_makes_something_else_is_said(
         f'#!/bin/sh\nfor out; do test "$last" = -o && break; last=$out; done\n'
         f'echo "int other;" | {real} -shared -fPIC -x c - -o "$out"\n'
     )
+    jpeg_threads.jpeg_threads.cache_clear()
     assert jpeg_threads.jpeg_threads() is None
     assert "another one" in caplog.text
     assert not folders_left()
@@ -363,3 +373,32 @@ def test_a_compiler_that_cannot_run_or_makes_something_else_is_said(
 def test_threads_are_as_many_as_are_asked_for(threads: JpegThreads) -> None:
     assert threads._quick.taktline_jpeg_threads(1) >= 4
     assert len(os.listdir("/proc/self/task")) > 4
+
+
+def test_all_policies_of_a_process_share_its_threads() -> None:
+    first = jpeg_threads.jpeg_threads()
+    assert first is not None
+    there = len(os.listdir("/proc/self/task"))
+    assert jpeg_threads.jpeg_threads() is first
+    assert len(os.listdir("/proc/self/task")) == there
+
+
+def test_a_compiler_with_words_is_run_as_a_shell_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, said = tmp_path / "cache it", tmp_path / "said"
+    launcher.write_text(f'#!/bin/sh\necho "$1" > "{said}"\nexec "$@"\n')
+    launcher.chmod(0o755)
+    real = shutil.which("cc") or shutil.which("gcc")
+    monkeypatch.setenv("CC", f"'{launcher}' {real}")
+    JpegThreads(1)
+    assert said.read_text().strip() == real
+
+
+def test_a_compiler_that_is_not_there_is_said_and_the_usual_one_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    JpegThreads(1)
+    assert "no-such-compiler -m64" in caplog.text
+    monkeypatch.setenv("CC", "cc '")
+    with pytest.raises(OSError, match="no command"):
+        JpegThreads(1)

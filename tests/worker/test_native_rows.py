@@ -250,6 +250,7 @@ def test_where_there_is_no_compiler_python_does_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
     assert native_rows.native_rows() is None
     assert "no-such-compiler" in caplog.text
 

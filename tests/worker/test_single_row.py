@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,15 +15,17 @@ import pytest
 import torch
 from PIL import Image
 from taktline_protocol import ErrorCode, TaktlineError
-from taktline_worker.devices import Staged
+from taktline_worker.devices import Running, Staged
 from taktline_worker.engine import Engine, Item
 from taktline_worker.jpeg_threads import JpegThreads
+from taktline_worker.models.pi import native_rows, single_row
 from taktline_worker.models.pi.adapter import PiAdapter, load
 from taktline_worker.models.pi.graphs import Bucket, GraphRunner
-from taktline_worker.models.pi.native_rows import NativeRows
+from taktline_worker.models.pi.native_rows import Launch, NativeRows
 from taktline_worker.models.pi.pending import BegunPiRow, PendingPiRow
 from taktline_worker.models.pi.runner import PiRow, collate
-from taktline_worker.models.pi.single_row import RowLetter
+from taktline_worker.models.pi.runners import shorten
+from taktline_worker.models.pi.single_row import RowLetter, SingleRows
 from taktline_worker.observation import EncodedImage
 
 TOKENS = 16
@@ -222,6 +225,73 @@ def test_an_instruction_that_just_fits_is_served_however_long_the_prompts_of_oth
             adapter.begin(nothing, pool).result()
     assert raised.value.code is ErrorCode.STATE_INVALID, "the state has its word first, as on the long way"
     assert lengths > 3
+
+
+class Event:
+    """A stand-in for CUDA's, which says what memory is there when it is waited for."""
+
+    def __init__(self, there: Any = None, **_: Any) -> None:
+        self.there, self.cuda_event, self.seen = there, 1, []
+
+    def record(self) -> None:
+        """Nothing runs here."""
+
+    def synchronize(self) -> None:
+        self.seen.append(self.there() is not None)
+
+
+def test_a_forgotten_batch_gives_no_memory_back_before_a_stand_in_for_the_gpu_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = torch.zeros(3)
+    ended = Event(weakref.ref(kept))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: ended)
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: torch.zeros(shape))  # pinned memory needs a GPU
+    running = Running(Event(), torch.zeros(1), kept)  # type: ignore[arg-type]
+    del kept
+    assert not ended.seen
+    del running
+    assert ended.seen == [True]
+    assert ended.there() is None
+
+
+@pytest.mark.parametrize("where", ["launch", "answers"])
+def test_a_launch_that_fails_halfway_is_waited_for_on_a_stand_in_for_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError(where)
+
+    stream = Event(lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=1, synchronize=stream.synchronize)
+    )
+    single = SingleRows.__new__(SingleRows)
+    single._camera = SimpleNamespace(targets=lambda _: [1])  # type: ignore[assignment]
+    single._answers, single._began = torch.zeros(1), Event()
+    begin = fails if where == "launch" else lambda *_: None
+    single._launches = {"bucket": SimpleNamespace(begin=begin)}  # type: ignore[dict-item]
+    monkeypatch.setattr(single_row, "Running", fails)
+    draft: Any = SimpleNamespace(bucket="bucket", letter=SimpleNamespace(copy=(1, 2, 3)))
+    with pytest.raises(RuntimeError, match=where):
+        single.launch([torch.zeros(2)], draft)
+    assert stream.seen == [True]
+
+
+def test_where_cudas_runtime_cannot_be_opened_the_policy_is_served_the_long_way(
+    native: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Captured:
+        single: Any = None
+
+        def shorten(self, rows: NativeRows) -> None:
+            self.single = Launch(rows, [1], 1)
+
+    monkeypatch.setattr(native_rows, "cuda_runtime", lambda: native_rows.ctypes.CDLL("libcudart.so.no-such"))
+    runner: Any = Captured()
+    shorten(runner, native[1])
+    assert runner.single is None
+    assert "libcudart.so.no-such" in caplog.text
 
 
 def test_a_row_that_is_alone_takes_the_short_way_and_two_do_not(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _LIMIT_S = 60.0
 _FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w")
@@ -32,14 +36,11 @@ def library_of(source: Path) -> Iterator[Path]:
 
 def _compiled(source: Path) -> Path:
     """The library, alone in a folder."""
-    named = os.environ.get("CC")
-    compiler = next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise OSError(f"there is no C compiler{f' {named!r}' if named else ''}")
+    compiler = _compiler()
     folder = Path(tempfile.mkdtemp(prefix="taktline-c-"))
     said = ""
     for tuned in (["-march=native"], []):  # not every compiler knows what it runs on
-        command = [compiler, *_FLAGS, *tuned, "-o", str(folder / "library.so"), str(source)]
+        command = [*compiler, *_FLAGS, *tuned, "-o", str(folder / "library.so"), str(source)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
@@ -52,4 +53,20 @@ def _compiled(source: Path) -> Path:
             return folder / "library.so"
         said = done.stderr.decode(errors="replace")[-300:]
     shutil.rmtree(folder, ignore_errors=True)
-    raise OSError(f"{compiler} fails on {source.name}: {said}")
+    raise OSError(f"{shlex.join(compiler)} fails on {source.name}: {said}")
+
+
+def _compiler() -> list[str]:
+    """The command that CC is, split as a shell does; where that is not there, which is logged, the usual ones."""
+    named = os.environ.get("CC", "")
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise OSError(f"CC is {named!r}, which is no command: {error}") from error
+    usual = [["cc"], ["gcc"], ["clang"]]
+    found = next((one for one in ([words] if words else []) + usual if shutil.which(one[0])), None)
+    if found is None:
+        raise OSError(f"there is no C compiler: {', '.join([named] * bool(words) + ['cc, gcc, clang'])}")
+    if words and found is not words:
+        logger.warning("CC is %r, which is not there; C files are compiled by %s", named, found[0])
+    return found

@@ -116,6 +116,11 @@ class Running:
         self._answers.copy_(answers, non_blocking=True)
         self._ended.record()
 
+    def __del__(self) -> None:
+        """Who forgets it without `wait` gives nothing back that the GPU still reads."""
+        if self._kept is not None:
+            self._ended.synchronize()
+
     def wait(self) -> Tensor:
         """The answers, on the CPU."""
         self._ended.synchronize()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import os
 import threading
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from taktline_worker.compiled import library_of
+from taktline_worker.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ def _forked() -> None:
     global _lock, _process
     _lock, _process = threading.Lock(), os.getpid()
     _under_way.clear()
+    jpeg_threads.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -137,7 +140,7 @@ class BegunFrame:
 
 
 class JpegThreads:
-    """Native threads of this process; they decode for everybody, at least `threads` of them.
+    """Native threads, which stay until the process ends: `jpeg_threads` gives the ones that decode for everybody.
 
     In a child of the process they are not there: all files are refused.
 
@@ -154,7 +157,7 @@ class JpegThreads:
             self._wait, start = self._waiting.taktline_jpeg_wait, self._quick.taktline_jpeg_threads
         self._sizes.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
         self._begin.argtypes = (ctypes.c_void_p, ctypes.c_int)
-        self._awake_us = _AWAKE_US if _cores() >= _SPARE_CORES else 0
+        self._awake_us = _AWAKE_US if usable_cores() >= _SPARE_CORES else 0
         if start(threads) < 1:
             raise OSError("no thread can be started")
         self._try_out()
@@ -217,14 +220,14 @@ def new_memory(shape: tuple[int, int, int]) -> Memory:
     return Memory(pixels, pixels.data_ptr())
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
+@functools.cache
 def jpeg_threads() -> JpegThreads | None:
-    """One thread a core, at most 9; None where they cannot be had, which is logged: the interpreter's decode then."""
+    """Those of this process, one a core, at most 9.
+
+    None where they cannot be had, which is logged: the interpreter's decode then.
+    """
     try:
-        return JpegThreads(min(_MOST_THREADS, _cores()))
+        return JpegThreads(min(_MOST_THREADS, usable_cores()))
     except OSError as error:
         logger.warning("JPEGs are decoded by the interpreter's threads, which is slower: %s", error)
         return None

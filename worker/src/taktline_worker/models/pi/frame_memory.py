@@ -140,7 +140,9 @@ class FramesAhead:
             return self._one(shape)
 
     def look_ahead(self, shapes: Sequence[Shape]) -> None:
-        """Gets memory for frames of these shapes, and forgets what it has for others."""
+        """Gets memory for frames of these shapes, and forgets what it has for others; for none it changes nothing."""
+        if not shapes:
+            return
         wanted, there = Counter(shapes), self._ahead
         self._ahead = {shape: there.get(shape, []) for shape in wanted}  # the very lists: others take from them
         for shape, count in wanted.items():

@@ -89,10 +89,13 @@ class SingleRows:
         began, self._began = self._began or _event(), None
         own = draft.letter
         copies = [(target, one.data_ptr(), one.numel()) for target, one in zip(targets, frames, strict=True)]
-        self._launches[draft.bucket].begin(
-            [*copies, own.copy], began.cuda_event, torch.cuda.current_stream().cuda_stream
-        )
-        return Running(began, self._answers, (own, frames))
+        stream = torch.cuda.current_stream()
+        try:
+            self._launches[draft.bucket].begin([*copies, own.copy], began.cuda_event, stream.cuda_stream)
+            return Running(began, self._answers, (own, frames))
+        except BaseException:
+            stream.synchronize()  # PyTorch does not know that these copies read what is given back now
+            raise
 
     def look_ahead(self, last: RowLetter) -> None:
         """Gets what the next row needs, most likely one as the last."""
