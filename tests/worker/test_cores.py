@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from taktline_worker import cores, jpeg_threads
+import torch
+from taktline_worker import cores, jpeg_threads, server
 from taktline_worker.cores import usable_cores
 
 
@@ -53,3 +56,18 @@ def test_without_control_groups_all_that_it_may_run_on_counts(tmp_path: Path) ->
 
 def test_native_threads_keep_to_it() -> None:
     assert jpeg_threads.usable_cores is cores.usable_cores
+
+
+def test_arithmetic_keeps_to_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(server, "run", lambda *_: seen.append(torch.get_num_threads()))
+    config: Any = SimpleNamespace(policy="arms")
+    options: Any = None
+    try:
+        torch.set_num_threads(2)
+        for allowed in (16, 1):
+            monkeypatch.setattr(server, "usable_cores", lambda allowed=allowed: allowed)
+            server.serve(config, options)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from taktline_worker.adapter import (
     SearchingAdapter,
     as_one,
 )
+from taktline_worker.cores import usable_cores
 from taktline_worker.jpeg_threads import BegunFrame
 from taktline_worker.observation import RobotInput
 from taktline_worker.row_errors import expired, no_rtc, no_video, own_error
@@ -122,7 +122,7 @@ class Engine:
         """What it found of a planner's rounds; None of any other policy."""
         self._begin_frames = adapter.begin_frames if isinstance(adapter, ForesightedAdapter) else None
         self._levels = dict(adapter.cheaper) if isinstance(adapter, CheaperAdapter) else {}
-        threads = decode_threads or min(8, os.cpu_count() or 1)
+        threads = decode_threads or min(8, usable_cores())
         self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._asking, self._turn, self._asked = threading.Lock(), threading.Lock(), 0

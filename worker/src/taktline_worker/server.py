@@ -18,6 +18,7 @@ from taktline_protocol.tracing import tracing_from_environment
 
 from taktline_worker.adapter import Adapter
 from taktline_worker.batch_port import BatchPort
+from taktline_worker.cores import usable_cores
 from taktline_worker.engine import Engine
 from taktline_worker.instruments import Instruments
 from taktline_worker.lifecycle import (
@@ -164,4 +165,6 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     Raises:
         TaktlineError: the policy was refused before anything was served.
     """
+    # PyTorch counts the machine's cores, whatever quota a container has of them.
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     run(lambda: Worker(config, options), config.policy)

@@ -21,6 +21,7 @@ from taktline_protocol.deployment import EngineConfig
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from taktline_worker.cores import usable_cores
 from taktline_worker.planning.mesh import Mesh, OneRank, ProcessGroupMesh
 from taktline_worker.planning.relay import dismiss
 
@@ -349,7 +350,7 @@ def rank_environment(index: int, count: int, device: torch.device) -> dict[str, 
         TaktlineError: CONFIG_INVALID where there are fewer devices than ranks.
     """
     own = dict(os.environ)
-    own.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    own.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     if device.type != "cuda":
         return own
     visible = [name for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -22,6 +22,7 @@ from taktline_protocol import ErrorCode, TaktlineError, worker_pb2
 from taktline_protocol.deployment import EngineConfig
 from taktline_protocol.rpc import SERVER_OPTIONS
 
+from taktline_worker.cores import usable_cores
 from taktline_worker.lifecycle import (
     SERVICE_NAME,
     Health,
@@ -293,7 +294,7 @@ def launches(
             + (f", where each replica needs {each} (cfg x tp)" if each > 1 else ""),
             "give the pod one GPU for each replica" if each == 1 else f"give the pod {count * each} GPUs",
         )
-    share = max(1, (os.cpu_count() or 1) // count)
+    share = max(1, usable_cores() // count)
     found = []
     for index in range(count):
         own = dict(environment)
