@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from redis.exceptions import ConnectionError as Gone
@@ -113,3 +114,21 @@ async def test_a_cancellation_that_redis_client_takes_for_its_timeout_is_said_ag
     assert heard == ["cancelled"] * 3
     assert all(task.cancelled() for task in tasks)
     await endpoint.end([])
+
+
+async def test_a_task_that_hears_no_cancellation_is_left_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(endpoint, "CANCEL_AGAIN_S", 0.01)
+    stop = asyncio.Event()
+
+    async def deaf() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await stop.wait()
+
+    task = asyncio.create_task(deaf(), name="deaf")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await endpoint.end([task])
+    assert [record.tasks_left for record in caplog.records] == [["deaf"]]
+    stop.set()
+    await task

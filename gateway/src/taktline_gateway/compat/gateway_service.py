@@ -212,7 +212,8 @@ class GatewayService:
                 asked.pending.tell = None  # else they hold each other, and the frames, until the collector comes
             return asked.chunk or self._made(asked, served)
         except asyncio.CancelledError:
-            gateway.books.gone(asked.policy, asked.exchange, asked.observation)
+            if asked.chunk is None:  # else it was told, and is in the books as answered
+                gateway.books.gone(asked.policy, asked.exchange, asked.observation)
             raise
         except ClientGone:
             if asked.reason is None:

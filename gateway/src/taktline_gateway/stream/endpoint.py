@@ -35,6 +35,7 @@ STREAM_PATH = "/v1/policies/{policy}/stream"
 WATCH_S = 0.05
 """How often the streams look whether the gateway drains."""
 CANCEL_AGAIN_S = 0.5
+MOST_CANCELS = 10
 """How long a cancellation may go unheard before it is repeated."""
 TICK_S = 1.0
 _logger = logging.getLogger(__name__)
@@ -278,12 +279,19 @@ class Streams:
 
 
 async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels until it is heard: Redis' client may take a cancellation for a timeout of its own, and go on."""
+    """Cancels until it is heard: Redis' client may take a cancellation for a timeout of its own, and go on.
+
+    A task that never hears it is left, and logged: the gateway ends all the same.
+    """
     left = set(tasks)
-    while left:
+    for _ in range(MOST_CANCELS):
+        if not left:
+            return
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+    if left:
+        log(_logger, logging.ERROR, "internal", stream=True, tasks_left=[task.get_name() for task in left])
 
 
 async def _guarded(work: Coroutine[Any, Any, Any]) -> None:
