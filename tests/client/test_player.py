@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -345,6 +346,36 @@ def test_the_budget_is_the_time_until_the_buffer_runs_dry():
     loop.robot.futures[1].set_result(chunk([13, 14, 15, 16, 17]))
     assert [loop.tick(), loop.tick(), loop.tick(), loop.tick()] == [15, 16, 17, None]
     assert loop.player.metrics()["dry_events"] == 1
+
+
+def test_a_robot_that_stands_waits_for_a_policy_that_takes_longer():
+    loop = Loop(standing_budget_ms=700.0)
+
+    def ask(answer) -> float:
+        """Asks while the buffer is empty, and answers; the budget that was asked with."""
+        while loop.tick() is not None or not loop.robot.futures or loop.robot.futures[-1].done():
+            pass
+        if isinstance(answer, Chunk):
+            loop.robot.futures[-1].set_result(answer)
+        else:
+            loop.robot.futures[-1].set_exception(TaktlineError(answer, "m", "n"))
+        return loop.robot.asked[-1]["budget_ms"]
+
+    late = ErrorCode.DEADLINE_UNREACHABLE
+    assert [ask(late) for _ in range(6)] == [700.0, 1400.0, 2800.0, 5600.0, 10_000.0, 10_000.0]
+    slow = chunk([1])
+    slow = dataclasses.replace(slow, timings=msgspec.structs.replace(slow.timings, inference_ms=1500.0))
+    assert ask(slow) == 10_000.0
+    assert ask(chunk([1])) == 3000.0, "twice what the inference took"
+    assert ask(ErrorCode.WORKER_FAILED) == 700.0, "this one took 1 ms"
+    assert ask(late) == 700.0, "no word of the time it takes"
+    assert ask(late) == 1400.0
+    patient = Loop(standing_budget_ms=20_000.0)
+    patient.tick()
+    patient.robot.futures[0].set_exception(TaktlineError(late, "m", "n"))
+    for _ in range(10):
+        patient.tick()
+    assert [asked["budget_ms"] for asked in patient.robot.asked] == [20_000.0, 20_000.0]
 
 
 def test_the_row_being_executed_counts_towards_the_budget():

@@ -23,6 +23,8 @@ from taktline.observing import Frame, State
 
 RETRY_S = 0.1
 """Pause after a refusal that names no time for a retry."""
+STANDING_MOST_MS = 10_000.0
+"""A robot that stands waits no longer than this for an answer: what it saw is old by then."""
 # No later observation can fare better; the caller must hear of it.
 _FATAL = frozenset(
     {
@@ -91,7 +93,9 @@ class Player:
         rtc: send the unexecuted rows along, with the delay that hand-offs took; for policies whose `robot.info().rtc`
             is not empty. Where a checkpoint was trained for shorter delays only, that is left to the gateway, which
             keeps its own estimate within them.
-        standing_budget_ms: budget of an observation made while the buffer is empty.
+        standing_budget_ms: budget of an observation made while the buffer is empty. A robot that stands can wait: where
+            no worker makes that, as of a policy that takes longer, twice as much is asked for, up to 10 s; and from the
+            first chunk on at least twice what its inference took.
         actuate_ms: the robot's own L_actuate.
         follow_hints: ask when the gateway would like to be asked, where the buffer allows it, not by `replan_rows`.
         in_flight: observations that may be unanswered at once; beyond the first they are sent every `replan_rows`.
@@ -118,7 +122,7 @@ class Player:
         self._replan_rows = replan_rows
         self._rtc = rtc
         self._tells_delay = True
-        self._standing_budget_ms = standing_budget_ms
+        self._standing_budget_ms = self._patience_ms = standing_budget_ms
         self._actuate_ms = actuate_ms
         self._in_flight = in_flight
         self._follow_hints = follow_hints
@@ -223,7 +227,7 @@ class Player:
         """Time until the hand-off deadline: when the buffer, and the row being executed, have run out."""
         left = self.buffer.rows_left
         if not left:
-            return self._standing_budget_ms
+            return self._patience_ms
         period_s = self.buffer.dt_s
         # The row handed out last fills the rest of its own period before the buffered ones begin.
         running_s = 0.0 if self._ticked_at is None else max(0.0, period_s - (now - self._ticked_at))
@@ -259,6 +263,10 @@ class Player:
             "errors": dict(self.errors),
         }
 
+    def _wait_for(self, budget_ms: float) -> None:
+        """What an observation made in a standstill asks for, at least `standing_budget_ms`."""
+        self._patience_ms = max(self._standing_budget_ms, min(budget_ms, STANDING_MOST_MS))
+
     def _note_stale(self, age_s: float) -> None:
         self.stale_frames += 1
         if not self._stale:
@@ -279,10 +287,13 @@ class Player:
                 chunk = asked.answer.result()
                 self.buffer.add(chunk, asked.mark)
             except TaktlineError as error:
+                if asked.mark.standing and error.code is ErrorCode.DEADLINE_UNREACHABLE:
+                    self._wait_for(2 * self._patience_ms)
                 self._refused(error, asked.delay)
             else:
                 self.last = chunk
                 self._longest = max(self._longest, len(chunk.actions))
+                self._wait_for(2 * chunk.timings.inference_ms)
 
     def _refused(self, error: TaktlineError, delay: int | None = None) -> None:
         self.errors[error.code.value] += 1
