@@ -273,6 +273,28 @@ def test_a_chunk_of_another_control_period_is_not_played_at_this_one():
     assert ActionBuffer(0.033).add(chunk([1], dt_s=1 / 30), ActionBuffer(0.033).mark()), "a period somebody rounded"
 
 
+@pytest.mark.parametrize("options", [{}, {"ensemble": 0.01}])
+def test_a_chunk_of_another_width_is_not_played(options):
+    buffer = ActionBuffer(DT_S, **options)
+    buffer.add(chunk([[1, 2, 3], [1, 2, 3], [1, 2, 3]]), buffer.mark())
+    buffer.next_action()
+    with pytest.raises(TaktlineError, match=r"'r' has 2 numbers, and those before it had 3") as caught:
+        buffer.add(chunk([[1, 2], [1, 2], [1, 2]]), buffer.mark())
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert buffer.next_action().tolist() == [1, 2, 3], "what is there is still played"
+
+
+@pytest.mark.parametrize("ensemble", [None, 0.01])
+def test_an_action_is_the_callers_to_change(ensemble):
+    """Scaled in place for a driver, it is still sent along as it came."""
+    buffer = ActionBuffer(DT_S, ensemble=ensemble)
+    for _ in range(2):
+        buffer.add(chunk([1, 2, 3, 4, 5]), buffer.mark())
+    buffer.next_action()[:] *= 100
+    buffer.next_action()[:] *= 100
+    assert buffer.rtc(ago=2).tail.to_numpy()[:, 0].tolist() == pytest.approx([1, 2, 3, 4, 5])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 8), st.integers(0, 4)), max_size=20))
 def test_each_step_executes_the_row_that_was_meant_for_it(turns):

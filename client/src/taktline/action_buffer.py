@@ -82,6 +82,7 @@ class ActionBuffer:
         self._step = 0
         self._episode = 0
         self._moving = False
+        self._width: int | None = None
         self._past: deque[Actions | None] = deque(maxlen=PAST_ROWS)
         self._moved_at: int | None = None
         """The last step of this episode that had a row."""
@@ -159,7 +160,7 @@ class ActionBuffer:
         """Hands over to `chunk`; False where none of its rows is meant for now or later, or it is of an ended episode.
 
         A chunk that is older than the newest one in the buffer adds nothing but to an ensemble. Raises TaktlineError
-        `config_invalid` where the chunk's control period is not the buffer's.
+        `config_invalid` where the chunk's control period is not the buffer's, or its width not that of those before.
         """
         if mark.episode != self._episode:
             return False
@@ -170,6 +171,14 @@ class ActionBuffer:
                 f" is {self.dt_s:g} s: the robot would move at another speed than the policy means",
                 "run the loop at robot.info().dt_s, and make the Player or ActionBuffer with it",
             )
+        if self._width not in (None, chunk.actions.shape[1]):
+            raise TaktlineError(
+                ErrorCode.CONFIG_INVALID,
+                f"an action of revision {chunk.revision!r} has {chunk.actions.shape[1]} numbers, and those before it"
+                f" had {self._width}: they are not for the same robot",
+                "look at what was rolled out under this policy's name, and make a new Player for it",
+            )
+        self._width = chunk.actions.shape[1]
         start = self._step - mark.moved if mark.standing else mark.step
         if not mark.standing:
             self._delays.append(self._step - mark.step)
@@ -196,7 +205,7 @@ class ActionBuffer:
         return True
 
     def next_action(self) -> Actions | None:
-        """The row of this control step, float32 (D,), and on to the next step; None where the buffer is dry.
+        """The row of this control step, float32 (D,), the caller's own, and on to the next step; None where it is dry.
 
         Call it once a control period, dry or not: time goes on for the rows of a chunk that is still to come.
         """
@@ -210,7 +219,7 @@ class ActionBuffer:
         if action is None and self._moving:
             self.dry_events += 1
         self._moving = action is not None
-        return action
+        return None if action is None else action.copy()
 
     def _executed(self, ago: int) -> list[Actions]:
         """The rows of the last `ago` steps, oldest first, without the steps that had none."""
