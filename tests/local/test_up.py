@@ -127,6 +127,23 @@ def test_serves_survives_a_dead_worker_and_leaves_nothing(policy_file: Path, tmp
         httpx.get(f"{url}/readyz")
 
 
+def test_a_ctrl_c_while_the_file_is_read_is_no_fault_of_the_file(policy_file: Path, start: Starter) -> None:
+    running = start(str(policy_file), "--serve", "--port", "0")
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+    end = time.monotonic() + 60
+
+    def planning() -> bool:
+        found = [Path(f"/proc/{number}/cmdline") for number in children.read_text().split()]
+        return any("taktline-operator" in line.read_text() for line in found if line.exists())
+
+    while not planning():
+        assert time.monotonic() < end, "the operator's plan was never asked for"
+        time.sleep(0.01)
+    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
+    assert running.finish() == up.INTERRUPTED
+    assert "config_invalid" not in "\n".join(running.said)
+
+
 def test_refusing_worker_is_quoted(policy_file: Path, tmp_path: Path, start: Starter) -> None:
     (tmp_path / "checkpoint" / "model.safetensors").write_bytes(b"\0" * 100)
     running = start(str(policy_file), "--serve", "--port", "0", "--logs", str(tmp_path / "logs"))

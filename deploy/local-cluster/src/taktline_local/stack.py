@@ -86,7 +86,10 @@ def run_planner(file: Path, observed: Path | None = None) -> list[Object]:
         command += ["--observed", str(observed)]
     environment = {**os.environ, "PATH": default_search_path()}
     try:
-        reply = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        # In a session of its own: a Ctrl-C in the terminal is this program's to hear, and no fault of the file.
+        reply = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, start_new_session=True
+        )
     except FileNotFoundError as error:
         raise TaktlineError(
             ErrorCode.CONFIG_INVALID,
