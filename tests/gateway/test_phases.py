@@ -134,7 +134,7 @@ def test_books_of_demand_always_balance(robots, steps):
             if listens and hint is not None:
                 now = max(now, hint)
         assert planner.demand_hz == pytest.approx(
-            sum(planner.rate_hz(("", str(number))) for number in range(len(robots))), rel=1e-6, abs=1e-6
+            sum(planner.load_hz(("", str(number))) for number in range(len(robots))), rel=1e-6, abs=1e-6
         )
 
 
@@ -189,6 +189,33 @@ def test_every_worker_counts():
     assert (one.admissible, two.admissible) == (False, True)
 
 
+def test_a_share_of_a_batch_counts_as_that():
+    """Alone its own batches are all there are; beside others the one before it may take all of T_sync."""
+    part = Demand(10.0, 0.0055, share=0.25)
+    alone = schedulable(part, 0.0, 9.0, [service_times()])
+    assert (alone.admissible, alone.batch, alone.worst_s) == (True, 1, pytest.approx(0.5 * service_times().tail[1]))
+    beside = schedulable(part, 1.0, 9.0, [service_times()])
+    assert (beside.reason, beside.worst_s) == ("budget", pytest.approx(1.25 * service_times().tail[1]))
+    room = [schedulable(Demand(10.0, 1.0, share), 10.0, 1.0, [service_times()]) for share in (1.0, 0.25)]
+    assert room[1].spare + 1 == pytest.approx(4 * (room[0].spare + 1), abs=4)
+    assert room[1].utilisation == pytest.approx(12.5 / 20.0 * room[0].utilisation)
+
+
+def test_robots_that_need_a_share_are_seen_and_promised_as_that():
+    planner = PhasePlanner()
+    admissions, workers = Admissions(planner), [service_times()]
+    for turn in range(3):
+        planner.arrived(("", "seen"), float(turn), 0.5)
+    assert planner.demand_hz == pytest.approx(0.5)
+    planner.arrived(("", "seen"), 3.0, 0.25)
+    assert planner.demand_hz == planner.load_hz(("", "seen")) == pytest.approx(0.25)
+    question = AdmissionQuestion(robot_id="new", rate_hz=100.0, budget_ms=1000.0)
+    told = [admissions.ask(("", name), question, 3.0, 1.0, workers, 0.1).utilisation for name in "ab"]
+    assert told == [pytest.approx(hz / (8 / 0.024), rel=0.01) for hz in (10.25, 20.25)]
+    planner.arrived(("", "seen"), 100.0, 1.0)  # after a pause it is new, and has no rhythm
+    assert planner.demand_hz == pytest.approx(0.0)
+
+
 def test_a_place_is_kept_until_the_robot_comes_or_its_time_is_over():
     planner = PhasePlanner()
     admissions, workers = Admissions(planner), [service_times()]
@@ -217,7 +244,7 @@ class LinearBooks:
     def demand(self, source, now, tightest_s):
         self.promised = {one: kept for one, kept in self.promised.items() if now - kept[0] <= PROMISE_S}
         self.promised.pop(source, None)
-        rate_hz = self.planner.demand_hz - self.planner.rate_hz(source)
+        rate_hz = self.planner.demand_hz - self.planner.load_hz(source)
         for _, demand, begun in self.promised.values():
             tightest_s = min(tightest_s, demand.budget_s)
             rate_hz += 0.0 if begun else demand.rate_hz
@@ -262,7 +289,7 @@ def test_the_books_of_promises_are_those_of_looking_at_every_promise(steps):
             assert found.admissible is expected.admissible
             assert found.utilisation == pytest.approx(expected.utilisation, abs=1e-3)
             if expected.admissible:
-                plain.promised[source] = (now, new, planner.rate_hz(source) > 0.0)
+                plain.promised[source] = (now, new, planner.load_hz(source) > 0.0)
 
 
 def test_promises_that_are_over_hold_no_memory():

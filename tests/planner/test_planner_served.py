@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 from safetensors.torch import load_file
@@ -115,6 +116,23 @@ def test_a_robot_plans(golden: Path, kit: Any, gateway: str, transport: str) -> 
         again = robot.act(images, landing, "reach the goal image", budget_ms=60_000, seed=31, search=search)
         assert again.plan is not None
         assert again.plan.energies.shape == (1, 2)
+
+
+def test_a_robot_that_asks_for_room_may_say_what_its_searches_are(gateway: str) -> None:
+    """All were reckoned as the deployment's whole search, and told no where they were then served."""
+    url, asked = f"{gateway}/v1/policies/planner/admission", {"rate_hz": 0.01, "budget_ms": 600_000.0}
+    whole, cut, short = (
+        httpx.post(url, json={"robot_id": "asks", **asked, **more}).raise_for_status().json()
+        for more in ({}, {"search": {"anytime": True}}, {"search": {"rounds": 1}})
+    )
+    assert whole["admissible"]
+    for part in (cut, short):
+        assert part["admissible"]
+        assert part["worst_ms"] < whole["worst_ms"]
+        assert part["utilisation"] < whole["utilisation"]
+        assert part["spare"] > whole["spare"]
+    wrong = httpx.post(url, json={"robot_id": "asks", **asked, "search": {"rounds": 0}})
+    assert (wrong.status_code, wrong.json()["code"]) == (400, "invalid_body")
 
 
 @pytest.mark.parametrize(

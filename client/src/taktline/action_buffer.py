@@ -13,6 +13,7 @@ from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.messages import Array, Rtc
 
 from taktline.chunk import Chunk
+from taktline.observing import check_number
 
 Actions = NDArray[np.float32]
 DELAYS_KEPT = 16
@@ -70,12 +71,14 @@ class ActionBuffer:
     """
 
     def __init__(self, dt_s: float, *, ensemble: float | None = None) -> None:
-        if not (math.isfinite(dt_s) and dt_s > 0):
+        if not (isinstance(dt_s, (int, float)) and math.isfinite(dt_s) and dt_s > 0):
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID,
                 f"the control period is {dt_s} s",
                 "use a positive dt_s; of a policy that no worker has served yet wait for it: robot.info(wait_s=60)",
             )
+        if ensemble is not None:
+            check_number("ensemble", ensemble, 0.0)  # or the mean of a step would be no number either
         self.dt_s = dt_s
         self._ensemble = ensemble
         self._chunks: deque[_Held] = deque()  # oldest first

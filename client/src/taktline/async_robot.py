@@ -21,7 +21,7 @@ from taktline.address import gateway_url, unreachable
 from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
 from taktline.encoding import FrameEncoder, NamedFrame
-from taktline.observing import Frame, Sender, State, as_state, check_names, copied, restamped
+from taktline.observing import Frame, Sender, State, as_state, check_names, check_number, copied, restamped
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_errors import closed, closed_meanwhile, say_what_is_safe
@@ -81,7 +81,8 @@ class AsyncRobot:
         self.metrics = RobotMetrics(transport="http" if transport == "http" else "stream")
         # What cannot work is said here and not at the first observation.
         self._url = gateway_url(url)
-        check_names(policy, robot_id)
+        check_names(policy, robot_id, session_id)
+        check_number("answer_timeout_s", answer_timeout_s, 1e-3)
         if transport not in get_args(Transport):
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID, f"the transport is {transport!r}", "use 'auto', 'stream' or 'http'"
@@ -253,7 +254,7 @@ class AsyncRobot:
         return None if self._stream is None else self._stream.clock.estimate(time.monotonic())
 
     async def close(self) -> None:
-        """Ends the session; the robot id is free at once."""
+        """Ends the session; the robot id is free at once, over HTTP after 5 s."""
         self._closed = True
         if self._learning is not None:
             self._learning.cancel()

@@ -41,9 +41,9 @@ class FrameEncoder:
 
     def __init__(self, jpeg_quality: int | None = None) -> None:
         if jpeg_quality is not None:
-            if not 1 <= jpeg_quality <= 100:
+            if not isinstance(jpeg_quality, (int, float)) or not 1 <= jpeg_quality <= 100:
                 raise TaktlineError(
-                    ErrorCode.CONFIG_INVALID, f"jpeg_quality is {jpeg_quality}", "use 1 to 100; 90 to 95 for policies"
+                    ErrorCode.CONFIG_INVALID, f"jpeg_quality is {jpeg_quality!r}", "use 1 to 100; 90 to 95 for policies"
                 )
             _jpeg_encoder()
         self._quality = jpeg_quality

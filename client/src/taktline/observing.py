@@ -128,9 +128,10 @@ def restamped(observation: Observation) -> Observation:
     return later
 
 
-def check_names(policy: str, robot_id: str) -> None:
+def check_names(policy: str, robot_id: str, session_id: str | None = None) -> None:
     """Raises TaktlineError `config_invalid` for names that no gateway takes."""
-    for what, name in (("policy", policy), ("robot id", robot_id)):
+    session = () if session_id is None else (("session id", session_id),)
+    for what, name in (("policy", policy), ("robot id", robot_id), *session):
         if not isinstance(name, str) or not name:
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID, f"the {what} is {name!r}", f"give the {what} as a text that is not empty"
@@ -141,6 +142,12 @@ def check_names(policy: str, robot_id: str) -> None:
                 f"the {what} has {len(name)} characters",
                 f"give a {what} of at most {NAME_CHARS} characters",
             )
+
+
+def check_number(what: str, value: object, least: float) -> None:
+    """Raises TaktlineError `config_invalid` for what is no finite number from `least` on."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or not least <= value < math.inf:
+        raise TaktlineError(ErrorCode.CONFIG_INVALID, f"{what} is {value!r}", f"give a number from {least:g} on")
 
 
 def _check(instruction: str, budget_ms: float, priority: str) -> None:

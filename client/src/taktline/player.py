@@ -19,7 +19,7 @@ from taktline_protocol.messages import Rtc
 
 from taktline.action_buffer import ActionBuffer, Mark
 from taktline.chunk import Chunk
-from taktline.observing import Frame, State
+from taktline.observing import Frame, State, check_number
 
 RETRY_S = 0.1
 """Pause after a refusal that names no time for a retry."""
@@ -99,6 +99,9 @@ class Player:
         actuate_ms: the robot's own L_actuate.
         follow_hints: ask when the gateway would like to be asked, where the buffer allows it, not by `replan_rows`.
         in_flight: observations that may be unanswered at once; beyond the first they are sent every `replan_rows`.
+
+    Raises:
+        TaktlineError: `config_invalid` for an argument with which the robot would never move, or not as meant.
     """
 
     def __init__(
@@ -115,6 +118,13 @@ class Player:
         follow_hints: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        for what, value, least in (
+            ("replan_rows", replan_rows, 0),
+            ("standing_budget_ms", standing_budget_ms, 1),
+            ("actuate_ms", actuate_ms, 0),
+            ("in_flight", in_flight, 1),
+        ):
+            check_number(what, value, least)
         self.buffer = ActionBuffer(dt_s, ensemble=ensemble)
         self.errors: Counter[str] = Counter()
         self.last: Chunk | None = None

@@ -157,7 +157,7 @@ class Robot:
         return self._robot.clock
 
     def close(self) -> None:
-        """Ends the session; the robot id is free at once. In a forked child it does nothing: the session goes on."""
+        """Ends the session, as of `AsyncRobot.close`. In a forked child it does nothing: the session goes on."""
         _open.discard(self)
         self._dropped.detach()
         if not self._loop.forked:

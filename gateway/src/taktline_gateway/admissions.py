@@ -55,17 +55,19 @@ class Admissions:
         now: float,
         tightest_s: float,
         workers: Sequence[ServiceTimes],
+        share: float = 1.0,
     ) -> AdmissionAnswer:
         """Answers one robot; where there is room, its place is kept for PROMISE_S.
 
         Args:
             tightest_s: the smallest budget that came lately.
             workers: T_sync of each batch that can run at a time.
+            share: of it, what one of the robot's answers needs.
         """
         self._forget(now)
         self._drop(source)
-        new = Demand(question.rate_hz, question.budget_ms / 1e3)
-        own_hz = self._phases.rate_hz(source)
+        new = Demand(question.rate_hz, question.budget_ms / 1e3, share)
+        own_hz = self._phases.load_hz(source)
         rate_hz = self._phases.demand_hz - own_hz + self._waiting_hz
         verdict = schedulable(new, max(0.0, rate_hz), min(tightest_s, self._tightest_s()), workers)
         if verdict.admissible:
@@ -104,7 +106,7 @@ class Admissions:
     def _count(self, promise: _Promise, change: int) -> None:
         self._waiting += change
         # A sum that is added to and taken from for days drifts; with nobody in it, it is zero.
-        self._waiting_hz = self._waiting_hz + change * promise.demand.rate_hz if self._waiting else 0.0
+        self._waiting_hz = self._waiting_hz + change * promise.demand.load_hz if self._waiting else 0.0
 
     def _forget(self, now: float) -> None:
         while self._promised:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 import msgspec
 from taktline_protocol import TaktlineError
 from taktline_protocol.deployment import Route, Target
-from taktline_protocol.messages import AdmissionAnswer, AdmissionQuestion, Observation, PolicyInfo
-from taktline_protocol.rpc import to_item
+from taktline_protocol.messages import AdmissionAnswer, AdmissionQuestion, Observation, PolicyInfo, Search
+from taktline_protocol.rpc import to_item, to_search
 from taktline_protocol.search_work import SearchWork
 
 from taktline_gateway.access.rights import OPEN, Principal
@@ -225,9 +225,9 @@ class Lane:
             info=self.info() if needs_delay(observation) else None,
             extra=observation.imagine is not None,
         )
-        if pending.priority <= Priority.PRODUCTION:
-            self._phases.arrived(pending.source, now)
         refused = self._admit(pending, now)
+        if pending.priority <= Priority.PRODUCTION:
+            self._phases.arrived(pending.source, now, pending.share)
         if refused is not None and not self._stand_in(refused, now):
             raise self._error(refused, now)
         return pending
@@ -239,7 +239,11 @@ class Lane:
             raise unavailable(self.route.policy, None)
         now = time.monotonic()
         tightest_s = self._scheduler.arrivals.tightest_s(now)
-        return self._admissions.ask((tenant, question.robot_id), question, now, tightest_s, workers)
+        share = 1.0
+        if self._search is not None:
+            work = work_of(to_search(question.search or Search()), self._search)
+            share = work.needs(min(times.median[1] for times in workers))
+        return self._admissions.ask((tenant, question.robot_id), question, now, tightest_s, workers, share)
 
     def _admit(self, pending: Pending, now: float) -> Refused | None:
         pending.work = WHOLE if self._search is None else work_of(pending.item.search, self._search)

@@ -38,6 +38,11 @@ class _Robot:
     hinted_at: float | None = None  # the arrival that its last hint asked for
     drift_s: float = 0.0  # how much later than by its own rhythm it came lately
     deaf: int = 0
+    share: float = 1.0  # of T_sync, what its answers need
+
+    @property
+    def load_hz(self) -> float:
+        return self.share / self.period_s if self.period_s else 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,16 +84,16 @@ class PhasePlanner:
 
     @property
     def demand_hz(self) -> float:
-        """Observations a second that the robots' periods add up to."""
+        """Observations a second that the robots' periods add up to, each counted by its share of T_sync."""
         return max(0.0, self._demand_hz)
 
-    def rate_hz(self, source: tuple[str, str]) -> float:
-        """Observations a second of one robot; 0 while its rhythm is not known."""
+    def load_hz(self, source: tuple[str, str]) -> float:
+        """What one robot adds to `demand_hz`; 0 while its rhythm is not known."""
         robot = self._robots.get(source)
-        return 1.0 / robot.period_s if robot is not None and robot.period_s else 0.0
+        return robot.load_hz if robot is not None else 0.0
 
-    def arrived(self, source: tuple[str, str], now: float) -> None:
-        """An observation came: the robot's period, and whether it listens to hints."""
+    def arrived(self, source: tuple[str, str], now: float, share: float = 1.0) -> None:
+        """An observation came that needs so much of T_sync: the robot's period, and whether it listens to hints."""
         robot = self._robots.get(source)
         if robot is not None and now - robot.arrived_at > PERIOD_MAX_S:
             self._drop(source, robot)
@@ -109,8 +114,9 @@ class PhasePlanner:
             # A period that hints have stretched or shortened is still the robot's own underneath.
             moved = robot.hinted_at is not None and robot.deaf == 0
             after = before if moved else before + PERIOD_WEIGHT * (gap - before)
-        self._demand_hz += 1.0 / after - (1.0 / before if before else 0.0)
-        robot.period_s = after
+        load_hz = robot.load_hz
+        robot.period_s, robot.share = after, share
+        self._demand_hz += robot.load_hz - load_hz
         if before is None:
             self.when_known(source)
         robot.drift_s = DRIFT_MEMORY * (robot.drift_s + gap - after)
@@ -183,8 +189,7 @@ class PhasePlanner:
             self._taken = {slot: count for slot, count in self._taken.items() if slot >= past}
 
     def _drop(self, source: tuple[str, str], robot: _Robot) -> None:
-        if robot.period_s:
-            self._demand_hz -= 1.0 / robot.period_s
+        self._demand_hz -= robot.load_hz
         del self._robots[source]
 
 

@@ -360,11 +360,15 @@ class AdmissionQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     A robot of f actions a second with chunks of H that asks again after k of them has a rate of f / k and a budget of
     (H - k) / f.
+
+    Attributes:
+        search: of a planner, what each of them will ask of its search; left out it is the deployment's own.
     """
 
     robot_id: Name
     rate_hz: Annotated[float, Meta(gt=0, le=10_000)]
     budget_ms: Annotated[float, Meta(gt=0, le=600_000)]
+    search: Search | None = None
 
 
 class AdmissionAnswer(msgspec.Struct, frozen=True, kw_only=True):

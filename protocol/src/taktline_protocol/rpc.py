@@ -87,7 +87,7 @@ def to_item(
         budget_ms=budget_ms,
     )
     if observation.search is not None:
-        item.search.CopyFrom(_to_search(observation.search))
+        item.search.CopyFrom(to_search(observation.search))
     if observation.rtc is not None:
         item.rtc.CopyFrom(_to_rtc(observation.rtc))
     if observation.imagine is not None:
@@ -272,7 +272,8 @@ def to_bucket_times(times: Sequence[BucketTime]) -> list[worker_pb2.BucketTime]:
     return [worker_pb2.BucketTime(batch=time.batch, median_ms=time.median_ms, p99_ms=time.p99_ms) for time in times]
 
 
-def _to_search(search: Search) -> worker_pb2.Search:
+def to_search(search: Search) -> worker_pb2.Search:
+    """The wire form of what a request asks of a search."""
     wire = worker_pb2.Search(
         candidates=search.candidates,
         rounds=search.rounds,
