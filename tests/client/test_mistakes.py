@@ -312,10 +312,45 @@ def test_what_is_no_state_vector_is_said_at_once(state, ask):
         assert said.value.code is ErrorCode.STATE_INVALID
 
 
-@pytest.mark.parametrize("changes", [{"transport": "tcp"}, {"robot_id": "x" * 129}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transport": "tcp"},
+        {"robot_id": "x" * 129},
+        {"session_id": ""},
+        {"session_id": 5},
+        {"answer_timeout_s": 0},
+        {"answer_timeout_s": None},
+        {"answer_timeout_s": float("nan")},
+        {"jpeg_quality": "90"},
+    ],
+)
 def test_arguments_that_no_gateway_takes_are_said_when_the_robot_is_made(changes):
     with pytest.raises(TaktlineError) as said:
         taktline.Robot("http://gateway:8080", **{"policy": "scripted", "robot_id": "arm", **changes})
+    assert said.value.code is ErrorCode.CONFIG_INVALID
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dt_s": None},
+        {"dt_s": 0.0},
+        {"replan_rows": -1},
+        {"in_flight": 0},
+        {"standing_budget_ms": 0},
+        {"standing_budget_ms": "5"},
+        {"actuate_ms": float("nan")},
+        {"ensemble": float("nan")},
+        {"ensemble": "0.01"},
+        {"ensemble": -1000.0},
+    ],
+)
+def test_arguments_with_which_no_robot_would_move_as_meant_are_said_when_the_player_is_made(changes):
+    """Of an ensemble's weight that is no number the actions would be none either."""
+    taktline.Player(lambda *_, **__: Future(), np.float32(0.05), ensemble=-0.01, replan_rows=np.int64(2))
+    with pytest.raises(TaktlineError) as said:
+        taktline.Player(lambda *_, **__: Future(), **{"dt_s": 0.05, **changes})
     assert said.value.code is ErrorCode.CONFIG_INVALID
 
 

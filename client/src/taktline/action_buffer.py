@@ -67,18 +67,18 @@ class ActionBuffer:
         dt_s: control period.
         ensemble: temporal ensembling: each step takes the mean of what all chunks that reach it say, with weights
             exp(-ensemble * k) for the k-th oldest (Zhao et al., arXiv 2304.13705, section IV.C, their m); 0 weighs all
-            alike. None takes the newest chunk that reaches the step.
+            alike, one below, down to -1, the newest most. None takes the newest chunk that reaches the step.
     """
 
     def __init__(self, dt_s: float, *, ensemble: float | None = None) -> None:
-        if not (isinstance(dt_s, (int, float)) and math.isfinite(dt_s) and dt_s > 0):
+        if not (isinstance(dt_s, (int, float, np.floating)) and math.isfinite(dt_s) and dt_s > 0):
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID,
                 f"the control period is {dt_s} s",
                 "use a positive dt_s; of a policy that no worker has served yet wait for it: robot.info(wait_s=60)",
             )
         if ensemble is not None:
-            check_number("ensemble", ensemble, 0.0)  # or the mean of a step would be no number either
+            check_number("ensemble", ensemble, -1.0)  # or the mean of a step would be no number either
         self.dt_s = dt_s
         self._ensemble = ensemble
         self._chunks: deque[_Held] = deque()  # oldest first
