@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 
@@ -223,6 +224,21 @@ def test_a_gateway_that_dies_is_said_to_be_dead_and_one_that_comes_back_goes_on(
     stack.start_gateway(port=int(stack.url.rsplit(":", 1)[1]))
     page.until("document.getElementById('link').innerText === 'live'", "the page going on")
     assert page.text("#banner") == ""
+
+
+def test_a_gateway_that_shuts_down_is_said_to_and_not_to_be_broken(page, bare_stack):
+    bare_stack.write_routes(bare_stack.start_worker())
+    bare_stack.start_gateway("--drain-settle-s", "4")
+    page.open(bare_stack.url)
+    page.until("document.getElementById('link').innerText === 'live'", "the page being live")
+    bare_stack.gateway.send_signal(signal.SIGTERM)
+    banner = "document.getElementById('banner').innerText"
+    seen = set()
+    page.until(f"{banner}", "the page saying something")
+    while "does not answer" not in (said := page.value(banner)):
+        seen.add(said.split(" What is shown")[0])
+        time.sleep(0.05)
+    assert seen == {"This gateway is shutting down: it finishes what it has and takes nothing new."}
 
 
 def test_no_policy_many_policies_and_strange_names(page, bare_stack):

@@ -29,12 +29,10 @@ function changed(state) {
   badge.textContent = state.kind === "live" ? "live" : state.kind === "dead" ? "no connection" : "connecting";
   document.body.classList.toggle("stale", state.kind === "dead");
   const banner = find("banner");
-  const draining = state.kind === "live" && message?.draining;
-  banner.hidden = state.kind !== "dead" && !draining;
-  banner.classList.toggle("mild", Boolean(draining));
+  banner.hidden = state.kind !== "dead";
+  banner.classList.toggle("mild", Boolean(state.mild));
   const seen = message ? ` What is shown is from ${state.since?.toLocaleTimeString()}.` : "";
   if (state.kind === "dead") banner.textContent = `${state.reason}${seen} This page goes on by itself when it comes back.`;
-  if (draining) banner.textContent = "This gateway is shutting down: it finishes what it has and takes nothing new.";
 }
 
 function choose(name) {

@@ -2,29 +2,33 @@
 
 const SILENT_MS = 4000;
 const RETRY_MS = [500, 1000, 2000, 4000];
+const LEAVING = "This gateway is shutting down: it finishes what it has and takes nothing new.";
 
 /**
  * Follows the feed for ever. `told(snapshot)` hears each message; `changed(state)` hears how the connection stands:
- * {kind: "live"}, or {kind: "dead", reason, since} with a sentence for a person.
+ * {kind: "live"}, or {kind: "dead", reason, since, mild} with a sentence for a person; mild where all is as it should be.
  */
 export async function follow(told, changed) {
   let failures = 0;
   let since = null;
   for (;;) {
     let reason = "The gateway closed the connection.";
+    let leaving = false;
     try {
       // By the origin alone: an address that carries a key must not be handed on.
       await read(`${location.origin}/live/feed`, (snapshot) => {
         failures = 0;
         since = null;
+        leaving = snapshot.draining;
         changed({ kind: "live" });
         told(snapshot);
       });
+      if (leaving) reason = LEAVING;
     } catch (error) {
       reason = error instanceof Refused ? error.message : "The gateway does not answer.";
     }
     since ??= new Date();
-    changed({ kind: "dead", reason, since });
+    changed({ kind: "dead", reason, since, mild: reason === LEAVING });
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)]));
   }
 }
@@ -61,7 +65,7 @@ async function read(path, told) {
 async function refusal(answer) {
   try {
     const body = await answer.json();
-    return `${body.code}: ${body.message}; ${body.next_step}.`;
+    return body.code === "draining" ? LEAVING : `${body.code}: ${body.message}; ${body.next_step}.`;
   } catch {
     return `The gateway answered with status ${answer.status}.`;
   }
