@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=toy_arm.FOLDER, help="what benchmarks/toy_arm.py wrote")
     parser.add_argument("--go-on", action="store_true", help="keep the rows that the file has, play the others")
     parser.add_argument("--times-only", action="store_true", help="count the seconds of the file's rows anew")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args()
     torch.set_num_threads(1)  # operations are too small to share
     target = options.out / "planner_control.json"

@@ -92,7 +92,7 @@ def test_steps_last_as_long_as_plan_and_move(control: Any) -> None:
 def test_the_rows_are_counted_from_the_plans_measured_last(control: Any) -> None:
     """After a new planner.json: `python benchmarks/planner_control.py --times-only`."""
     times = control.plan_seconds()
-    rows = json.loads((BENCHMARKS / "results" / "cpu" / "planner_control.json").read_text())
+    rows = json.loads((BENCHMARKS / "results" / "h200" / "planner_control.json").read_text())
     assert {(row["seen"], row["shape"]["rounds"], row["warm"], row["overlap"]) for row in rows} == {
         (seen, rounds, warm, overlap)
         for seen in ("prediction", "frames")
