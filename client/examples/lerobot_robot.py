@@ -75,6 +75,8 @@ def drive(arm: LeRobotArm, robot: taktline.Robot, task: str, seconds: float) -> 
     info = robot.info()
     joints = [name for name, feature in arm.observation_features.items() if not isinstance(feature, tuple)]
     commands = list(arm.action_features)
+    if len(commands) != info.action_dim:
+        raise SystemExit(f"policy {robot.policy} commands {info.action_dim} joints, this arm has {', '.join(commands)}")
     player = taktline.Player(
         robot.ask,
         info.dt_s,

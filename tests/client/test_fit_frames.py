@@ -78,6 +78,25 @@ def test_a_policy_without_a_rule_is_refused_before_the_first_chunk_only(caplog):
     ]
 
 
+def test_the_first_question_is_waited_for_no_longer_than_an_answer(monkeypatch):
+    """Its network is stalled; an observation behind it has its turn then."""
+    monkeypatch.setattr(async_robot, "LATE_S", 0.2)
+
+    async def run():
+        gateway = Gateway()
+        gateway.slow = asyncio.Event()
+        with pytest.raises(TaktlineError, match="in time") as said:
+            await gateway.act()
+        assert said.value.code is ErrorCode.GATEWAY_UNREACHABLE
+        with pytest.raises(TaktlineError) as wrong:
+            await gateway.robot.act({"c": np.zeros(WHOLE, np.uint8)}, [0.0], "go", "100")
+        assert wrong.value.code is ErrorCode.BUDGET_INVALID
+        gateway.slow.set()
+        assert await gateway.act() == [FITTED]
+
+    asyncio.run(run())
+
+
 def test_after_a_rollout_the_new_rule_is_learnt_beside_the_observations():
     async def run():
         gateway = Gateway()

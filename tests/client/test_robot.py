@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import taktline
-from taktline.async_robot import _let_go
+from taktline.dropped import let_go
 from taktline.observing import Sender, as_image
 from taktline_protocol.messages import Image
 
@@ -218,7 +218,7 @@ async def test_a_dropped_robot_lets_go_also_where_warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         with pytest.raises(ResourceWarning):
-            _let_go("arm", [(asyncio.get_running_loop(), close)])
+            let_go("arm", [(asyncio.get_running_loop(), close)])
     async with asyncio.timeout(10):
         await closed.wait()
 

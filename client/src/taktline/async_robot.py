@@ -6,11 +6,10 @@ import asyncio
 import logging
 import math
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from taktline_protocol import ErrorCode, TaktlineError
 from taktline_protocol.image_fit import pillow
@@ -20,12 +19,24 @@ from taktline.access import Access
 from taktline.address import gateway_url, unreachable
 from taktline.chunk import Chunk, complete
 from taktline.clock import ClockEstimate
+from taktline.dropped import Connection, let_go
 from taktline.encoding import FrameEncoder, NamedFrame
-from taktline.observing import Frame, Sender, State, as_state, check_names, check_number, copied, restamped
+from taktline.observing import (
+    LATE_S,
+    Frame,
+    Sender,
+    State,
+    as_state,
+    check_asked,
+    check_names,
+    check_number,
+    copied,
+    restamped,
+)
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_errors import closed, closed_meanwhile, say_what_is_safe
-from taktline.stream_link import NoStream
+from taktline.stream_link import NoStream, Timeout
 
 if TYPE_CHECKING:
     from taktline.http_client import HttpClient
@@ -35,8 +46,6 @@ ANSWER_TIMEOUT_S = 30.0
 ASK_READY_S = 0.5
 RELEARN_S = 10.0
 """Between questions how frames are fitted for a revision that the gateway tells nothing of, such as a candidate."""
-_Connection = tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]
-"""The loop that a connection belongs to, and what ends it."""
 _logger = logging.getLogger("taktline")
 
 
@@ -108,8 +117,8 @@ class AsyncRobot:
         self._http: HttpClient | None = None
         self._turn = asyncio.Lock()
         self._closed = False
-        self._open: list[_Connection] = []
-        weakref.finalize(self, _let_go, robot_id, self._open).atexit = False
+        self._open: list[Connection] = []
+        weakref.finalize(self, let_go, robot_id, self._open).atexit = False
 
     async def act(
         self,
@@ -150,7 +159,8 @@ class AsyncRobot:
         try:
             async with self._turn:  # numbered in the order of asking, however long each one's frames take
                 if self._fits and not self._fit_of and self._answering is None:
-                    await self._learn_first_fit()
+                    check_asked(instruction, budget_ms, priority)
+                    await self._learn_first_fit(asked_at + budget_ms / 1e3 + LATE_S)
                 frames = await self._encoder.encode_async(images)
                 observation = self._sender.observe(
                     {camera: frame.image for camera, frame in frames.items()},
@@ -300,9 +310,12 @@ class AsyncRobot:
         self._note(round_trip_ms, unseen_ms)
         return chunk
 
-    async def _learn_first_fit(self) -> None:
-        """How the policy fits frames. Raises TaktlineError where it says no rule, or nothing answers."""
-        info = await self._learn_fit()
+    async def _learn_first_fit(self, until: float) -> None:
+        """How the policy fits frames. Raises TaktlineError where it says no rule, or nothing answers until then."""
+        try:
+            info = await asyncio.wait_for(self._learn_fit(), until - time.monotonic())
+        except Timeout as error:
+            raise unreachable(self._url, "did not answer in time") from error
         if info is not None and info.image_fit is None:
             raise TaktlineError(
                 ErrorCode.CONFIG_INVALID,
@@ -385,13 +398,3 @@ class AsyncRobot:
             self.metrics.fallback = str(error)
             self.metrics.transport = "http"
             _logger.warning("robot %s speaks HTTP: there is no stream: %s", self.robot_id, error)
-
-
-def _let_go(robot_id: str, held: list[_Connection]) -> None:
-    """A robot was dropped with its connection open: that is said, and the connection ends on its own loop."""
-    if not held:
-        return
-    for loop, close in held:
-        if not loop.is_closed():
-            asyncio.run_coroutine_threadsafe(close(), loop)
-    warnings.warn(f"robot {robot_id} was dropped without `close`", ResourceWarning, stacklevel=2)  # last: it may raise

@@ -75,7 +75,7 @@ class Sender:
             TaktlineError: `image_corrupt`, `state_invalid`, `instruction_invalid`, `budget_invalid` or `invalid_body`
                 where a value cannot be put on the wire: a gateway would end the stream for it.
         """
-        _check(instruction, budget_ms, priority)
+        check_asked(instruction, budget_ms, priority)
         now = time.monotonic()
         options = _plain(
             captured_at=now if captured_at is None else captured_at,
@@ -150,7 +150,8 @@ def check_number(what: str, value: object, least: float) -> None:
         raise TaktlineError(ErrorCode.CONFIG_INVALID, f"{what} is {value!r}", f"give a number from {least:g} on")
 
 
-def _check(instruction: str, budget_ms: float, priority: str) -> None:
+def check_asked(instruction: str, budget_ms: float, priority: str) -> None:
+    """Raises TaktlineError where one of these is no part of an observation."""
     if not isinstance(instruction, str):
         raise TaktlineError(
             ErrorCode.INSTRUCTION_INVALID,
