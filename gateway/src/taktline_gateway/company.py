@@ -136,76 +136,90 @@ class Company:
         if not at:
             return None
         rate_hz, median = self._arrivals.rate_hz(now) / workers, times.median
+        here, start, size = len(dues), *going
+        line = [*dues, *coming]
+        ordered = sorted(line)
+        # Robots with like budgets are due in the order in which they come: so many first ones of them are.
+        in_line = len(line) if ordered == line else next(n for n, due in enumerate(line) if due != ordered[n])
 
-        def judged(first: Sequence[float], others: list[float], wait_s: float, spread_s: float = 0.0) -> _Judged:
+        def judged(dues: list[float], first: int, end: int, wait_s: float, spread_s: float = 0.0) -> _Judged:
+            """Those from the first to the end go together, then the others."""
+            if first or dues is not ordered:
+                dues = [*dues[first:end], *sorted(dues[:first] + dues[end:])]
             variance = (TAIL_QUANTILE * spread_s) ** 2
             _, elapsed, waited, worth = follow(
                 0,
-                len(first),
-                [*first, *sorted(others)],
+                end - first,
+                dues,
                 begins,
                 times,
                 limit,
                 price_hz,
                 fits=median,
-                wait_s=max(0.0, wait_s),
+                wait_s=wait_s if wait_s > 0.0 else 0.0,
                 variance=variance,
             )
             return worth, waited + rate_hz * elapsed * elapsed
 
-        start, size = going
-        worth, cost = judged(dues[start : start + size], [*dues[:start], *dues[start + size :]][share] + coming, 0.0)
+        def after(more: int) -> list[float]:
+            """Who is here when so many more have come, then the others."""
+            end = here + more
+            return ordered if end <= in_line else [*sorted(line[:end]), *line[end:]]
+
+        if here <= in_line and not start and (workers == 1 or size == here):
+            going_now = ordered
+        else:
+            others = [*dues[:start], *dues[start + size :]][share]
+            going_now = [*dues[start : start + size], *others, *coming]
+        worth, cost = judged(going_now, 0, size, 0.0)
         best, plan = (-round(worth / GRAIN), cost), None
-        here, most = len(dues), min(len(at), limit - len(dues))
+        most = min(len(at), limit - here)
         few = most <= FEW
         buckets = {bucket - here for bucket in times.buckets if here < bucket < here + most}
         for more in range(1, most + 1) if few else sorted(buckets | {most}):
             last, spread = at[more - 1], spread_s[more - 1]
             if last >= latest:
                 break
-            together, others = sorted([*dues, *coming[:more]]), coming[more:]
+            all_due, together = after(more), here + more
             for behind in range(min(LEFT_BEHIND, here - 1) + 1 if few else 1):
-                ends = min(latest, together[behind] - median[here + more - behind] - EDGE_S)
+                ends = min(latest, all_due[behind] - median[together - behind] - EDGE_S)
                 off = (ends - last) / spread
                 open_ended = ends > now and abs(off) < SURE
                 if open_ended:
-                    first, rest = together[behind:], together[:behind] + others
-                    worth, cost = judged(first, rest, min(last, ends) - begins)
+                    worth, cost = judged(all_due, behind, together, min(last, ends) - begins)
                 elif behind:
                     continue
                 else:
-                    worth, cost = judged(together, others, last - begins, spread)
+                    worth, cost = judged(all_due, 0, together, last - begins, spread)
                 if -round(worth / GRAIN) > best[0]:
                     continue  # without some of them it is worth no more
                 if open_ended:
                     chance = 0.5 + 0.5 * math.erf(off / math.sqrt(2.0))
                     came = bisect_right(at, ends, 0, more - 1)
-                    less, more_cost = _without(
-                        sorted([*dues, *coming[:came]]), coming[came:], behind, ends - begins, begins, times, judged
-                    )
+                    less, more_cost = _without(after(came), here + came, behind, ends - begins, begins, times, judged)
                     worth, cost = less + chance * (worth - less), more_cost + chance * (cost - more_cost)
                 found = -round(worth / GRAIN), cost
                 if found < best:
                     until = min(latest, last + PATIENT * spread)
-                    best, plan = found, (min(until, ends) if open_ended or ends > last else until, here + more)
+                    best, plan = found, (min(until, ends) if open_ended or ends > last else until, together)
         return plan
 
 
 def _without(
-    here: list[float],
-    coming: list[float],
+    dues: list[float],
+    here: int,
     behind: int,
     wait_s: float,
     begins: float,
     times: ServiceTimes,
-    judged: Callable[[Sequence[float], list[float], float], _Judged],
+    judged: Callable[[list[float], int, int, float], _Judged],
 ) -> _Judged:
-    """What those who are here when a wait ends come to: all but the first `behind`, or the largest bucket they fill."""
-    best = judged(here[behind:], here[:behind] + coming, wait_s)
-    size = max((bucket for bucket in times.buckets if bucket <= len(here)), default=0)
-    if 0 < size < len(here) - behind:
-        start = bisect_left(here, begins + max(0.0, wait_s) + times.median[size])
-        if start + size <= len(here):
-            other = judged(here[start : start + size], here[:start] + here[start + size :] + coming, wait_s)
+    """What the first `here` come to when a wait ends: all but the first `behind`, or the largest bucket they fill."""
+    best = judged(dues, behind, here, wait_s)
+    size = max((bucket for bucket in times.buckets if bucket <= here), default=0)
+    if 0 < size < here - behind:
+        start = bisect_left(dues, begins + max(0.0, wait_s) + times.median[size], 0, here)
+        if start + size <= here:
+            other = judged(dues, start, start + size, wait_s)
             best = max(best, other, key=lambda one: one[0])
     return best

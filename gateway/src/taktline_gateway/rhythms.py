@@ -181,8 +181,10 @@ class Rhythms:
             left = 0.5 - 0.5 * erf((now - expected) / apart_s)
             off = inv_cdf(1.0 - (1.0 - share) * left)
             offs.append((share, off, left))
-            at[number] = expected + sigma * off
-        at = [when if when > now else now for when in at]
+            when = expected + sigma * off
+            at[number] = when if when > now else now
+        for number in range(len(offs), bisect_left(at, now, len(offs))):
+            at[number] = now
         due = list(map(add, at, left_s))
         return Coming(at, due, Spreads(offs, count, sigma))
 

@@ -276,10 +276,11 @@ class Scheduler:
                 elif later is not None:
                     wake_at = later
                     break
-        refused, self._displaced = self._displaced + ([] if batches else self._drop_unreachable(now)), []
+        fastest = self.fleet.fastest_s()
+        refused, self._displaced = self._displaced + ([] if batches else self._drop_unreachable(fastest, now)), []
         if not batches and not len(self.queue):
             batches = self._try(now)
-        wake = self._next_wake(wake_at, now)
+        wake = self._next_wake(wake_at, fastest, now)
         return Plan(tuple(batches), tuple(refused), wake, tuple(silent), tuple(recalled), tuple(expired))
 
     def _launch_trial(self, now: float) -> list[Batch]:
@@ -361,10 +362,9 @@ class Scheduler:
         self._in_flight += 1
         return worker.launch((ticket,), 0, now)
 
-    def _drop_unreachable(self, now: float) -> list[Refused]:
+    def _drop_unreachable(self, fastest: float, now: float) -> list[Refused]:
         """Refuses tickets whose last possible start has passed, earliest first."""
         refused: list[Refused] = []
-        fastest = self.fleet.fastest_s()
         if self._long.ends_at <= now and (given_up := self._long.drop()) is not None:
             refused.append(self._lost(given_up, fastest, now))
         while (ticket := self.queue.earliest()) is not None and ticket.due < now + fastest:
@@ -390,10 +390,10 @@ class Scheduler:
         due = min(ticket.last_due, now + 2.0 * self.fleet.longest_s())
         self._books.move_up(ticket, max(now + self.fleet.fastest_s(), due))
 
-    def _next_wake(self, wake_at: float, now: float) -> float | None:
+    def _next_wake(self, wake_at: float, fastest: float, now: float) -> float | None:
         ticket = self.queue.earliest() if len(self.queue) else None
         if ticket is not None:
             # Just past the last start, so that a ticket on the edge still gets its chance.
-            wake_at = min(wake_at, ticket.due - self.fleet.fastest_s() + 1e-4)
+            wake_at = min(wake_at, ticket.due - fastest + 1e-4)
         wake_at = min(wake_at, self._long.ends_at + 1e-4, self.fleet.next_event(now, queued=ticket is not None))
         return None if wake_at == math.inf else wake_at

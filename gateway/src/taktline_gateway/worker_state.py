@@ -119,6 +119,8 @@ class WorkerState:
 
         Not always the last: fewer actions may save more of a full batch, and fewer steps more of a batch of one.
         """
+        if len(self.levels) == 1:
+            return 0
         found = 0
         for level, times in enumerate(self.levels):
             if times.median[1] < self.levels[found].median[1]:
