@@ -13,7 +13,8 @@ on one worker, for which it plans (`plan`), and up to 250 in step on one worker 
 CPU time of the thread. The same operations are run in the same order several times, and each one's least time counts:
 what other processes do to the caches differs between the runs, what the operation itself costs does not. The garbage
 collector is off, as its pauses belong to whatever allocated before. `reference` is a loop of 1,000 additions, timed in
-between: 12 us on the quiet machine, and what it is above that is the clock of the processor and its other thread.
+between: figures of two runs compare only where it is alike. It took 28 to 31 us where nothing else ran, and 12 in an
+earlier run, at another clock of the processor.
 """
 
 from __future__ import annotations
