@@ -3,12 +3,14 @@
 python -m benchmarks.gateway.decisions [--output FILE] [--rounds N] [--repeats N] [--workers N]
 
 The queue is kept at its size while observations come, batches start and end, and some are cancelled, superseded or
-refused, as in a gateway under heavy load. `decision` is one poll divided by the batches that it starts, its refusals
-included; `ask` is a robot's question at connect, with as many promises as the queue has tickets.
+refused, as in a gateway under heavy load. A `decision` is what one worker does next, its batch or its wait: one poll
+divided by the workers that it decided for, its refusals included. `ask` is a robot's question at connect, with as many
+promises as the queue has tickets.
 
 Then fleets in a rhythm at 80% load, where a decision also looks at who is about to come: up to ten robots out of step
 on one worker, for which it plans (`plan`), and up to 250 in step on one worker or several, where it weighs a wait
-(`wait`). Only polls count that look at a rhythm; `queued` is the number of robots.
+(`wait`). Only polls count that look at a rhythm; `queued` is the number of robots. With several workers one poll may
+start a batch on one and weigh a wait for the next, which is two decisions; `wait, poll` is all of it.
 
 CPU time of the thread. The same operations are run in the same order several times, and each one's least time counts:
 what other processes do to the caches differs between the runs, what the operation itself costs does not. The garbage
@@ -39,6 +41,7 @@ from taktline_gateway.phases import PhasePlanner
 from taktline_gateway.rhythms import Coming
 from taktline_gateway.scheduler import Batch, Scheduler
 from taktline_gateway.service_times import ServiceTimes
+from taktline_gateway.worker_state import WorkerState
 from taktline_protocol.messages import AdmissionQuestion
 
 from benchmarks.gateway.times import BUCKETS, ENGINES
@@ -59,6 +62,17 @@ FLEET_LOAD, WARM_TURNS = 0.8, 50
 T = TypeVar("T")
 
 
+class Deciding(Scheduler):
+    """Counts the workers for which it decided on a batch or a wait."""
+
+    decided = 0
+
+    def _batch_for(self, worker: WorkerState, idle: int, now: float) -> tuple[Batch | None, float | None]:
+        found = super()._batch_for(worker, idle, now)
+        self.decided += found != (None, None)
+        return found
+
+
 class Load:
     """A scheduler that is kept at `queued` tickets, with its operations timed in microseconds of CPU time."""
 
@@ -69,7 +83,7 @@ class Load:
         self.mix = MIXES[mix]
         self.queued = queued
         self.robots = 0
-        self.scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=0.005, max_queued=10 * queued)
+        self.scheduler = Deciding(max_batch=MAX_BATCH, max_wait_s=0.005, max_queued=10 * queued)
         engine = ENGINES[0]
         # As fast as it takes to serve the whole queue within its deadlines, so that the queue is not simply refused.
         scale = queued / workers / engine.capacity_hz / 5.0
@@ -120,8 +134,9 @@ class Load:
     def step(self) -> None:
         """Batches end, the next ones begin, and as many observations come as leave."""
         made = self.scheduler
+        made.decided = 0
         plan = self.timed("poll", lambda: made.poll(self.now))
-        self.spent["decision"].append(self.spent["poll"][-1] / max(1, len(plan.batches)))
+        self.spent["decision"].append(self.spent["poll"][-1] / max(1, made.decided))
         for batch in plan.batches:
             self.timed("finished", lambda batch=batch: self._finish(batch))  # type: ignore[misc]
         self.now = max([self.now, *(batch.predicted for batch in plan.batches)])
@@ -169,13 +184,13 @@ def run(queued: int, mix: str, workers: int, rounds: int) -> dict[str, list[floa
     return load.spent
 
 
-def look(robots: int, workers: int, *, in_step: bool, rounds: int) -> list[float]:
-    """CPU time of each of `rounds` polls that look at who is about to come, us, by the batch that it starts."""
+def look(robots: int, workers: int, *, in_step: bool, rounds: int) -> list[tuple[float, int]]:
+    """CPU time of each of `rounds` polls that look at who is about to come, us, and for how many workers it decided."""
     engine, rng = ENGINES[0], random.Random(5)
     load = FLEET_LOAD * workers * engine.capacity_hz
     seconds = (WARM_TURNS + rounds) * robots / load  # a turn of the fleet has about one such poll, or more
     jobs = fleet("", load, 1.0, robots, FLEET_SHARE, jitter_ms=2.0 if in_step else None, duration_s=seconds).jobs
-    scheduler = Scheduler(max_batch=MAX_BATCH, max_wait_s=0.005)
+    scheduler = Deciding(max_batch=MAX_BATCH, max_wait_s=0.005)
     for index in range(workers):
         scheduler.add_worker(f"w{index}", ServiceTimes(engine.table(), MAX_BATCH))
     looks, coming_of = 0, scheduler.arrivals.coming
@@ -187,7 +202,7 @@ def look(robots: int, workers: int, *, in_step: bool, rounds: int) -> list[float
 
     scheduler.arrivals.coming = counted  # type: ignore[method-assign]
     ended: list[tuple[float, int, Batch]] = []
-    spent: list[float] = []
+    spent: list[tuple[float, int]] = []
     coming = deque(jobs)
     wake, warm_s = math.inf, WARM_TURNS * robots / load
     gc.collect()
@@ -200,11 +215,12 @@ def look(robots: int, workers: int, *, in_step: bool, rounds: int) -> list[float
         while ended and ended[0][0] <= now:
             _, _, batch = heapq.heappop(ended)
             scheduler.finished(batch, now - batch.sent_at)
+        scheduler.decided = 0
         before, began = looks, time.thread_time_ns()
         plan = scheduler.poll(now)
         took = (time.thread_time_ns() - began) / 1e3
         if looks > before and now > warm_s:
-            spent.append(took / max(1, len(plan.batches)))
+            spent.append((took, max(1, scheduler.decided)))
         for batch in plan.batches:
             ends_at = now + engine.draw_s(len(batch.tickets), rng)
             heapq.heappush(ended, (ends_at, batch.tickets[0].order, batch))
@@ -264,13 +280,10 @@ def main() -> None:
     for robots, workers, name in FLEETS:
         step = name == "wait"
         mix = "in step" if step else "out of step"
-        told(
-            name,
-            robots,
-            mix,
-            workers,
-            [look(robots, workers, in_step=step, rounds=arguments.rounds) for _ in range(arguments.repeats)],
-        )
+        polls = [look(robots, workers, in_step=step, rounds=arguments.rounds) for _ in range(arguments.repeats)]
+        told(name, robots, mix, workers, [[took / decided for took, decided in run] for run in polls])
+        if workers > 1:
+            told(f"{name}, poll", robots, mix, workers, [[took for took, _ in run] for run in polls])
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

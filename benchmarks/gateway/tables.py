@@ -196,7 +196,7 @@ def hints() -> str:
     )
 
 
-LOOKS = ("plan", "wait")
+LOOKS = ("plan", "wait", "wait, poll")
 """Decisions that look at who is about to come: a plan for a small fleet, and a wait for company."""
 
 

@@ -14,6 +14,7 @@ TAIL_QUANTILE = 2.326
 """How many standard deviations above the median the 99th percentile of a normal distribution lies."""
 GRAIN = 0.05
 """Expected numbers of tickets on time that differ by less are equal: then the waiting decides."""
+_SQRT2 = math.sqrt(2.0)
 
 
 def choose_batch(
@@ -121,14 +122,14 @@ def weigh_batch(
 def _expected(start: int, size: int, deadlines: Sequence[float], now: float, times: ServiceTimes) -> float:
     """How many members of a batch that begins now are expected on time, where its tail is too long for the first."""
     median, tail = times.median[size], times.tail[size]
-    spread = math.log(tail / median) / TAIL_QUANTILE
-    expected = 0.0
+    apart = math.log(tail / median) / TAIL_QUANTILE * _SQRT2
+    expected, erf, log = 0.0, math.erf, math.log
     for index in range(start, start + size):
         slack = deadlines[index] - now
         if slack >= tail:  # and so have all that are less urgent
             return expected + start + size - index
-        if slack > 0.0 and spread > 0.0:
-            expected += 0.5 + 0.5 * math.erf(math.log(slack / median) / (spread * math.sqrt(2.0)))
+        if slack > 0.0 and apart > 0.0:
+            expected += 0.5 + 0.5 * erf(log(slack / median) / apart)
         elif slack >= median:
             expected += 1.0
     return expected
@@ -136,9 +137,9 @@ def _expected(start: int, size: int, deadlines: Sequence[float], now: float, tim
 
 def _missing(deadlines: Sequence[float], begin: int, end_index: int, end: float, spread: float) -> float:
     """How many of these tickets are expected to be late where the 99th percentile of their end is `end` + `spread`."""
-    lost = 0.0
-    for index in range(begin, bisect_left(deadlines, end + spread, begin, end_index)):
-        lost += 0.5 - 0.5 * math.erf(TAIL_QUANTILE * (deadlines[index] - end) / (spread * math.sqrt(2.0)))
+    lost, erf, apart = 0.0, math.erf, spread * _SQRT2
+    for due in deadlines[begin : bisect_left(deadlines, end + spread, begin, end_index)]:
+        lost += 0.5 - 0.5 * erf(TAIL_QUANTILE * (due - end) / apart)
     return lost
 
 

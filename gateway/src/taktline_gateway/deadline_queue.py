@@ -100,6 +100,9 @@ class DeadlineQueue:
         self._sources: dict[tuple[str, str], Ticket] = {}
         self._orders = 0
         self._spared = 0.0
+        self._earliest: Ticket | None = None
+        self._looked = False
+        """Whether it has been looked for since somebody joined or left."""
 
     @property
     def usual_share(self) -> float:
@@ -131,6 +134,7 @@ class DeadlineQueue:
         ticket.rank = 2 * ticket.priority if rank is None else rank
         self._ranks[ticket.rank].add(ticket.due, ticket.order, ticket)
         self._sources[ticket.source] = ticket
+        self._looked = False
         if ticket.share != 1.0:
             self._spared += 1.0 - ticket.share
         return older
@@ -141,6 +145,7 @@ class DeadlineQueue:
             return False
         self._ranks[ticket.rank].remove(ticket.due, ticket.order)
         del self._sources[ticket.source]
+        self._looked = False
         self._left(ticket)
         return True
 
@@ -173,6 +178,7 @@ class DeadlineQueue:
     def take(self, rank: int, position: int, tickets: Sequence[Ticket]) -> None:
         """Removes these neighbours, which stand from `position` of a rank on."""
         sources = self._sources
+        self._looked = False
         for ticket in tickets:
             del sources[ticket.source]
             self._left(ticket)
@@ -194,10 +200,9 @@ class DeadlineQueue:
         return None if entries is None else entries.tickets(len(entries) - 1, 1)[0]
 
     def earliest(self) -> Ticket | None:
-        """The ticket that is due first, over all ranks."""
-        found: tuple[float, int, Ticket] | None = None
-        for entries in self._ranks:
-            entry = entries.first()
-            if entry is not None and (found is None or entry < found):  # the order is unique
-                found = entry
-        return None if found is None else found[2]
+        """The ticket that is due first, over all ranks; a decision asks more than once."""
+        if not self._looked:
+            first = [entry for entry in map(DueList.first, self._ranks) if entry is not None]
+            self._earliest = min(first)[2] if first else None  # the order is unique
+            self._looked = True
+        return self._earliest

@@ -7,6 +7,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from operator import add
 from statistics import NormalDist
 from typing import NamedTuple
@@ -75,22 +76,27 @@ def _positions(count: int, exact: int, every: int) -> tuple[float, ...]:
 class Spreads:
     """Standard deviations of order statistics, each made when it is asked for: of many who come, few are."""
 
-    __slots__ = ("_count", "_offs", "_sigma")
+    __slots__ = ("_count", "_lefts", "_offs", "_shares", "_sigma")
 
-    def __init__(self, offs: list[tuple[float, float, float]], count: int, sigma: float) -> None:
+    def __init__(
+        self, shares: Sequence[float], offs: Sequence[float], lefts: Sequence[float], count: int, sigma: float
+    ) -> None:
         """
         Args:
-            offs: of each its plotting position among `count`, its standard normal quantile, and what is left to it.
+            shares: of each its plotting position among `count`.
+            offs: its standard normal quantile, of what is left to it.
+            lefts: how much that is.
             sigma: the standard deviation of one.
         """
-        self._offs, self._count, self._sigma = offs, count, sigma
+        self._shares, self._offs, self._lefts = shares, offs, lefts
+        self._count, self._sigma = count, sigma
 
     def __len__(self) -> int:
         return len(self._offs)
 
     def __getitem__(self, index: int) -> float:
-        share, off, left = self._offs[index]
-        density = _DENSITY * math.exp(-0.5 * off * off) / (left * self._sigma)
+        share, off = self._shares[index], self._offs[index]
+        density = _DENSITY * math.exp(-0.5 * off * off) / (self._lefts[index] * self._sigma)
         return math.sqrt(share * (1.0 - share) / (self._count + 2)) / density
 
 
@@ -175,18 +181,17 @@ class Rhythms:
         count = min(most, bisect_right(self._expected, until, first) - first)
         told = slice(first + every - 1, first + count, every)
         at, left_s = self._expected[told].tolist(), self._left[told]
-        apart_s, inv_cdf, erf, offs = sigma * _SQRT2, _inv_cdf, math.erf, []
-        for number, share in enumerate(_positions(count, min(exact, count), every)):
-            expected = at[number]
-            left = 0.5 - 0.5 * erf((now - expected) / apart_s)
-            off = inv_cdf(1.0 - (1.0 - share) * left)
-            offs.append((share, off, left))
-            when = expected + sigma * off
-            at[number] = when if when > now else now
+        apart_s, inv_cdf, erf = sigma * _SQRT2, _inv_cdf, math.erf
+        shares = _positions(count, min(exact, count), every)
+        looked = at[: len(shares)]
+        lefts = [0.5 - 0.5 * erf((now - expected) / apart_s) for expected in looked]
+        offs = [inv_cdf(1.0 - (1.0 - share) * left) for share, left in zip(shares, lefts, strict=True)]
+        moved = [expected + sigma * off for expected, off in zip(looked, offs, strict=True)]
+        at[: len(shares)] = [when if when > now else now for when in moved]
         for number in range(len(offs), bisect_left(at, now, len(offs))):
             at[number] = now
         due = list(map(add, at, left_s))
-        return Coming(at, due, Spreads(offs, count, sigma))
+        return Coming(at, due, Spreads(shares, offs, lefts, count, sigma))
 
     @property
     def spread_s(self) -> float:
