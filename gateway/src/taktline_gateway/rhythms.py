@@ -122,8 +122,9 @@ class Rhythms:
 
     def __init__(self) -> None:
         self._robots: OrderedDict[tuple[str, str], Rhythm] = OrderedDict()
-        # When each is expected, ascending, and what it has left then: flat, as many are looked at in one decision.
-        self._expected, self._left = array("d"), array("d")
+        # When each is expected, ascending, what it has left then, and when it is due: flat, as many are looked at in
+        # one decision.
+        self._expected, self._left, self._due = array("d"), array("d"), array("d")
         self._given_up: list[float] = []
         self._square = OFF_FIRST_S**2
         self._seen = OFF_FIRST
@@ -150,6 +151,7 @@ class Rhythms:
                 at += 1
             self._expected.insert(at, robot.expected)
             self._left.insert(at, budget_s)
+            self._due.insert(at, robot.expected + budget_s)
             insort(self._given_up, robot.expected + OVERDUE * robot.period_s)
         if len(self._robots) > RHYTHMS:
             self._leave(self._robots.popitem(last=False)[1])
@@ -180,7 +182,7 @@ class Rhythms:
         first = bisect_left(self._expected, now - PRESENT * sigma)
         count = min(most, bisect_right(self._expected, until, first) - first)
         told = slice(first + every - 1, first + count, every)
-        at, left_s = self._expected[told].tolist(), self._left[told]
+        at, left_s, due = self._expected[told].tolist(), self._left[told], self._due[told].tolist()
         apart_s, inv_cdf, erf = sigma * _SQRT2, _inv_cdf, math.erf
         shares = _positions(count, min(exact, count), every)
         looked = at[: len(shares)]
@@ -188,9 +190,10 @@ class Rhythms:
         offs = [inv_cdf(1.0 - (1.0 - share) * left) for share, left in zip(shares, lefts, strict=True)]
         moved = [expected + sigma * off for expected, off in zip(looked, offs, strict=True)]
         at[: len(shares)] = [when if when > now else now for when in moved]
-        for number in range(len(offs), bisect_left(at, now, len(offs))):
+        for number in range(len(shares), bisect_left(at, now, len(shares))):
             at[number] = now
-        due = list(map(add, at, left_s))
+            due[number] = now + left_s[number]
+        due[: len(shares)] = map(add, at[: len(shares)], left_s)
         return Coming(at, due, Spreads(shares, offs, lefts, count, sigma))
 
     @property
@@ -212,5 +215,5 @@ class Rhythms:
             at = bisect_left(self._expected, robot.expected)
             while self._left[at] != robot.budget_s:
                 at += 1
-            del self._expected[at], self._left[at]
+            del self._expected[at], self._left[at], self._due[at]
             del self._given_up[bisect_left(self._given_up, robot.expected + OVERDUE * robot.period_s)]
