@@ -84,6 +84,36 @@ def test_a_wait_ends_with_the_last_start_of_the_first_or_of_one_behind_it():
     assert until in [pytest.approx(due - times.median[8], abs=2e-5) for due in dues[:3]]
 
 
+SHORT_MS = {1: 5.88, 2: 9.25, 4: 11.95, 8: 17.61}
+"""Four of eight in 12.8 ms: they have to come within 0.84 ms of each other."""
+
+
+def test_all_who_are_here_are_left_behind_where_others_may_come_closer_together():
+    """A turn of 16 ms: two that are here are worth two or three, four of those who are missing are four."""
+    arrivals = bursts(8, 0.016, 0.0128, rounds=500)
+    simulation = Simulation(scheduler(max_wait_s=WAIT_S, table=SHORT_MS))
+    simulation.run(arrivals)
+    assert sum(end <= one.deadline for one, end in simulation.done.items()) > 0.448 * len(arrivals)
+
+
+def test_a_wait_for_others_than_those_who_are_here_is_looked_at_again_when_one_comes():
+    times = service_times(SHORT_MS, 8)
+    arrivals, at = waiting(sigma_s=0.002, period=0.016, budget_s=0.0128)
+    dues = came(arrivals, at - 0.0022, 2, budget_s=0.0128)
+    now, company = dues[1] - times.median[4] + 1e-5, Company(arrivals)
+    options = {"workers": 1, "in_flight": 0, "max_wait_s": WAIT_S, "price_hz": 0.0}
+
+    def until(dues, now):
+        return company.until(dues, (0, len(dues)), lambda: at - 0.0022, times, 8, begins=now, now=now, **options)
+
+    first = until(dues, now)
+    assert first is not None, "neither of the two can bear a batch of four any more"
+    with mock.patch.object(company, "_planned", return_value=None) as again:
+        assert until(dues, now + 1e-5) == first
+        assert until([*dues, now + 2e-5 + 0.0128], now + 2e-5) is None
+    assert again.call_count == 1
+
+
 def test_a_robot_that_has_left_is_waited_for_once_and_no_more():
     period = 0.029
     _, simulation = played(bursts(8, period, 0.0232, rounds=200, absent=(7,)), table=GROOT_MS)

@@ -57,7 +57,6 @@ def test_our_own_engines_are_measured_at_every_batch():
 BEYOND = {
     ("pi05", "poisson, mixed", 0.8),
     ("pi05", "poisson, mixed", 0.9),
-    ("gr00t-n1.7-h200", "8 robots in step", 0.9),
 }
 """The cases that the page names as more than three points below the schedule that knows all arrivals beforehand."""
 

@@ -17,8 +17,6 @@ PATIENT = 2.0
 """An arrival that is waited for may be late by so many standard deviations: then it is looked at again."""
 FEW = 8
 """Where no more are missing, waits for each number of them are weighed."""
-LEFT_BEHIND = 2
-"""So many of the first, at most, may be left behind by a wait that is longer than they can bear."""
 SURE = 2.5
 """An arrival is sure to come before or after an instant that is so many standard deviations off."""
 EDGE_S = 1e-5
@@ -127,9 +125,11 @@ class Company:
         A wait ends when the first of its batch could not bear it any longer. Where the last of those who are waited for
         may come before that or after it, both are weighed by their chance: the batch of all, and what those who are
         here by then come to, who go at once, all together or as many as fill a bucket. Where few are missing, the wait
-        may also be as long as the second can bear it, or the third: those before are left behind, to follow.
+        may also be as long as the second can bear it, or the third, and so on to the first of those who are missing:
+        those before are left behind, to follow. Where that is all who are here, it is looked at again when one comes.
 
-        With m plans of waits for k tickets in sight: O(m k / B) steps, m = b, or 3 `FEW` where few are missing.
+        With m plans of waits for k tickets in sight: O(m k / B) steps, m = b, or at most `FEW` (`FEW` + 1) / 2 where
+        few are missing.
         """
         share = slice(workers - 1, None, workers)
         at, coming, spread_s = self._arrivals.coming(now, latest, LOOKAHEAD, limit * workers, workers)
@@ -181,13 +181,16 @@ class Company:
             if last >= latest:
                 break
             all_due, together = after(more), here + more
-            for behind in range(min(LEFT_BEHIND, here - 1) + 1 if few else 1):
+            heads = min(here, FEW - more, together - size - 1)  # so that the batch is larger than the one now
+            for behind in range(heads + 1 if few and heads > 0 else 1):
                 ends = min(latest, all_due[behind] - median[together - behind] - EDGE_S)
                 off = (ends - last) / spread
                 open_ended = ends > now and abs(off) < SURE
                 if open_ended:
                     worth, cost = judged(all_due, behind, together, min(last, ends) - begins)
                 elif behind:
+                    if off > 0.0:
+                        break  # all of the batch are sure to come by then, and by any later end
                     continue
                 else:
                     worth, cost = judged(all_due, 0, together, last - begins, spread)
@@ -196,12 +199,15 @@ class Company:
                 if open_ended:
                     chance = 0.5 + 0.5 * math.erf(off / math.sqrt(2.0))
                     came = bisect_right(at, ends, 0, more - 1)
+                    if here + came == behind:
+                        break  # nobody of a batch has come by then
                     less, more_cost = _without(after(came), here + came, behind, ends - begins, begins, times, judged)
                     worth, cost = less + chance * (worth - less), more_cost + chance * (cost - more_cost)
                 found = -round(worth / GRAIN), cost
                 if found < best:
                     until = min(latest, last + PATIENT * spread)
-                    best, plan = found, (min(until, ends) if open_ended or ends > last else until, together)
+                    until = min(until, ends) if open_ended or ends > last else until
+                    best, plan = found, (until, together if behind < here else here + 1)
         return plan
 
 
