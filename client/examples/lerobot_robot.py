@@ -111,9 +111,10 @@ def main() -> None:
     parser.add_argument("--robot-id", default="lerobot-1")
     parser.add_argument("--task", default="pick up the cube")
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds for gateway and worker to come up")
     options = parser.parse_args()
     with taktline.Robot(options.url, options.policy, options.robot_id, jpeg_quality=95) as robot:
-        info = robot.info(wait_s=60)  # the robot may be started first
+        info = robot.info(wait_s=options.wait)  # the robot may be started first
         arm = PretendArm(info.state_dim, info.action_dim, info.cameras)
         arm.connect()
         try:

@@ -38,12 +38,13 @@ def main() -> None:
     parser.add_argument("--robot-id", default="plain-1")
     parser.add_argument("--task", default="reach the red block")
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds for gateway and worker to come up")
     parser.add_argument("--jpeg-quality", type=int, help="send JPEG instead of raw pixels (needs taktline[jpeg])")
     options = parser.parse_args()
 
     robot = taktline.Robot(options.url, options.policy, options.robot_id, jpeg_quality=options.jpeg_quality)
     with robot:
-        info = robot.info(wait_s=60)  # the robot may be started first
+        info = robot.info(wait_s=options.wait)  # the robot may be started first
         player = taktline.Player(robot.ask, info.dt_s, replan_rows=max(1, info.horizon // 2), rtc=bool(info.rtc))
         joints = np.zeros(info.state_dim)
         steps = moved = 0

@@ -75,10 +75,11 @@ def main() -> None:
     parser.add_argument("--robot-id", default="ros-1")
     parser.add_argument("--task", default="reach the red block")
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds for gateway and worker to come up")
     options = parser.parse_args()
     commands: list[Any] = []
     with taktline.Robot(options.url, options.policy, options.robot_id) as robot:
-        info = robot.info()
+        info = robot.info(wait_s=options.wait)  # the robot may be started first
         controller = ChunkController(robot, options.task, commands.append)
         began = next_tick = time.monotonic()
         while time.monotonic() - began < options.seconds:

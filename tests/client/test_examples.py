@@ -72,8 +72,13 @@ class Scene:
         self.clock = clock
         self.commanded_at: list[float] = []
         self.metrics = RobotMetrics()
+        self.waited = False
+        """Whether a worker was waited for: until then a policy has no sizes and cameras to tell."""
 
     def info(self, *, wait_s: float = 0.0) -> PolicyInfo:
+        if not wait_s and not self.waited:
+            return PolicyInfo(policy="p", family="f", revision="r", ready=False)
+        self.waited = True
         named = {"policy": "p", "family": "f", "revision": "r", "ready": True, "cameras": ("scene",)}
         return PolicyInfo(**named, state_dim=2, action_dim=2, horizon=50, dt_s=0.02)
 
@@ -118,6 +123,9 @@ def test_what_an_example_missed_in_a_stall_is_not_commanded_all_at_once(example,
     monkeypatch.setattr(sys, "argv", [str(example), "--seconds", "2"])
     module.main()
     assert len(scene.commanded_at) > 60
+    assert json.loads(capsys.readouterr().out)["moved"] > 40, (
+        "it began before its policy, and knows its cameras all the same"
+    )
     gaps = np.diff(scene.commanded_at)
     assert gaps.max() == pytest.approx(0.5)
     assert np.sort(gaps)[:-1] == pytest.approx(0.02)
@@ -131,8 +139,10 @@ def test_every_example_says_how_it_is_run():
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_without_a_gateway_says_so_in_one_line(example):
-    command = [sys.executable, str(example), "--url", "http://127.0.0.1:9"]
+    command = [sys.executable, str(example), "--url", "http://127.0.0.1:9", "--wait", "0.5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("gateway_unreachable: the gateway at http://127.0.0.1:9 cannot be reached")
+    waits, said = done.stderr.splitlines()
+    assert "waits up to 0.5 s for its gateway" in waits
+    assert said.startswith("gateway_unreachable: the gateway at http://127.0.0.1:9 cannot be reached")
     assert "Traceback" not in done.stderr

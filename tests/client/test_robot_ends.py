@@ -136,6 +136,36 @@ def test_the_first_worker_is_waited_for(tmp_path):
         stack.stop()
 
 
+@pytest.mark.parametrize("swallow", [False, True])
+def test_a_gateway_that_comes_later_is_waited_for(stack, caplog, swallow):
+    """A robot that is started before its gateway, as at the boot of a cell, must not end before it began."""
+    proxy = CutProxy(stack.url)
+    proxy.accepting, proxy.swallow = swallow, swallow
+    try:
+        with taktline.Robot(proxy.url, "scripted", "arm") as robot:
+            began = time.monotonic()
+            with pytest.raises(TaktlineError) as said:
+                robot.info(wait_s=0.7)
+            assert said.value.code is ErrorCode.GATEWAY_UNREACHABLE
+            assert time.monotonic() - began < 5.0
+            assert "waits up to 0.7 s for its gateway" in caplog.text
+
+            def comes() -> None:
+                proxy.accepting, proxy.swallow = True, False
+                proxy.cut()
+
+            threading.Timer(1.0, comes).start()
+            assert robot.info(wait_s=60.0).ready
+    finally:
+        proxy.close()
+
+
+def test_a_policy_of_another_name_is_not_waited_for(stack):
+    with taktline.Robot(stack.url, "scribbled", "arm") as robot, pytest.raises(TaktlineError) as said:
+        robot.info(wait_s=60.0)
+    assert said.value.code is ErrorCode.UNKNOWN_POLICY
+
+
 @contextlib.contextmanager
 def speaks_tls(certificate: Path, key: Path) -> Iterator[int]:
     """The port of a server that shows this certificate, and hangs up."""

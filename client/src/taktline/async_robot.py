@@ -33,6 +33,7 @@ from taktline.observing import (
     copied,
     restamped,
 )
+from taktline.ready import until_ready
 from taktline.robot_metrics import RobotMetrics
 from taktline.stream_client import StreamClient
 from taktline.stream_errors import closed, closed_meanwhile, say_what_is_safe
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 Transport = Literal["auto", "stream", "http"]
 ANSWER_TIMEOUT_S = 30.0
-ASK_READY_S = 0.5
 RELEARN_S = 10.0
 """Between questions how frames are fitted for a revision that the gateway tells nothing of, such as a candidate."""
 _logger = logging.getLogger("taktline")
@@ -228,25 +228,19 @@ class AsyncRobot:
         Until its first worker is ready a policy has no sizes to tell: they are 0 or empty.
 
         Args:
-            wait_s: waits so long for a worker to be ready; without, the answer is what is known at once.
+            wait_s: waits so long for a worker to be ready, and for the gateway itself where it cannot be reached yet,
+                which is logged; without, the answer is what is known at once.
 
         Raises:
-            TaktlineError: `worker_unavailable` where none was ready within `wait_s`.
+            TaktlineError: `worker_unavailable` where none was ready within `wait_s`, `gateway_unreachable` where none
+                answered.
         """
-        end = time.monotonic() + wait_s
-        while True:
+
+        async def ask() -> PolicyInfo:
             self._check_usable()
-            info = await self._over_http().info()
-            left_s = end - time.monotonic()
-            if info.ready or not wait_s:
-                return info
-            if left_s <= 0:
-                raise TaktlineError(
-                    ErrorCode.WORKER_UNAVAILABLE,
-                    f"no worker of policy {self.policy!r} was ready within {wait_s:g} s",
-                    "wait longer, or look at the worker's log",
-                )
-            await asyncio.sleep(min(ASK_READY_S, left_s))
+            return await self._over_http().info()
+
+        return await (until_ready(ask, self._url, self.policy, self.robot_id, wait_s) if wait_s else ask())
 
     async def connect(self) -> None:
         """Opens the stream now, rather than with the first observation. Raises TaktlineError."""
