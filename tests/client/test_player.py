@@ -497,6 +497,45 @@ def test_a_delay_beyond_the_checkpoints_training_is_left_to_the_gateway(in_fligh
         loop.player.next_action()
 
 
+@pytest.mark.parametrize("options", [{}, {"rtc": True}, {"ensemble": 0.01}, {"in_flight": 2}, {"replan_rows": 4}])
+def test_after_a_pause_nothing_is_executed_that_was_seen_before_it(caplog, options):
+    """What is left of a chunk, or comes of a question from before, is meant for a scene of half a minute ago."""
+    loop = Loop(**options)
+    loop.tick()
+    loop.robot.futures[0].set_result(chunk(range(1, 9)))
+    assert [loop.tick() for _ in range(5)] == [1, 2, 3, 4, 5]
+    before = len(loop.robot.futures)
+    assert before > 1, "an answer is under way"
+    saw_at = loop.now
+    loop.now += 30.0
+    for future in loop.robot.futures[1:]:
+        if not future.done():
+            future.set_result(chunk(range(11, 19)))
+    assert loop.player.wants_observation()
+    loop.player.observe({}, [0.0], "go", captured_at=saw_at)
+    assert len(loop.robot.futures) == before, "of frames from before it nothing is asked"
+    assert loop.tick() is None
+    assert len(loop.robot.futures) == before + 1
+    loop.robot.futures[-1].set_result(chunk(range(21, 29)))
+    assert [loop.tick() for _ in range(3)] == [21, 22, 23]
+    assert sum("paused for 30" in record.message for record in caplog.records) == 1
+    assert "executed since" not in caplog.text
+
+
+def test_a_loop_that_is_always_slow_does_not_pause(caplog):
+    """As of a simulator whose steps take longer than a whole chunk: it must move."""
+    loop = Loop()
+    moved = 0
+    for _ in range(20):
+        moved += loop.tick() is not None
+        for future in loop.robot.futures:
+            if not future.done():
+                future.set_result(chunk(range(8)))
+        loop.now += 2.0
+    assert moved > 15
+    assert sum("paused" in record.message for record in caplog.records) <= 1
+
+
 def hinted(rows, at) -> Chunk:
     return dataclasses.replace(chunk(rows), next_observation_at=at)
 

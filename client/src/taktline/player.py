@@ -23,6 +23,8 @@ from taktline.observing import Frame, State, check_number
 
 RETRY_S = 0.1
 """Pause after a refusal that names no time for a retry."""
+PAUSE_S = 1.0
+"""A shorter stall of the loop is no pause, however short the chunks are."""
 STANDING_MOST_MS = 10_000.0
 """A robot that stands waits no longer than this for an answer: what it saw is old by then."""
 # No later observation can fare better; the caller must hear of it.
@@ -84,6 +86,9 @@ class Player:
             action = player.next_action()      # None: hold still
             ...sleep until the next control period
 
+    Where that is not called for longer than a chunk lasts, and at least 1 s, what was buffered is dropped and asked for
+    anew: the scene is another one by then.
+
     Args:
         ask: `robot.ask` of a `taktline.Robot`.
         dt_s: control period; the policy's own is `robot.info().dt_s`.
@@ -141,6 +146,9 @@ class Player:
         self._asked_step: int | None = None
         self._retry_at = 0.0
         self._ticked_at: float | None = None
+        self._period_s = 0.0
+        """What the loop took from tick to tick, the last time."""
+        self._resumed_at = -math.inf
         self.stale_frames = 0
         """Observations that were not asked with: all that a chunk could say of frames so old has been executed."""
         self._stale = False
@@ -196,7 +204,7 @@ class Player:
         of the gateway, and the buffer is played on. Of cameras that were read some time ago, at `captured_at`, the
         chunk is executed from the row on that is due when it comes. Nothing is asked with frames after which the robot
         has already executed as many rows as a chunk has, as when a camera delivers no more: it comes to stand,
-        and goes on with the next new frame.
+        and goes on with the next new frame; nor, after a pause of the loop, with frames from before it.
 
         Raises:
             TaktlineError: what no later observation can avoid; before the first chunk, whatever `ask` raises at once:
@@ -207,7 +215,8 @@ class Player:
         # What is not finite is refused with what else is wrong with an observation.
         ago = max(0, round((now - seen_at) / self.buffer.dt_s)) if math.isfinite(seen_at) else 0
         mark = self.buffer.mark(ago=ago)
-        if self.last is not None and mark.moved >= self._longest:
+        before_pause = seen_at + self._longest * self.buffer.dt_s < self._resumed_at
+        if self.last is not None and (before_pause or mark.moved >= self._longest):
             self._note_stale(now - seen_at)
             return
         self._stale = False
@@ -249,7 +258,10 @@ class Player:
         Raises the TaktlineError that no later observation can avoid.
         """
         self._collect()
-        self._ticked_at = self._clock()
+        now = self._clock()
+        if self._ticked_at is not None:
+            self._period_s = now - self._ticked_at
+        self._ticked_at = now
         return self.buffer.next_action()
 
     def reset(self) -> None:
@@ -287,8 +299,28 @@ class Player:
             )
         self._stale = True
 
+    def _drop_what_a_pause_outlived(self) -> None:
+        """Where the loop has not run for longer than a chunk lasts, no row fits what the robot stands before now.
+
+        A loop that is always that slow, as a simulator's may be, does not pause.
+        """
+        now = self._clock()
+        paused_s = 0.0 if self._ticked_at is None else now - self._ticked_at
+        if not self._longest or paused_s <= max(PAUSE_S, self._longest * self.buffer.dt_s, 3 * self._period_s):
+            return
+        self._period_s = paused_s
+        if self.buffer.rows_left or self._asked:
+            _logger.warning(
+                "the control loop paused for %.1f s, longer than a chunk lasts: what was buffered or asked for is"
+                " dropped, and the robot stands until a chunk of new frames is there",
+                paused_s,
+            )
+            self.reset()
+            self._resumed_at, self._stale = now, True
+
     def _collect(self) -> None:
         """Takes what has been answered over into the buffer."""
+        self._drop_what_a_pause_outlived()
         for asked in [asked for asked in self._asked if asked.answer.done()]:
             self._asked.remove(asked)
             if asked.answer.cancelled():
