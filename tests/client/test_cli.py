@@ -198,6 +198,15 @@ def test_bench_http_says_which_file_is_missing_before_it_asks_anybody(tmp_path, 
     assert done.stderr.startswith("taktline: " + said.format(path=path))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_under_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([TAKTLINE, "version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("taktline: disk_full: the output cannot be written: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
 def test_bench_http_over_the_stream_says_why_there_is_none(stack):
     done = taktline("bench-http", "--policy", "nobody", "--stream", url=stack.url)
     assert done.returncode == 1

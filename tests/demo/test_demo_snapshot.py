@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 
-from taktline_demo.cli import app
+import pytest
+from taktline_demo.cli import app, main
 from taktline_demo.jpeg import decode_jpeg
 from taktline_protocol import TaktlineError
 from typer.testing import CliRunner
@@ -27,3 +29,14 @@ def test_snapshot_says_where_it_may_not_write(tmp_path):
     result = CliRunner().invoke(app, ["snapshot", "--out", str(tmp_path / "file")])
     assert isinstance(result.exception, TaktlineError)
     assert "--out" in result.exception.next_step
+
+
+def test_what_cannot_be_written_when_all_is_done_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["taktline-demo", "record", "--episodes", "1", "--out", str(tmp_path / "no" / "x.npz")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "config_invalid: " in (said := capsys.readouterr().err.splitlines()[-1])
+    assert "x.npz cannot be used: No such file or directory" in said

@@ -280,3 +280,11 @@ def test_logs_of_another_run_are_not_mixed_with_this_ones(policy_file: Path, tmp
     assert "has the logs of another run" in done.stderr
     assert "--logs" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_said_in_one_line(policy_file: Path, tmp_path: Path) -> None:
+    command = [TAKTLINE, "up", str(policy_file), "--port", "0", "--logs", str(policy_file / "logs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"taktline: config_invalid: {policy_file / 'logs'} cannot be used: Not a directory")
+    assert done.stderr.count("\n") == 1

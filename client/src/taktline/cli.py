@@ -44,11 +44,12 @@ def main() -> None:
         raise SystemExit(0) from None
     except Exception as error:
         # The protocol loads numpy, which `--help` can do without.
-        from taktline_protocol.errors import TaktlineError
+        from taktline_protocol.errors import TaktlineError, of_files
 
-        if not isinstance(error, TaktlineError):
+        said = of_files(error) if isinstance(error, OSError) else error
+        if not isinstance(said, TaktlineError):
             raise
-        print(f"taktline: {error}", file=sys.stderr)
+        print(f"taktline: {said}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

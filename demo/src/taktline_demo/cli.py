@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from taktline_protocol.errors import ErrorCode, TaktlineError
+from taktline_protocol.errors import ErrorCode, TaktlineError, of_files
 
 app = typer.Typer(
     help="A simulated arm, its policy, and a fleet of such arms for a Taktline gateway.",
@@ -177,6 +177,9 @@ def main() -> None:
     """Entry point: typed errors become one line on stderr and exit status 1."""
     try:
         app()
-    except TaktlineError as error:
-        print(f"taktline-demo: {error}", file=sys.stderr)
+    except (TaktlineError, OSError) as error:
+        said = of_files(error) if isinstance(error, OSError) else error
+        if said is None:
+            raise
+        print(f"taktline-demo: {said}", file=sys.stderr)
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from enum import Enum
 from typing import Literal
 
@@ -139,3 +140,18 @@ class TaktlineError(Exception):
     def http_status(self) -> int:
         """HTTP status of this error's code."""
         return HTTP_STATUS[self.code]
+
+
+def of_files(error: OSError) -> TaktlineError | None:
+    """What a person is told of a file or folder that cannot be used, or of a full disk; None for any other error."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = "the output" if error.filename is None else error.filename
+        return TaktlineError(
+            ErrorCode.DISK_FULL, f"{where} cannot be written: {reason}", "make room there, or name another place"
+        )
+    if error.filename is None:
+        return None
+    return TaktlineError(
+        ErrorCode.CONFIG_INVALID, f"{error.filename} cannot be used: {reason}", "check that path and the rights to it"
+    )
