@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -244,3 +246,19 @@ def test_an_async_robot_that_is_dropped_says_so_and_its_connection_ends(stack, t
                 await asyncio.sleep(0.05)
 
     asyncio.run(scene())
+
+
+def test_an_event_loop_that_ends_before_its_robot_is_closed_opens_no_other_connection(stack):
+    """`asyncio.run` cancelled the stream's tasks, whose end opened a connection that nobody was left to close."""
+    program = f"""
+import asyncio, numpy as np, taktline
+
+async def scene():
+    robot = taktline.AsyncRobot({stack.url!r}, "scripted", "left-open")
+    frame = np.zeros((8, 8, 3), np.uint8)
+    await robot.act({{"front": frame, "wrist": frame}}, [0.0] * 6, "go", 20_000.0)
+
+asyncio.run(scene())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -81,8 +81,6 @@ class StreamClient:
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ----- asking
-
     async def ask(
         self, observation: Observation, frames: Mapping[str, NamedFrame], timeout_s: float
     ) -> tuple[ActionChunk, Observation, float, float]:
@@ -251,10 +249,12 @@ class StreamClient:
     async def _read(self, link: Link) -> None:
         link.listen(partial(self._came, link))
         try:
-            while True:  # what came before now without a turn of the loop between, and so in order
-                self._came(link, await link.receive())
-        except (ConnectionClosed, OSError):
-            pass
+            with contextlib.suppress(ConnectionClosed, OSError):
+                while True:  # what came before now without a turn of the loop between, and so in order
+                    self._came(link, await link.receive())
+        except asyncio.CancelledError:  # the event loop ends, where the robot was not closed: it needs no other one
+            self._connector.close()
+            raise
         except TaktlineError as error:
             # Not a gateway, or one of another make: nothing that follows can be trusted.
             self._connector.failure = error
