@@ -116,6 +116,24 @@ def test_a_robot_that_is_shed_is_told_what_is_safe(stack, transport):
         assert nobody.value.safe_action == ("continue" if transport == "http" else "hold")
 
 
+@pytest.mark.parametrize("transport", ["stream", "http"])
+def test_a_wait_that_the_robots_own_timeout_ended_names_it(transport, stack):
+    """The gateway may have been at work all the time, as at a long plan: to look for a dead one leads nowhere."""
+    proxy = CutProxy(stack.url)
+    proxy.swallow = True
+    try:
+        with taktline.Robot(proxy.url, "scripted", "arm", transport=transport, answer_timeout_s=0.5) as robot:
+            with pytest.raises(TaktlineError) as said:
+                robot.act(IMAGES, STATE, "go", BUDGET_MS)
+            assert "answer_timeout_s is 0.5 s" in said.value.next_step
+        with taktline.Robot(proxy.url, "scripted", "arm", transport=transport) as robot:
+            with pytest.raises(TaktlineError) as said:
+                robot.act(IMAGES, STATE, "go", 100.0)
+            assert "answer_timeout_s" not in said.value.next_step
+    finally:
+        proxy.close()
+
+
 def test_the_first_worker_is_waited_for(tmp_path):
     """A robot that is started before its policy finds sizes of nothing, unless it waits."""
     stack = Stack(tmp_path)

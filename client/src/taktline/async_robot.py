@@ -180,7 +180,7 @@ class AsyncRobot:
         except TaktlineError as error:
             if self._closed and error.code is ErrorCode.GATEWAY_UNREACHABLE:
                 error = closed_meanwhile()
-            say_what_is_safe(error, budget_ms, asked_at)
+            say_what_is_safe(error, budget_ms, asked_at, self._timeout_s)
             self.metrics.errors[error.code.value] += 1
             raise error from error.__cause__
         if self._fits:

@@ -57,8 +57,15 @@ def overtaken(newest: int) -> TaktlineError:
 _SHED = (ErrorCode.GATEWAY_UNREACHABLE, ErrorCode.OVERLOADED, ErrorCode.DEADLINE_EXPIRED)
 
 
-def say_what_is_safe(error: TaktlineError, budget_ms: float, asked_at: float) -> None:
-    """Adds to an error of the robot's own end what a gateway says with its refusals, by what is left of the budget."""
+def say_what_is_safe(error: TaktlineError, budget_ms: float, asked_at: float, timeout_s: float) -> None:
+    """Adds to an error of the robot's own end what a gateway says with its refusals, by what is left of the budget.
+
+    Also that it was the robot's own `timeout_s` that ended the wait, where the budget had time left.
+    """
     if error.safe_action is None and error.code in _SHED:
         left_ms = round(budget_ms - 1e3 * (time.monotonic() - asked_at), 1)
+        if error.code is ErrorCode.GATEWAY_UNREACHABLE and 0.0 < left_ms <= budget_ms - 1e3 * timeout_s:
+            error.next_step += (
+                f"; this robot's answer_timeout_s is {timeout_s:g} s: give it more where the policy takes longer"
+            )
         error.safe_action, error.buffer_ms = ("continue", left_ms) if left_ms > 0 else ("hold", 0.0)
