@@ -148,6 +148,12 @@ async def test_nothing_is_routed_before_all_policies_are_known(make: Any) -> Non
     assert ("ConfigMap", "taktline-system", "taktline-routes") not in api.objects
 
 
+def told(api: Any) -> dict[str, tuple[str, str, str]]:
+    """The conditions of the policy, by type."""
+    conditions = api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"]
+    return {found["type"]: (found["status"], found["reason"], found["message"]) for found in conditions}
+
+
 async def test_a_stored_spec_that_no_longer_fits_keeps_serving_and_says_so(make: Any) -> None:
     api = make.Api(make.body(), make.pod("p"))
     await settle(controller_of(make, api), KEY)
@@ -179,9 +185,26 @@ async def test_an_edit_that_is_refused_takes_no_robot_its_policy(make: Any, rest
     accepted = api.objects["PolicyDeployment", "line-1", "reach"]["status"]["conditions"][0]
     assert (accepted["status"], accepted["reason"], accepted["observedGeneration"]) == ("False", "InvalidSpec", 2)
     assert table(api) == {"reach": ["10.0.0.1:50051"]}
+    assert told(api)["Available"][:2] == ("True", "WorkersReady")
     api.objects["Pod", "line-1", "p"]["metadata"]["deletionTimestamp"] = make.now
     await settle(controller, KEY)
     assert table(api) == {"reach": []}
+    status = api.objects["PolicyDeployment", "line-1", "reach"]["status"]
+    available = told(api)["Available"]
+    assert available == (
+        "False", "NoReadyWorker", "0 of 1 workers serve; the Accepted condition says what to correct first"
+    )  # fmt: skip
+    assert (status["readyReplicas"], status["endpoints"], status["pools"][0]["ready"]) == (0, [], 0)
+    ended = {"exitCode": 2, "reason": "Error", "message": "taktline-worker: no model.safetensors"}
+    container = {"name": "worker", "ready": False, "state": {"terminated": ended}}
+    api.objects["Pod", "line-1", "q"] = make.pod("q", ready=False, containerStatuses=[container])
+    await settle(controller, KEY)
+    assert told(api)["Degraded"][:2] == ("True", "CrashLoopBackOff")
+    assert "no model.safetensors" in told(api)["Degraded"][2]
+    api.objects["Pod", "line-1", "q"] = make.pod("q")
+    await settle(controller, KEY)
+    assert told(api)["Available"][:2] == ("True", "WorkersReady")
+    assert told(api)["Degraded"][:2] == ("False", "AsExpected")
     del api.objects["PolicyDeployment", "line-1", "reach"]
     await settle(controller, KEY)
     assert table(api) == {}
@@ -223,8 +246,9 @@ async def test_of_two_policies_with_one_name_the_older_is_served_until_it_goes(m
     api = make.Api(make.body(), younger, make.pod("p"))
     controller = controller_of(make, api)
     await settle(controller, KEY, ("line-2", "reach"))
-    refused = api.objects["PolicyDeployment", "line-2", "reach"]["status"]["conditions"][0]
+    refused, available = api.objects["PolicyDeployment", "line-2", "reach"]["status"]["conditions"]
     assert refused["reason"] == "PolicyNameTaken"
+    assert (available["type"], available["status"]) == ("Available", "False"), "the alert on it asks for this series"
     assert ("Deployment", "line-2", "reach-cpu") not in api.objects
     del api.objects["PolicyDeployment", "line-1", "reach"]
     await controller.handle(KEY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from taktline_operator import events, faults, status
+from taktline_operator import events, faults, routing, status
 
 Json = dict[str, Any]
 
@@ -231,7 +231,9 @@ def test_a_refusal_keeps_the_rest_of_the_status(make: Any) -> None:
         "currentRevision": "a",
         "conditions": list(conditions_of(make, make.body(), [make.pod("p")], make.now).values()),
     }
-    after = status.refused(make.body() | {"status": before}, 3, "InvalidSpec", "why", make.later)
+    pods = [make.pod("p")]
+    route = routing.route(make.policy(), pods)
+    after = status.refused(make.body() | {"status": before}, 3, "InvalidSpec", "why", make.later, pods, route)
     assert after["currentRevision"] == "a"
     assert [(c["type"], c["status"]) for c in after["conditions"]][:2] == [("Accepted", "False"), ("Available", "True")]
 

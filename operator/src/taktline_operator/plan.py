@@ -96,6 +96,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         demand: what robots ask for; None where it is not known, or nothing scales by it.
         tables: T_sync by pool, as the gateways measure it.
         name_owner: the (namespace, name) that owns this policy name at the gateway; None when it is this one.
+        routed: the route that it has now; None where it has none.
         absent: objects that the spec names and that do not exist.
         node_labels: labels of every node; None where they are not known.
         node_gpus: nodes that have GPUs.
@@ -116,6 +117,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     demand: Demand | None = None
     tables: Mapping[str, Sequence[BucketTime]] = {}
     name_owner: tuple[str, str] | None = None
+    routed: Route | None = None
     absent: frozenset[advice.Referred] = frozenset()
     node_labels: Sequence[Mapping[str, str]] | None = None
     node_gpus: Sequence[meshes.NodeGpus] = ()
@@ -139,7 +141,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         status_changed: whether `status` differs from the live one.
         again_s: when to look again though nothing happens in the cluster; None for never.
         route: this policy's part of the routing table; None when it must not be served.
-        refused: whether it cannot be served as it is written: what runs stays, and with it the route that it had.
     """
 
     desired: tuple[Json, ...] = ()
@@ -150,7 +151,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     status: Json
     status_changed: bool
     route: Route | None = None
-    refused: bool = False
     again_s: float | None = None
 
 
@@ -215,16 +215,16 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     said = advice.review(policy, around)
     if said.refusals:
         message = "; ".join(refusal.message for refusal in said.refusals)
-        return _refusal(policy, observed, said.refusals[0].reason, message)
+        return refuse(observed, said.refusals[0].reason, message)
     unfit = integrations.refusal(policy, observed.kinds, observed.pods)
     if unfit is not None:
-        return _refusal(policy, observed, *unfit)
+        return refuse(observed, *unfit)
     unmountable = delivery_status.image_volumes_refusal(policy, observed.version)
     if unmountable is not None:
-        return _refusal(policy, observed, *unmountable)
+        return refuse(observed, *unmountable)
     unclaimable = meshes.claims_refusal(policy, observed.version)
     if unclaimable is not None:
-        return _refusal(policy, observed, *unclaimable)
+        return refuse(observed, *unclaimable)
     policy = msgspec.structs.replace(policy, tls=settings.worker_tls, kernel_cache=settings.kernel_cache)
     if settings.model_cache and not policy.spec.delivery.cache.shared:
         policy = policy.with_cache(settings.model_cache)
@@ -264,7 +264,7 @@ def plan(policy: PolicyDeployment, observed: Observed, settings: Settings) -> Pl
     if foreign:
         names = ", ".join(f"{ref.kind} {ref.name}" for ref in foreign)
         message = f"{names} exists and is not this PolicyDeployment's; rename or delete one of the two"
-        return _refusal(policy, observed, "ObjectConflict", message)
+        return refuse(observed, "ObjectConflict", message)
 
     leaving = {line.name for line in lines.candidate if not lines.finishing}
     deployments = [c for ref, c in observed.children.items() if ref.kind == "Deployment" and ref.name not in leaving]
@@ -356,10 +356,14 @@ def _count(line: Line, workers: Sequence[Json], settings: Settings, gang: Gang |
     )
 
 
-def refuse(live: Json, reason: str, message: str, now: str) -> Plan:
-    """The plan for a PolicyDeployment that cannot be served: say so, and touch nothing that runs."""
-    new_status = status.refused(live, live["metadata"].get("generation", 1), reason, message, now)
-    return Plan(status=new_status, status_changed=new_status != live.get("status"), refused=True)
+def refuse(observed: Observed, reason: str, message: str) -> Plan:
+    """The plan for what cannot be served as it is written: say so, touch nothing that runs, keep its route."""
+    live, pods = observed.live, observed.pods
+    workers = group_pods.leaders(pods, ray_services.serving_clusters(observed.children.values()))
+    route = routing.kept(observed.routed, workers)
+    generation = live["metadata"].get("generation", 1)
+    new_status = status.refused(live, generation, reason, message, observed.now, pods, route)
+    return Plan(status=new_status, status_changed=new_status != live.get("status"), route=route)
 
 
 def _removals(observed: Observed, hung: Sequence[Removal]) -> tuple[Removal, ...]:
@@ -392,7 +396,3 @@ def _earliest(policy: PolicyDeployment, observed: Observed, rolling: bool, *othe
         kueue.LOOK_S if observed.queue is not None and observed.queue.state == "unknown" else None,
     )
     return min((found for found in (*looks, *others) if found is not None), default=None)
-
-
-def _refusal(policy: PolicyDeployment, observed: Observed, reason: str, message: str) -> Plan:
-    return refuse(observed.live, reason, message, observed.now)

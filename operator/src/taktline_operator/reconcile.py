@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from taktline_operator import (
     carrying_out,
     diff,
     discovery,
-    group_pods,
     healing,
     integrations,
     kueue,
@@ -212,23 +211,26 @@ class Controller:
         try:
             policy = self._parse(live)
         except TaktlineError as error:
-            result = refuse(live, "InvalidSpec", f"{error.message} ({error.next_step})", self._clock())
             pods = await self._api.list("Pod", namespace, naming.selector_text(naming.worker_selector(name)))
             ray = ray_services.KIND in (self._kinds_in(namespace) or ())
             services = await self._api.list(ray_services.KIND, namespace, naming.own_selector(name)) if ray else []
-            route = self._kept_route(key, pods, services)
+            observed = Observed(
+                live=live,
+                now=self._clock(),
+                children={ref_of(service): service for service in services},
+                pods=pods,
+                routed=self._routed(key),
+            )
+            result = refuse(observed, "InvalidSpec", f"{error.message} ({error.next_step})")
         else:
             observed = await self._observe(policy, live)
             result = plan(policy, observed, self._settings)
-            route = result.route
-            if result.refused and observed.name_owner is None:
-                route = self._kept_route(key, observed.pods, observed.children.values())
             self._sized.pop(key, None)
             if policy.spec.scaling is not None or policy.spec.placement.mode != "Ordered":
                 self._sized[key] = (policy, observed)
         # The route first: a pod that leaves should leave the table before anything else takes time.
-        if key not in self._routes or self._routes[key] != route:
-            self._routes[key] = route
+        if key not in self._routes or self._routes[key] != result.route:
+            self._routes[key] = result.route
             self.queue.add(ROUTES, 0.0)
         self._asked_at -= TIMES_S * sizing.is_other_revision(live, result.status)  # others have other times
         self.statuses[key] = {"metadata": live["metadata"], "status": result.status}
@@ -236,18 +238,9 @@ class Controller:
         if result.again_s is not None:
             self.queue.add(key, result.again_s)
 
-    def _kept_route(self, key: Key, pods: Sequence[Json], children: Iterable[Json]) -> Route | None:
-        """What a refused policy keeps: the route that it had, to those of its workers that serve now."""
-        known = self._routes.get(key) or self._table.get(key[1])
-        if known is None:
-            return None
-        found = routing.targets(group_pods.leaders(pods, ray_services.serving_clusters(children)))
-        trying = known.candidate
-        if trying is None:
-            return msgspec.structs.replace(known, targets=found)
-        candidate = msgspec.structs.replace(trying, targets=tuple(one for one in trying.targets if one in found))
-        serving = tuple(one for one in found if one not in trying.targets)
-        return msgspec.structs.replace(known, targets=serving, candidate=candidate)
+    def _routed(self, key: Key) -> Route | None:
+        """The route that a policy has now."""
+        return self._routes.get(key) or self._table.get(key[1])
 
     def _parse(self, live: Json) -> spec.PolicyDeployment:
         """Parse once per generation: the CEL rules are the slow part."""
@@ -297,6 +290,7 @@ class Controller:
             demand=self._demand.of(policy.name, self._monotonic()),
             tables=self._demand.times(policy.name),
             name_owner=None if owner == policy.key else owner,
+            routed=self._routed(policy.key) if owner == policy.key else None,
             absent=await self._existence.absent(policy),
             node_labels=self._node_labels,
             monitoring=monitoring,

@@ -71,6 +71,23 @@ def route(
     )
 
 
+def kept(known: Route | None, workers: Iterable[Json]) -> Route | None:
+    """What a refused policy keeps: the route that it had, to those of its workers that serve now.
+
+    Args:
+        known: the route that it had; None where it had none.
+    """
+    if known is None:
+        return None
+    found = targets(workers)
+    trying = known.candidate
+    if trying is None:
+        return msgspec.structs.replace(known, targets=found)
+    candidate = msgspec.structs.replace(trying, targets=tuple(one for one in trying.targets if one in found))
+    serving = tuple(one for one in found if one not in trying.targets)
+    return msgspec.structs.replace(known, targets=serving, candidate=candidate)
+
+
 def table(routes: Iterable[Route]) -> RoutingTable:
     """The routing table, ordered by policy so that equal content has equal bytes."""
     return RoutingTable(routes=tuple(sorted(routes, key=lambda found: found.policy)))

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
+from taktline_protocol.deployment import Route
 
 from taktline_operator import faults, kueue, naming, routing
 from taktline_operator.rollout import seconds_between
@@ -45,15 +46,57 @@ def conditions(
     return result
 
 
-def refused(live: Json, generation: int, reason: str, message: str, now: str) -> Json:
-    """Status of a PolicyDeployment that cannot be served: Accepted is False, the rest stays as last observed."""
+def refused(
+    live: Json,
+    generation: int,
+    reason: str,
+    message: str,
+    now: str,
+    pods: Sequence[Json] = (),
+    route: Route | None = None,
+) -> Json:
+    """Status of a PolicyDeployment that cannot be served as it is written, but of its workers as they are now.
+
+    Args:
+        pods: its worker pods, with all those of groups.
+        route: the route that it keeps; None where robots reach no worker of it.
+    """
     previous = live.get("status", {})
-    kept = {c["type"]: (c["status"], c["reason"], c["message"]) for c in previous.get("conditions", [])}
-    wanted = {"Accepted": ("False", reason, message)} | {k: v for k, v in kept.items() if k != "Accepted"}
+    wanted = {"Accepted": ("False", reason, message)}
+    wanted |= {
+        c["type"]: (c["status"], c["reason"], c["message"])
+        for c in previous.get("conditions", [])
+        if c["type"] != "Accepted"
+    }
+    serving = route.targets if route is not None else ()
+    desired = previous.get("replicas", 0)
+    counts = f"{len(serving)} of {desired} workers serve"
+    if serving:
+        wanted["Available"] = ("True", "WorkersReady", counts)
+    elif wanted.get("Available", ("", "", ""))[1] != "ScaledToZero":
+        wanted["Available"] = ("False", "NoReadyWorker", f"{counts}; the Accepted condition says what to correct first")
+    found = faults.find(pods, ()) if len(serving) < desired else []
+    taken_back = previous.get("rollout", {}).get("phase") in ("RollingBack", "RolledBack")
+    if found:
+        wanted["Degraded"] = _degraded(found)
+    elif len(serving) >= desired > 0 and not taken_back:
+        wanted["Degraded"] = ("False", "AsExpected", "no worker fails")
+    pools = [
+        pool | {"ready": sum(target.pool == pool["name"] for target in serving)} for pool in previous.get("pools", [])
+    ]
     return dict(previous) | {
         "observedGeneration": generation,
         "conditions": conditions(previous.get("conditions", []), wanted, generation, now),
+        "readyReplicas": len(serving),
+        "endpoints": [target.address for target in serving],
+        "pools": pools,
     }
+
+
+def _degraded(found: Sequence[faults.Fault]) -> tuple[str, str, str]:
+    """The condition of workers that fail: the first fault, and how many more there are."""
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return "True", found[0].reason, found[0].message + more
 
 
 def is_true(wanted: Json, kind: str) -> bool:
@@ -171,8 +214,7 @@ def observed(
         progressing = ("True", "RollingOut", message)
 
     if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        degraded = ("True", found[0].reason, found[0].message + more)
+        degraded = _degraded(found)
     elif stalled:
         degraded = ("True", "Stalled", stalled)
     else:
