@@ -76,3 +76,24 @@ def test_a_command_of_a_page_finds_its_objects_whatever_namespace_the_shell_is_i
             re.search(rf"\b(get|describe|top|cordon|drain|label) {word}|{word}", command) for word in CLUSTER_SCOPED
         ):
             assert re.search(r" (-n|--namespace) \S+| (-A|--all-namespaces)\b", command), command
+
+
+GUIDES = {path.name: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+
+
+@pytest.mark.parametrize("name", sorted(GUIDES))
+def test_a_log_command_reads_every_pod_and_every_line_that_it_is_about(name):
+    """kubectl reads one pod of a Deployment, the last ten lines where a label chooses, and with --previous up to a pod
+    that has not restarted."""
+    for command in re.findall(r"kubectl [^`|#\n]*\blogs\b[^`|#\n]*", GUIDES[name]):
+        assert not re.search(r"\bdeploy(ment)?/", command), command
+        if " -l " in command:
+            assert "--tail=" in command, command
+            assert "--previous" not in command, command
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_asks_for_no_pool_that_its_alert_does_not_name(name):
+    commands = re.findall(r"```\n(.*?)```", PAGES[name], re.DOTALL)
+    if any("POOL" in found for found in commands):
+        assert "pool" in ALERTS[name]["labels"] or re.search(r"by \([^)]*\bpool\b", ALERTS[name]["expr"])
