@@ -178,6 +178,26 @@ async def test_the_old_spec_ends_the_matter(cluster: Cluster) -> None:
     assert cluster.deployments() == {"reach-cpu": 4}
 
 
+async def test_an_edit_that_is_refused_during_a_trial_says_that_nobody_judges_the_candidate(cluster: Cluster) -> None:
+    cluster.edit(model=B)
+    await cluster.run(400)
+    assert cluster.rollout["phase"] == "Shifting"
+    route = cluster.route()
+    cluster.edit(pools=[POOLS[0] | {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}])
+    await cluster.run(60)
+    assert cluster.route() == route, "robots stay where they are"
+    assert cluster.condition("Available")[0] == "True"
+    for kind, value in (("Progressing", "False"), ("Degraded", "True")):
+        status, reason, message = cluster.condition(kind)
+        assert (status, reason) == (value, "Stalled")
+        assert "trial of revision b stands still" in message
+    cluster.edit(pools=POOLS)
+    await cluster.run(20)
+    assert cluster.condition("Degraded")[0] == "False"
+    await cluster.run(1500)
+    assert cluster.live["status"]["currentRevision"] == "b"
+
+
 async def test_an_edit_during_a_trial_replaces_the_candidate(cluster: Cluster) -> None:
     cluster.edit(model=B)
     await cluster.run(120)

@@ -76,9 +76,16 @@ def refused(
     elif wanted.get("Available", ("", "", ""))[1] != "ScaledToZero":
         wanted["Available"] = ("False", "NoReadyWorker", f"{counts}; the Accepted condition says what to correct first")
     found = faults.find(pods, ()) if len(serving) < desired else []
-    taken_back = previous.get("rollout", {}).get("phase") in ("RollingBack", "RolledBack")
+    rollout = previous.get("rollout", {})
+    taken_back = rollout.get("phase") in ("RollingBack", "RolledBack")
+    if rollout.get("candidate"):
+        name = previous.get("candidateRevision") or f"with hash {rollout['candidate']}"
+        still = f"the trial of revision {name} stands still, and nobody judges it, until the spec is accepted"
+        wanted["Progressing"] = ("False", "Stalled", f"{still}: correct it, or apply the one before")
     if found:
         wanted["Degraded"] = _degraded(found)
+    elif rollout.get("candidate") and not taken_back:
+        wanted["Degraded"] = ("True", *wanted["Progressing"][1:])
     elif len(serving) >= desired > 0 and not taken_back:
         wanted["Degraded"] = ("False", "AsExpected", "no worker fails")
     pools = [
