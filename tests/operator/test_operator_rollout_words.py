@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from taktline_operator import judgement, rollout_command
 from taktline_operator.spec import Rollout
+from taktline_protocol.errors import TaktlineError
 from taktline_protocol.measurements import Trial
 
 Json = dict[str, Any]
@@ -33,6 +34,12 @@ def live(phase: str, **status: Any) -> Json:
 )
 def test_each_word_says_what_it_brings_about(word: str, sentence: str) -> None:
     assert rollout_command.said(word, live("Shadow")) == f"reach: {sentence}"
+
+
+def test_a_word_that_changes_nothing_as_the_spec_is_refused_is_not_said_to() -> None:
+    accepted = {"type": "Accepted", "status": "False", "reason": "InvalidSpec", "message": "pool cpu: too little"}
+    with pytest.raises(TaktlineError, match="stands still: pool cpu: too little"):
+        rollout_command.said("abort", live("Shifting", conditions=[accepted]))
 
 
 def test_a_candidate_without_a_name_is_called_by_its_hash() -> None:

@@ -192,8 +192,19 @@ def _ended(live: Json) -> bool:
 
 
 def said(word: str, live: Json) -> str:
-    """What a word to the rollout of a policy brings about, in one line."""
+    """What a word to the rollout of a policy brings about, in one line.
+
+    Raises:
+        TaktlineError: CONFIG_INVALID; nothing, as the spec is not accepted.
+    """
     status, metadata = live.get("status", {}), live["metadata"]
+    accepted: Json = next((c for c in status.get("conditions", []) if c["type"] == "Accepted"), {})
+    if accepted.get("status") == "False":
+        raise TaktlineError(
+            ErrorCode.CONFIG_INVALID,
+            f"the spec of {metadata['name']} is not accepted, so its rollout stands still: {accepted['message']}",
+            "correct the spec, or apply the one before, then say it again",
+        )
     rollout = status.get("rollout", {})
     candidate = f"candidate {status.get('candidateRevision') or rollout.get('candidate', '')}"
     after = {
@@ -224,10 +235,11 @@ async def _say(word: str, name: str, namespace: str, kubeconfig: Path | None) ->
         if word == "resume" and not rollout.get("paused"):
             typer.echo(f"{name} is not paused")
             return
+        brings = said(word, live)
         # The time makes a word that is said twice another one.
         text = f"{word} {subject} {rollout.get('since', '')}".strip()
         await cluster.api.annotate("PolicyDeployment", cluster.namespace, name, {naming.ANNOTATION_ROLLOUT: text})
-        typer.echo(said(word, live))
+        typer.echo(brings)
 
 
 class _Cluster:
