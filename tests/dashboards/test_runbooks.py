@@ -97,3 +97,12 @@ def test_a_page_asks_for_no_pool_that_its_alert_does_not_name(name):
     commands = re.findall(r"```\n(.*?)```", PAGES[name], re.DOTALL)
     if any("POOL" in found for found in commands):
         assert "pool" in ALERTS[name]["labels"] or re.search(r"by \([^)]*\bpool\b", ALERTS[name]["expr"])
+
+
+@pytest.mark.parametrize("name", sorted(GUIDES))
+def test_a_command_shows_what_it_is_run_for(name):
+    for line in re.findall(r"kubectl [^`\n]+", GUIDES[name]):
+        assert " get events" not in line, f"sorted by name: the last lines are not the latest; {line}"
+        assert not re.search(r"get pods.*\| grep", line), f"workers are named after their policy, not after us; {line}"
+        if "debug node/" in line:
+            assert "--profile=sysadmin" in line, f"any other pod may open no GPU, nor the kernel's log; {line}"
