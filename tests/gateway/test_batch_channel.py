@@ -601,6 +601,22 @@ def test_a_worker_whose_times_are_none_is_not_used(median_ms, p99_ms, batch, usa
     run(body)
 
 
+def test_a_worker_that_is_never_reached_is_told_of_with_the_reason(monkeypatch, caplog):
+    """Its watch waits for a connection for ever: without this line no log says why ready pods get nothing."""
+    monkeypatch.setattr(worker_link, "UNREACHED_S", 0.05)
+
+    async def body():
+        link = WorkerLink("p", Target(address="127.0.0.1:1"), lambda _: None, lambda _: None)
+        link.start()
+        assert link._teller is not None
+        await asyncio.wait_for(link._teller, 20)
+        await link.close()
+
+    run(body)
+    (told,) = [record for record in caplog.records if record.msg == "worker_unreachable"]
+    assert "refused" in json.dumps(told.__dict__, default=str)
+
+
 def test_a_fault_does_not_end_the_watch_of_a_worker(monkeypatch, caplog):
     """What an Info or a listener does not expect: the worker is taken for gone, and looked at again."""
     monkeypatch.setattr(worker_link, "FAULT_RETRY_S", 0.01)
@@ -629,7 +645,8 @@ def test_a_fault_does_not_end_the_watch_of_a_worker(monkeypatch, caplog):
         await link.close()
 
     run(body)
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, RuntimeError]
+    ours = [record for record in caplog.records if record.name == worker_link.__name__]  # gRPC's loops are others'
+    assert [record.exc_info[0] for record in ours if record.exc_info] == [ValueError, RuntimeError]
 
 
 def test_a_fault_while_a_worker_is_taken_down_does_not_end_its_watch_either(monkeypatch):

@@ -30,6 +30,8 @@ RETRY_S = 0.25
 FAULT_RETRY_S = 5.0
 """How often a worker is looked at again whose watch a fault has ended: each one is logged."""
 LOOK_TIMEOUT_S = 1.0
+UNREACHED_S = 10.0
+"""How long a worker of the routing table may be no use to this gateway before its log says why."""
 RECONNECT_S = 1.0
 """How often a batch port that was lost or cannot be reached is tried again."""
 RENEWED_GRACE_S = 30.0
@@ -61,6 +63,8 @@ class WorkerLink:
         self._on_down = on_down
         self._tls = tls
         self._watcher: asyncio.Task[None] | None = None
+        self._teller: asyncio.Task[None] | None = None
+        self._why = ""
         self._batches: BatchChannel | None = None
         self._batch_port: tuple[str, int, bytes] | None = None
         self._connector: asyncio.Task[None] | None = None
@@ -93,11 +97,13 @@ class WorkerLink:
     def start(self) -> None:
         """Begins watching; needs a running event loop."""
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {self.name}")
+        if self._teller is None:
+            self._teller = asyncio.create_task(self._tell_unreached(), name=f"tell of {self.name}")
 
     async def close(self) -> None:
         """Stops watching and closes the channel; a batch in flight is cancelled."""
         self._forget_tls()
-        for task in (self._watcher, self._connector):
+        for task in (self._watcher, self._teller, self._connector):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -239,12 +245,28 @@ class WorkerLink:
         if not self.up:
             self.up = True
             self.failures = 0
+            if self._teller is not None:
+                self._teller.cancel()
             log(_logger, logging.INFO, "worker_up", policy=self.policy, worker=self.name, revision=info.revision)
             self._on_up(self)
 
+    async def _tell_unreached(self) -> None:
+        """Says what keeps a worker from serving here: its watch waits for a connection without a word."""
+        await asyncio.sleep(UNREACHED_S)
+        reason = self._why
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(service=""), timeout=LOOK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+        log(_logger, logging.WARNING, "worker_unreachable", policy=self.policy, worker=self.name, reason=reason[:400])
+
     def _go_down(self, reason: str) -> None:
+        self._why = reason
         if self.up:
             self.up = False
+            if self._teller is not None:
+                self._teller.cancel()
+            self._teller = asyncio.create_task(self._tell_unreached(), name=f"tell of {self.name}")
             log(_logger, logging.WARNING, "worker_down", policy=self.policy, worker=self.name, reason=reason)
             self._on_down(self)
 
