@@ -7,7 +7,6 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
 from operator import add
 from statistics import NormalDist
 from typing import NamedTuple
@@ -76,27 +75,22 @@ def _positions(count: int, exact: int, every: int) -> tuple[float, ...]:
 class Spreads:
     """Standard deviations of order statistics, each made when it is asked for: of many who come, few are."""
 
-    __slots__ = ("_count", "_lefts", "_offs", "_shares", "_sigma")
+    __slots__ = ("_count", "_offs", "_sigma")
 
-    def __init__(
-        self, shares: Sequence[float], offs: Sequence[float], lefts: Sequence[float], count: int, sigma: float
-    ) -> None:
+    def __init__(self, offs: list[tuple[float, float, float]], count: int, sigma: float) -> None:
         """
         Args:
-            shares: of each its plotting position among `count`.
-            offs: its standard normal quantile, of what is left to it.
-            lefts: how much that is.
+            offs: of each its plotting position among `count`, its standard normal quantile, and what is left to it.
             sigma: the standard deviation of one.
         """
-        self._shares, self._offs, self._lefts = shares, offs, lefts
-        self._count, self._sigma = count, sigma
+        self._offs, self._count, self._sigma = offs, count, sigma
 
     def __len__(self) -> int:
         return len(self._offs)
 
     def __getitem__(self, index: int) -> float:
-        share, off = self._shares[index], self._offs[index]
-        density = _DENSITY * math.exp(-0.5 * off * off) / (self._lefts[index] * self._sigma)
+        share, off, left = self._offs[index]
+        density = _DENSITY * math.exp(-0.5 * off * off) / (left * self._sigma)
         return math.sqrt(share * (1.0 - share) / (self._count + 2)) / density
 
 
@@ -122,9 +116,8 @@ class Rhythms:
 
     def __init__(self) -> None:
         self._robots: OrderedDict[tuple[str, str], Rhythm] = OrderedDict()
-        # When each is expected, ascending, what it has left then, and when it is due: flat, as many are looked at in
-        # one decision.
-        self._expected, self._left, self._due = array("d"), array("d"), array("d")
+        # When each is expected, ascending, and what it has left then: flat, as many are looked at in one decision.
+        self._expected, self._left = array("d"), array("d")
         self._given_up: list[float] = []
         self._square = OFF_FIRST_S**2
         self._seen = OFF_FIRST
@@ -151,7 +144,6 @@ class Rhythms:
                 at += 1
             self._expected.insert(at, robot.expected)
             self._left.insert(at, budget_s)
-            self._due.insert(at, robot.expected + budget_s)
             insort(self._given_up, robot.expected + OVERDUE * robot.period_s)
         if len(self._robots) > RHYTHMS:
             self._leave(self._robots.popitem(last=False)[1])
@@ -182,19 +174,19 @@ class Rhythms:
         first = bisect_left(self._expected, now - PRESENT * sigma)
         count = min(most, bisect_right(self._expected, until, first) - first)
         told = slice(first + every - 1, first + count, every)
-        at, left_s, due = self._expected[told].tolist(), self._left[told], self._due[told].tolist()
-        apart_s, inv_cdf, erf = sigma * _SQRT2, _inv_cdf, math.erf
-        shares = _positions(count, min(exact, count), every)
-        looked = at[: len(shares)]
-        lefts = [0.5 - 0.5 * erf((now - expected) / apart_s) for expected in looked]
-        offs = [inv_cdf(1.0 - (1.0 - share) * left) for share, left in zip(shares, lefts, strict=True)]
-        moved = [expected + sigma * off for expected, off in zip(looked, offs, strict=True)]
-        at[: len(shares)] = [when if when > now else now for when in moved]
-        for number in range(len(shares), bisect_left(at, now, len(shares))):
+        at, left_s = self._expected[told].tolist(), self._left[told]
+        apart_s, inv_cdf, erf, offs = sigma * _SQRT2, _inv_cdf, math.erf, []
+        for number, share in enumerate(_positions(count, min(exact, count), every)):
+            expected = at[number]
+            left = 0.5 - 0.5 * erf((now - expected) / apart_s)
+            off = inv_cdf(1.0 - (1.0 - share) * left)
+            offs.append((share, off, left))
+            when = expected + sigma * off
+            at[number] = when if when > now else now
+        for number in range(len(offs), bisect_left(at, now, len(offs))):
             at[number] = now
-            due[number] = now + left_s[number]
-        due[: len(shares)] = map(add, at[: len(shares)], left_s)
-        return Coming(at, due, Spreads(shares, offs, lefts, count, sigma))
+        due = list(map(add, at, left_s))
+        return Coming(at, due, Spreads(offs, count, sigma))
 
     @property
     def spread_s(self) -> float:
@@ -215,5 +207,5 @@ class Rhythms:
             at = bisect_left(self._expected, robot.expected)
             while self._left[at] != robot.budget_s:
                 at += 1
-            del self._expected[at], self._left[at], self._due[at]
+            del self._expected[at], self._left[at]
             del self._given_up[bisect_left(self._given_up, robot.expected + OVERDUE * robot.period_s)]
