@@ -122,12 +122,11 @@ class Fleet:
 
     def expire(self, now: float) -> list[tuple[Ticket, float]]:
         """Members of batches that wait behind late ones whose deadlines have just passed, and when those may end."""
-        behind = [worker for worker in self._workers.values() if len(worker.flights) == IN_FLIGHT]
-        return [pair for worker in behind for pair in worker.expire(now)]
+        return [pair for worker in self._workers.values() for pair in worker.expire(now)]
 
     def fall_silent(self, now: float) -> list[WorkerState]:
         """Workers whose batch has just become overdue."""
-        found = [one for one in self._workers.values() if one.flights and one.silent_at <= now and not one.silent]
+        found = [worker for worker in self._workers.values() if worker.silent_at <= now and not worker.silent]
         for worker in found:
             worker.silent = True
         return found
@@ -139,10 +138,6 @@ class Fleet:
         """
         moment = math.inf
         for worker in self._workers.values():
-            if not worker.flights:
-                if queued and now < worker.suspended_until < moment:
-                    moment = worker.suspended_until
-                continue
             if not worker.silent and worker.silent_at < moment:
                 moment = worker.silent_at
             if worker.expiry_at < moment:

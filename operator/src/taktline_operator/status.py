@@ -52,8 +52,8 @@ def refused(
     reason: str,
     message: str,
     now: str,
-    pods: Sequence[Json] = (),
-    route: Route | None = None,
+    pods: Sequence[Json],
+    route: Route | None,
 ) -> Json:
     """Status of a PolicyDeployment that cannot be served as it is written, but of its workers as they are now.
 
